@@ -1,0 +1,7 @@
+"""Set before anything imports triton or numba: kernels are interpreted, and the machine's launcher variables do not leak in."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)

@@ -1,0 +1,68 @@
+"""Small models with the shapes that go wrong: odd sizes, ties, branches, frozen parts, checkpointing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, WIDTH, LENGTH = 19, 24, 7
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+        self.up = nn.Linear(width, 37)
+        self.down = nn.Linear(37, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        mixed = torch.softmax((q @ k.transpose(-1, -2)) / 4, dim=-1) @ v
+        x = x + self.proj(mixed)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    """Variants: plain, tied, unused, frozen, checkpointed, checkpointed_reentrant, sometimes, elsewhere."""
+
+    def __init__(self, variant: str = "plain", width: int = WIDTH, layers: int = 3) -> None:
+        super().__init__()
+        self.variant = variant
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        if variant == "tied":
+            self.head.weight = self.tokens.weight
+        if variant in ("unused", "sometimes"):
+            self.branch = nn.Linear(width, width)
+        if variant == "frozen":
+            for param in [*self.tokens.parameters(), *self.blocks[1].parameters(), self.blocks[0].qkv.weight]:
+                param.requires_grad_(False)
+
+    def forward(self, ids: Tensor, branch: bool = False) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            if self.variant.startswith("checkpointed"):
+                x = checkpoint(block, x, use_reentrant=self.variant.endswith("reentrant"))
+            else:
+                x = block(x)
+        if self.variant == "sometimes" and branch:
+            x = x + self.branch(x)
+        if self.variant == "elsewhere":  # a block's parameter, used by the model itself after the block is done
+            x = x + F.linear(x, self.blocks[0].proj.weight)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: nn.Module, ids: Tensor, **kwargs: bool) -> Tensor:
+    logits = model(ids[:, :-1], **kwargs).float()
+    return F.cross_entropy(logits.reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+
+
+def batch(seed: int) -> Tensor:
+    """(2, LENGTH + 1) token ids."""
+    return torch.randint(0, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed))

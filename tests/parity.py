@@ -1,0 +1,127 @@
+"""One case of the parity grid, run on every rank: zk against plain torch. Returns what differs, or an empty string."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.plain import train_plain
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    stage: int = 2
+    dtype: str = "fp32"
+    accumulation: int = 1
+    model: str = "plain"
+    optimizer: str = "AdamW"
+    tier: str = "host"
+    clip: float | None = 0.5
+    no_sync: bool = False
+    steps: int = 10
+    overlap: bool = True
+    prefetch: int = 1
+    tolerance: float = 0.0  # 0: bitwise
+
+    def __str__(self) -> str:
+        default = Case()
+        return "-".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)) or "default"
+
+
+def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups with different decay and rate, and the options that change the arithmetic."""
+    matrices = [p for p in params if p.ndim >= 2]
+    vectors = [p for p in params if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
+    if name == "AdamW":
+        return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    if name == "Adam":
+        return torch.optim.Adam(groups, lr=1e-2, amsgrad=True, maximize=False)
+    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def forward(model: nn.Module, ids: Tensor, step: int) -> Tensor:
+    return loss_of(model, ids, branch=step % 3 == 1) if getattr(model, "variant", "") == "sometimes" else loss_of(model, ids)
+
+
+def compare(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
+    """Bitwise at tolerance 0; otherwise by the largest difference, relative to the largest value."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{what}: {got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}"
+    if torch.equal(got, want):
+        return ""
+    worst = (got.float() - want.float()).abs().max().item() / max(want.float().abs().max().item(), 1e-30)
+    return f"{what}: differs by {worst:.3g} of its largest value" if not worst <= tolerance else ""
+
+
+def run_case(case: Case) -> str:
+    os.environ["ZK_CPU_ADAM"] = "torch"
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model, scale = GPT(case.model), 1024.0 if case.dtype == "fp16" else 1.0
+    local = world == 1 or case.stage == 1 or case.no_sync
+    losses, trained, masters, plain = train_plain(
+        model,
+        lambda params: make_optimizer(case.optimizer, params),
+        dtype=DTYPES[case.dtype],
+        world=world,
+        accumulation=case.accumulation,
+        local=local,
+        steps=case.steps,
+        clip=case.clip,
+        loss_scale=scale,
+        forward=forward,
+    )
+    if rank:  # the first rank's values win
+        for param in model.parameters():
+            param.data.add_(rank)
+    model = copy.deepcopy(model)
+    optimizer = zk.ZeroOptimizer(
+        model,
+        make_optimizer(case.optimizer, list(model.parameters())),
+        stage=case.stage,
+        dtype=case.dtype,
+        optimizer_tier=case.tier,
+        param_tier=case.tier if case.stage == 3 else "device",
+        clip_grad_norm=case.clip,
+        loss_scale=scale if scale != 1 else None,
+        overlap=case.overlap,
+        prefetch=case.prefetch,
+    )
+    mine = []
+    for step in range(case.steps):
+        for micro in range(case.accumulation):
+            loss = forward(model, batch(1000 * step + 10 * micro + rank), step)
+            mine.append(loss.item())
+            if case.no_sync and micro < case.accumulation - 1:
+                with optimizer.no_sync():
+                    optimizer.backward(loss)
+            else:
+                optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = []
+    if rank == 0 and case.tolerance == 0 and mine != losses:
+        found.append(f"losses {mine} instead of {losses}")
+    with zk.gather(model.parameters()):
+        for (name, got), want in zip(model.named_parameters(), trained.parameters(), strict=True):
+            found.append(compare(name, got.detach(), want.detach(), case.tolerance))
+    if case.stage < 3 or world == 1:
+        want_state = plain.state_dict()["state"]
+        got_state = optimizer.state_dict()["state"]
+        if set(want_state) != set(got_state):
+            found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")
+        for key in set(want_state) & set(got_state):
+            for name, value in want_state[key].items():
+                found.append(compare(f"state {key} {name}", got_state[key][name], value, case.tolerance))
+    optimizer.close()
+    return "\n".join(line for line in found if line)

@@ -1,0 +1,81 @@
+"""Training in plain PyTorch, with the arithmetic that zk promises: what every stage, tier and world size is compared with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import batch, loss_of
+
+
+def mean_of_ranks(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Summed in fp32 in the order of ranks, divided, rounded once."""
+    total = grads[0].float()
+    for grad in grads[1:]:
+        total = total + grad
+    return (total / len(grads)).to(dtype) if len(grads) > 1 else grads[0].to(dtype)
+
+
+def train_plain(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    dtype: torch.dtype,
+    world: int = 1,
+    accumulation: int = 1,
+    local: bool = False,
+    steps: int = 10,
+    clip: float | None = None,
+    loss_scale: float = 1.0,
+    forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
+) -> tuple[list[float], nn.Module, list[Tensor], torch.optim.Optimizer]:
+    """Losses of rank 0, the trained model, its fp32 masters and the optimizer over them.
+
+    Gradients come from ``dtype`` parameters, masters are fp32. ``local``: micro-batches are added up on each rank before they are
+    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first.
+    """
+    forward = forward or (lambda m, ids, step: loss_of(m, ids))
+    masters = [nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad) for param in model.parameters()]
+    model = copy.deepcopy(model).to(dtype)
+    params = list(model.parameters())
+    optimizer = make_optimizer(masters)
+    losses = []
+    for step in range(steps):
+        grads: dict[int, list[list[Tensor | None]]] = {}  # parameter -> [rank][micro-batch]
+        for rank in range(world):
+            for micro in range(accumulation):
+                loss = forward(model, batch(1000 * step + 10 * micro + rank), step)
+                if rank == 0:
+                    losses.append(loss.item())
+                (loss * loss_scale).backward()
+                for i, param in enumerate(params):
+                    grads.setdefault(i, [[None] * accumulation for _ in range(world)])[rank][micro] = param.grad
+                    param.grad = None
+        totals: list[Tensor | None] = []
+        for i, param in enumerate(params):
+            by_rank = grads[i]
+            if all(grad is None for row in by_rank for grad in row):
+                totals.append(None)
+                continue
+            rows = [[torch.zeros_like(param) if grad is None else grad for grad in row] for row in by_rank]
+            if local:
+                sums = [row[0] if accumulation == 1 else sum((g.float() for g in row[1:]), row[0].float()) for row in rows]
+                totals.append(mean_of_ranks(sums, torch.float32 if accumulation > 1 else param.dtype).float())
+            else:
+                means = [mean_of_ranks([row[micro] for row in rows], param.dtype) for micro in range(accumulation)]
+                totals.append(sum((m.float() for m in means[1:]), means[0].float()))
+        scale = 1 / loss_scale
+        if clip is not None:
+            norm = math.sqrt(sum(total.double().square().sum().item() for total in totals if total is not None)) / loss_scale
+            scale = min(1.0, clip / (norm + 1e-6)) / loss_scale
+        for master, total in zip(masters, totals, strict=True):
+            master.grad = total if total is None or scale == 1 else total * scale
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+    return losses, model, [master.detach() for master in masters], optimizer

@@ -1,0 +1,56 @@
+"""Spawned ranks over gloo on loopback. Spawning is the cost, so one world runs a whole list of cases."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _rank_main(rank: int, world: int, rendezvous: str, function: Callable[..., Any], cases: Sequence[Any], results: Any, timeout: float) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    for index, case in enumerate(cases):
+        try:
+            results.put((rank, index, "ok", function(case)))
+        except BaseException:
+            results.put((rank, index, "error", traceback.format_exc()))
+            if len(cases) > 1:  # ranks are out of step now: what follows would fail for a reason that is not its own
+                results.put((rank, None, "stopped", f"after case {case}"))
+                break
+    dist.barrier() if len(cases) > 1 else None
+    dist.destroy_process_group()
+
+
+def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], timeout: float = 60.0) -> list[list[Any]]:
+    """Call ``function(case)`` for every case on every rank. Returns [case][rank]: what came back, or a RuntimeError with the traceback.
+
+    A function that catches its own assertion errors keeps the world going; one that raises ends it.
+    """
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world, os.path.join(folder, "rendezvous"), function, list(cases), results, timeout)
+        ranks = [context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        table: list[list[Any]] = [[RuntimeError("no result: the rank ended before this case")] * world for _ in cases]
+        while any(process.is_alive() for process in ranks) or not results.empty():
+            if results.empty():
+                for process in ranks:
+                    process.join(0.02)
+                continue
+            rank, index, status, value = results.get()
+            if index is not None:
+                table[index][rank] = value if status == "ok" else RuntimeError(value)
+        for process in ranks:
+            process.join()
+    return table

@@ -1,0 +1,8 @@
+"""ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: train models larger than the accelerator's memory."""
+
+from zk.access import gather
+from zk.config import DynamicLossScale, ZeroConfig
+from zk.optimizer import ZeroOptimizer
+
+__version__ = "0.1.0"
+__all__ = ["DynamicLossScale", "ZeroConfig", "ZeroOptimizer", "gather"]

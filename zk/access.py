@@ -1,0 +1,48 @@
+"""In: parameters that stage 3 keeps partitioned. Out: a context in which they are full, readable and, if wished, writable."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from zk.optimizer import OWNERS, Held, ZeroOptimizer
+from zk.parallel.partitioned import PartitionedParams
+
+
+@contextlib.contextmanager
+def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+    """Make parameters full inside the context; a collective at stage 3, so enter it on all ranks.
+
+    Args:
+        params: one parameter or several (``model.parameters()``). Those that no ZeroOptimizer holds are left as they are.
+        write: values written inside are kept: the first rank's are sent to all, and masters follow. Without it, what is
+            written to partitioned parameters is lost on exit.
+
+    Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
+    """
+    wanted = [params] if isinstance(params, nn.Parameter) else list(params)
+    held: dict[int, tuple[ZeroOptimizer, Held, list[int]]] = {}
+    for param in wanted:
+        owner = OWNERS.get(param)
+        if owner is not None:
+            unit, index = owner.units[param]
+            held.setdefault(id(unit), (owner, unit, []))[2].append(index)
+    entered: list[Held] = []
+    try:
+        for _, unit, _ in held.values():
+            unit.params.hold()
+            entered.append(unit)
+        yield
+        if write:
+            for owner, unit, indices in held.values():
+                owner.comm.broadcast(unit.params.index, unit.params.full)
+                if isinstance(unit.params, PartitionedParams):
+                    unit.params.shard.copy_(unit.params.full[unit.params.held])
+                if unit.shard is not None:
+                    for index in indices:
+                        unit.shard.adopt(unit.layout.part(index, unit.params.held)[0])
+    finally:
+        for unit in entered:
+            unit.params.let_go()

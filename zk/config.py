@@ -1,0 +1,176 @@
+"""In: what the user asked for. Out: a frozen ZeroConfig in which every value is known to be meaningful. No I/O, no process groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Tier = Literal["device", "host", "nvme", "auto"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+def parse_nbytes(value: int | str, field: str) -> int:
+    """A budget as bytes: a positive int, or a string such as ``"24GiB"``, ``"500 MB"`` or ``"1.5TiB"``.
+
+    Raises ValueError (or TypeError for other types) that names ``field``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{field} must be a number of bytes or a string like '24GiB'; got {value!r}")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"{field} must be a number of bytes or a string like '24GiB' or '500MB'; got {value!r}")
+        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    else:
+        nbytes = value
+    if nbytes <= 0:
+        raise ValueError(f"{field} must be more than zero bytes; got {value!r}")
+    return nbytes
+
+
+def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
+    """A floating point dtype from its name (``"bf16"``) or itself; ValueError names ``field`` and the choices."""
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{field} must be one of 'fp32', 'bf16', 'fp16' or the torch dtype; got {value!r}")
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicLossScale:
+    """How a dynamic loss scale moves. The scale halves on overflow (after ``hysteresis`` of them) and doubles after a clean window."""
+
+    init: float = 2.0**16
+    # steps without overflow until the scale is doubled
+    window: int = 1000
+    # the scale is lowered from this many-th overflow on; the count is restored when the scale grows
+    hysteresis: int = 2
+    # the scale never falls below this
+    minimum: float = 1.0
+    # what the scale is multiplied and divided by
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.factor > 1:
+            raise ValueError(f"DynamicLossScale.factor must be more than 1; got {self.factor!r}")
+        if not 0 < self.minimum <= self.init:
+            raise ValueError(f"DynamicLossScale needs 0 < minimum <= init; got minimum={self.minimum!r}, init={self.init!r}")
+        for name in ("window", "hysteresis"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"DynamicLossScale.{name} must be a whole number of steps, at least 1; got {count!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """What is partitioned, where it lives, and in what precision. Immutable; every field is checked on construction."""
+
+    # 0: nothing is partitioned (data parallel); 1: optimizer state; 2: and gradients; 3: and parameters
+    stage: int = 2
+    # parameters and floating point buffers are cast to it ("bf16", "fp16", "fp32"); None: they keep their own
+    dtype: str | torch.dtype | None = None
+    # where parameters rest between uses; anything but "device" needs stage 3
+    param_tier: Tier = "device"
+    # where gradients and optimizer state live, and so where the update runs
+    optimizer_tier: Tier = "device"
+    # directory (or several, to stripe over) for the "nvme" tier
+    nvme_path: str | Sequence[str] | None = None
+    # bytes (or "24GiB") that training state may take; with "auto" tiers the faster tier is filled first
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    # gradients are scaled down to this global 2-norm before the update; None: no clipping
+    clip_grad_norm: float | None = None
+    # "auto": dynamic for fp16, none otherwise; "dynamic" or DynamicLossScale(...); a number: static; None: none
+    loss_scale: str | float | DynamicLossScale | None = "auto"
+    # dtype of Adam's moments; "bf16" halves them, and changes results
+    state_dtype: str | torch.dtype = "fp32"
+    # reduce gradients and gather parameters while compute goes on; False: each collective is waited for at once
+    overlap: bool = True
+    # run the update of a unit just before its next forward instead of in step()
+    overlap_step: bool = False
+    # stage 3: how many units are gathered ahead of the one in use
+    prefetch: int = 1
+    # threads of the CPU update; None: cores / ranks on this machine
+    num_threads: int | None = None
+    # ranks that train together; None: the default group, or one process where there is none
+    process_group: ProcessGroup | None = None
+    # what travels together: names or classes of modules; None: the blocks of the model's ModuleLists
+    units: Sequence[str | type[nn.Module]] | None = None
+
+    def __post_init__(self) -> None:
+        def normalize(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3; got {self.stage!r}")
+        if self.dtype is not None:
+            normalize("dtype", parse_dtype(self.dtype, "dtype"))
+        normalize("state_dtype", parse_dtype(self.state_dtype, "state_dtype"))
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be 'fp32' or 'bf16' (fp16 cannot hold second moments); got {self.state_dtype!r}")
+        self._check_tiers()
+        for name in ("device_budget", "host_budget"):
+            if getattr(self, name) is not None:
+                normalize(name, parse_nbytes(getattr(self, name), name))
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be more than 0, or None for no clipping; got {self.clip_grad_norm!r}")
+        if self.loss_scale == "dynamic":
+            normalize("loss_scale", DynamicLossScale())
+        elif isinstance(self.loss_scale, (int, float)) and not isinstance(self.loss_scale, bool):
+            if not 0 < self.loss_scale < float("inf"):
+                raise ValueError(f"a static loss_scale must be a finite number above 0; got {self.loss_scale!r}")
+            normalize("loss_scale", float(self.loss_scale))
+        elif not (self.loss_scale is None or self.loss_scale == "auto" or isinstance(self.loss_scale, DynamicLossScale)):
+            raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a DynamicLossScale or None; got {self.loss_scale!r}")
+        if self.overlap_step:
+            raise ValueError("overlap_step=True is not available in this version: step() runs the whole update; leave it False")
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(f"prefetch must be a number of units, 0 or more; got {self.prefetch!r}")
+        if self.num_threads is not None and (not isinstance(self.num_threads, int) or self.num_threads < 1):
+            raise ValueError(f"num_threads must be at least 1, or None for cores / local ranks; got {self.num_threads!r}")
+        if self.units is not None:
+            entries = (self.units,) if isinstance(self.units, (str, type)) else tuple(self.units)
+            for entry in entries:
+                if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+                    raise TypeError(f"units must hold module names or nn.Module classes; got {entry!r}")
+            normalize("units", entries)
+
+    def _check_tiers(self) -> None:
+        for name in ("param_tier", "optimizer_tier"):
+            tier = getattr(self, name)
+            if tier not in ("device", "host", "nvme", "auto"):
+                raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}")
+            if tier == "nvme":
+                path = "" if self.nvme_path else " (and it would need nvme_path=, a directory on the drive)"
+                raise ValueError(f"{name}='nvme' is not available in this version{path}; use 'host'")
+        if self.nvme_path is not None:
+            raise ValueError(f"nvme_path={self.nvme_path!r} has no effect: no tier is 'nvme' (not available in this version); remove it")
+        if self.param_tier == "host" and self.stage != 3:
+            raise ValueError(
+                f"param_tier='host' needs stage=3: at stage {self.stage} parameters stay on the device; use stage=3 or param_tier='device'"
+            )
+        if self.host_budget is not None and "host" not in (self.param_tier, self.optimizer_tier) and "auto" not in (
+            self.param_tier,
+            self.optimizer_tier,
+        ):
+            raise ValueError("host_budget has no effect: no tier is 'host' or 'auto'; set optimizer_tier='host' or remove it")

@@ -1,0 +1,262 @@
+"""In: 16-bit or fp32 gradients and parameters, Adam's state. Out: all of them updated in one pass over memory.
+
+Formulas are those of torch.optim.AdamW, operation for operation, fused multiply-adds where torch's CPU kernels use them:
+    g = grad * grad_scale                       (+ weight_decay * x, for Adam)
+    x = x * (1 - lr * weight_decay)             (AdamW)
+    m = fma(1 - beta1, g - m, m)
+    v = fma((1 - beta2) * g, g, beta2 * v)
+    x = x - (lr / bc1) * m / (sqrt(v) / sqrt(bc2) + eps)
+Bytes per parameter, bf16 gradient and parameter: 28 with an fp32 master (2 grad, 4 + 4 master, 8 + 8 moments, 2 param), 26 with a
+split master. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
+
+Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of fp16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic, overload
+
+F32, U16, U32 = np.float32, np.uint16, np.uint32
+# elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
+BLOCK = 1 << 14
+SECOND_HALF = U32(0x8000)
+
+
+@intrinsic
+def _fma(typingctx, a, b, c):
+    """a * b + c with one rounding."""
+
+    def generate(context, builder, signature, args):
+        float_ = ir.FloatType()
+        return builder.call(builder.module.declare_intrinsic("llvm.fma", [float_], ir.FunctionType(float_, [float_] * 3)), args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+def _bitcast(name: str, source, target, ir_type):
+    def cast(typingctx, value):
+        return target(source), lambda context, builder, signature, args: builder.bitcast(args[0], ir_type)
+
+    cast.__name__ = name
+    return intrinsic(cast)
+
+
+_as_float = _bitcast("_as_float", types.uint32, types.float32, ir.FloatType())
+_as_bits = _bitcast("_as_bits", types.float32, types.uint32, ir.IntType(32))
+
+
+@intrinsic
+def _half_to_float(typingctx, bits):
+    def generate(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), generate
+
+
+@intrinsic
+def _float_to_half(typingctx, value):
+    def generate(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+@numba.njit(inline="always")
+def _round_to_bf16(x):
+    """The bits of x as bf16, to nearest even, as uint32; NaN stays NaN."""
+    bits = _as_bits(x)
+    rounded = (bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16)
+    return rounded if x == x else U32(0x7FC0)
+
+
+def _load(array, i): ...
+def _store(array, i, x): ...
+def _load_second(array, i): ...
+def _store_second(array, i, v, flag): ...
+def _load_master(param, master, i, flag): ...
+def _store_master(param, master, i, x): ...
+
+
+@overload(_load, inline="always")
+def _(array, i):
+    if array.dtype == types.float32:
+        return lambda array, i: array[i]
+    if array.dtype == types.uint16:
+        return lambda array, i: _as_float(U32(array[i]) << U32(16))
+    return lambda array, i: _half_to_float(array[i])
+
+
+@overload(_store, inline="always")
+def _(array, i, x):
+    def store_float(array, i, x):
+        array[i] = x
+
+    def store_bf16(array, i, x):
+        array[i] = U16(_round_to_bf16(x))
+
+    def store_half(array, i, x):
+        array[i] = _float_to_half(x)
+
+    return {types.float32: store_float, types.uint16: store_bf16}.get(array.dtype, store_half)
+
+
+@overload(_load_second, inline="always")
+def _(array, i):
+    """The second moment and the bit that its sign carries (see split.py)."""
+
+    def load_float(array, i):
+        bits = _as_bits(array[i])
+        return _as_float(bits & U32(0x7FFFFFFF)), bits >> U32(31)
+
+    def load_bf16(array, i):
+        bits = U32(array[i])
+        return _as_float((bits & U32(0x7FFF)) << U32(16)), bits >> U32(15)
+
+    return load_float if array.dtype == types.float32 else load_bf16
+
+
+@overload(_store_second, inline="always")
+def _(array, i, v, flag):
+    def store_float(array, i, v, flag):
+        array[i] = _as_float(_as_bits(v) | (flag << U32(31)))
+
+    def store_bf16(array, i, v, flag):
+        array[i] = U16(_round_to_bf16(v) | (flag << U32(15)))
+
+    return store_float if array.dtype == types.float32 else store_bf16
+
+
+@overload(_load_master, inline="always")
+def _(param, master, i, flag):
+    def load_split(param, master, i, flag):
+        lower = U32(master[i])
+        rounded_up = (lower >> U32(15)) & (U32(1) ^ flag)
+        return _as_float(((U32(param[i]) - rounded_up) << U32(16)) | lower)
+
+    if isinstance(master, types.NoneType):
+        return lambda param, master, i, flag: param[i]
+    if master.dtype == types.float32:
+        return lambda param, master, i, flag: master[i]
+    return load_split
+
+
+@overload(_store_master, inline="always")
+def _(param, master, i, x):
+    """Writes master and parameter; returns the bit for the sign of the second moment."""
+
+    def store_param(param, master, i, x):
+        param[i] = x
+        return U32(0)
+
+    def store_both(param, master, i, x):
+        master[i] = x
+        _store(param, i, x)
+        return U32(0)
+
+    def store_split(param, master, i, x):
+        bits = _as_bits(x)
+        rounded = _round_to_bf16(x)
+        param[i] = U16(rounded)
+        master[i] = U16(bits & U32(0xFFFF))
+        return ((bits >> U32(15)) & U32(1)) & U32(rounded == (bits >> U32(16)))
+
+    if isinstance(master, types.NoneType):
+        return store_param
+    return store_both if master.dtype == types.float32 else store_split
+
+
+def _jit(**options):
+    """numba.njit with a cache on disk where there is a place for one."""
+
+    def decorate(function):
+        try:
+            return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+        except RuntimeError:  # neither the package nor the user has a writable cache directory
+            return numba.njit(nogil=True, error_model="numpy", **options)(function)
+
+    return decorate
+
+
+@_jit()
+def _adam_block(param, grad, master, m, v, grad_scale, l2, decay, lerp, lerp_from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
+    for i in range(param.size):
+        v_i, flag = _load_second(v, i)
+        x = _load_master(param, master, i, flag)
+        g = _load(grad, i) * grad_scale
+        if l2 != F32(0):
+            g = _fma(l2, x, g)
+        x = x * decay
+        m_i = _load(m, i)
+        m_i = _fma(lerp, g - m_i, g if lerp_from_grad else m_i)
+        v_i = _fma(one_minus_beta2 * g, g, v_i * beta2)
+        x = x + (step_size * m_i) / (np.sqrt(v_i) / bc2_sqrt + eps)
+        _store(m, i, m_i)
+        flag = _store_master(param, master, i, x)
+        _store_second(v, i, v_i, flag)
+
+
+@_jit(parallel=True)
+def _adam_parallel(param, grad, master, m, v, grad_scale, l2, decay, lerp, lerp_from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
+    for block in prange((param.size + BLOCK - 1) // BLOCK):
+        a = block * BLOCK
+        b = min(param.size, a + BLOCK)
+        _adam_block(param[a:b], grad[a:b], _cut(master, a, b), m[a:b], v[a:b], grad_scale, l2, decay, lerp, lerp_from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size)
+
+
+def _cut(array, a, b): ...
+
+
+@overload(_cut, inline="always")
+def _(array, a, b):
+    if isinstance(array, types.NoneType):
+        return lambda array, a, b: None
+    return lambda array, a, b: array[a:b]
+
+
+@_jit()
+def _sum_of_squares_block(grad):
+    # eight running sums: the additions do not wait for each other, and the order is fixed
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
+    whole = grad.size - grad.size % 8
+    for i in range(0, whole, 8):
+        s0 += np.float64(_load(grad, i)) ** 2
+        s1 += np.float64(_load(grad, i + 1)) ** 2
+        s2 += np.float64(_load(grad, i + 2)) ** 2
+        s3 += np.float64(_load(grad, i + 3)) ** 2
+        s4 += np.float64(_load(grad, i + 4)) ** 2
+        s5 += np.float64(_load(grad, i + 5)) ** 2
+        s6 += np.float64(_load(grad, i + 6)) ** 2
+        s7 += np.float64(_load(grad, i + 7)) ** 2
+    for i in range(whole, grad.size):
+        s0 += np.float64(_load(grad, i)) ** 2
+    return ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+
+
+@_jit(parallel=True)
+def _sum_of_squares_parallel(grad, partial):
+    for block in prange(partial.size):
+        a = block * BLOCK
+        partial[block] = _sum_of_squares_block(grad[a : min(grad.size, a + BLOCK)])
+
+
+def adam(param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int) -> None:
+    """Update in place. All arrays (n,), contiguous; ``scalars`` as in the signature of ``_adam_block`` from ``grad_scale`` on."""
+    if param.size <= 2 * BLOCK or num_threads == 1:
+        _adam_block(param, grad, master, m, v, *scalars)
+        return
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    _adam_parallel(param, grad, master, m, v, *scalars)
+
+
+def sum_of_squares(grad: np.ndarray, num_threads: int) -> float:
+    """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
+    partial = np.zeros((grad.size + BLOCK - 1) // BLOCK)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    _sum_of_squares_parallel(grad, partial)
+    return float(partial.sum())

@@ -1,0 +1,578 @@
+"""In: a model and the user's torch optimizer. Out: ZeroOptimizer, which keeps both partitioned and offloaded behind the same three calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zk.config import ZeroConfig
+from zk.offload import pipeline
+from zk.offload.cpu_adam import default_threads
+from zk.offload.pipeline import Run, Task
+from zk.offload.rules import rule_for
+from zk.offload.state import OptimizerShard
+from zk.offload.tiers import Needs, choose
+from zk.parallel.comm import Group, Solo, connect
+from zk.parallel.grads import GradReducer, UnitGrads
+from zk.parallel.layout import Layout
+from zk.parallel.partitioned import Partition, PartitionedParams
+from zk.parallel.replicated import ReplicatedParams, flatten_params
+from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of
+from zk.units import Unit, find_units
+
+log = logging.getLogger("zk")
+# every parameter that some ZeroOptimizer holds -> that optimizer
+OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclasses.dataclass(slots=True)
+class Held:
+    """One unit and everything zk keeps for it. Frozen units have parameters only."""
+
+    unit: Unit
+    layout: Layout
+    params: ReplicatedParams | PartitionedParams
+    shard: OptimizerShard | None = None
+    grads: UnitGrads | None = None
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Wraps a model's optimizer so that training state is partitioned over ranks and kept on cheaper memory.
+
+    The training loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. Parameters become views of flat
+    buffers; their gradients leave ``param.grad`` as soon as backward has made them (so clip with ``clip_grad_norm`` or
+    ``clip_grad_norm_``). The user's ``param_groups`` stay live: schedulers may be made for either optimizer.
+
+    Args:
+        model: any module, on the device where it computes. With ``dtype`` set it is cast (floating point buffers too), and so are
+            floating point inputs of its forward; fp32 values it holds now become the initial masters.
+        optimizer: torch.optim.AdamW, Adam or SGD over parameters of ``model``, in any number of groups. State that it already
+            has is taken over.
+        config: a ZeroConfig; None takes the defaults.
+        overrides: ZeroConfig fields, instead of or on top of ``config``.
+
+    All ranks construct it at the same point; the first rank's parameter values win. Source: ZeRO, arXiv 1910.02054, section 5;
+    ZeRO-Offload, arXiv 2101.06840, section 4.
+    """
+
+    _built = False
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig | None = None, **overrides: Any) -> None:
+        self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
+        self.model, self.inner, self.closed = model, optimizer, False
+        _check_arguments(model, optimizer)
+        self.rule = rule_for(optimizer)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
+        _check_params(model, self.param_groups)
+
+        device = next(model.parameters()).device
+        self.comm = connect(self.config.process_group, self.config.overlap, device)
+        self.num_threads = self.config.num_threads or default_threads()
+        self.steps: dict[nn.Parameter, int] = {}
+        self.versions: dict[nn.Parameter, int] = {}
+        self.used: list[set[int]] = []
+        self.held: list[Held] = []
+        self.units: dict[nn.Parameter, tuple[Held, int]] = {}
+        self.max_norm = self.config.clip_grad_norm
+        self.in_scaled_backward = False
+        self.counters = {"steps": 0, "skipped_steps": 0}
+        self.last_norm = math.nan
+        self.partition = Partition(model, self.config.prefetch)
+        self.grads = GradReducer(self.comm, self.config.stage != 1, self.config.stage == 0, self._check_arrival)
+        self._build(device)
+        scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard}) if self.config.loss_scale == "auto" else self.config.loss_scale
+        self.scaler = LossScaler(scale)  # type: ignore[arg-type]
+        self._built = True
+        if optimizer.state:
+            self.load_state_dict(optimizer.state_dict())
+            optimizer.state.clear()
+
+    # ---- construction --------------------------------------------------------------------------------------------------------
+
+    def _build(self, device: torch.device) -> None:
+        """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
+        config, dtype = self.config, self.config.dtype
+        assert dtype is None or isinstance(dtype, torch.dtype)
+        units = find_units(self.model, self._groups(), dtype, config.units)
+        layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
+        self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
+        self.param_tier, self.optimizer_tier = choose(
+            config.param_tier, config.optimizer_tier, self._needs(units, layouts), config.stage, device, config.device_budget, config.host_budget
+        )
+        if dtype is not None:
+            for buffer in self.model.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
+        self.handles = [self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)] if dtype is not None else []
+        for unit, layout in zip(units, layouts, strict=True):
+            self._hold(unit, layout)
+        if self.partition.params:
+            self.partition.attach()
+        if isinstance(self.comm, Group):
+            for buffer in self.model.buffers():
+                self.comm.broadcast(-1, buffer.data)
+
+    def _groups(self) -> dict[nn.Parameter, int]:
+        return {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
+
+    def _needs(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> Needs:
+        """Bytes of this rank's training state between uses."""
+        world, stage = self.comm.world, self.config.stage
+        param_nbytes = optimizer_nbytes = 0
+        for unit, layout in zip(units, layouts, strict=True):
+            param_nbytes += layout.numel * unit.dtype.itemsize // (world if stage == 3 else 1)
+            if unit.trained:
+                states = {name for group in self.param_groups for name in self.rule.state_names(group)}
+                master = 0 if unit.dtype == torch.float32 else 2 if unit.dtype == torch.bfloat16 and self.rule.splits_master else 4
+                state_dtype = self.config.state_dtype
+                assert isinstance(state_dtype, torch.dtype)
+                per_element = master + len(states) * state_dtype.itemsize + unit.dtype.itemsize  # the last is the gradient
+                optimizer_nbytes += layout.numel * per_element // (world if stage >= 1 else 1)
+        return Needs(param_nbytes, optimizer_nbytes)
+
+    def _hold(self, unit: Unit, layout: Layout) -> None:
+        """Move one unit's parameters into its flat buffer and set up what it trains with."""
+        index = len(self.held)
+        initial = flatten_params(unit, layout)
+        self.comm.broadcast(index, initial)
+        if self.config.stage == 3 and (self.comm.world > 1 or self.param_tier.device != unit.device):
+            params: ReplicatedParams | PartitionedParams = PartitionedParams(
+                unit, index, layout, self.comm, initial, self.param_tier.device, self.partition.on_use
+            )
+            self.partition.add(params)  # type: ignore[arg-type]
+        else:
+            params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)
+        held = Held(unit, layout, params)
+        if unit.trained:
+            groups = [group for group in self.param_groups if any(param in self._members(group) for param in unit.params)]
+            names = list(dict.fromkeys(name for group in groups for name in self.rule.state_names(group)))
+            state_dtype = self.config.state_dtype
+            assert isinstance(state_dtype, torch.dtype)
+            held.shard = OptimizerShard(params.shard, initial[params.held], self.rule, names, self.optimizer_tier, state_dtype)
+            held.grads = UnitGrads(unit, index, layout, params.held, held.shard.accumulate)
+            self.grads.add(held.grads)
+            self.used.append(set())
+        self.held.append(held)
+        for position, param in enumerate(unit.params):
+            self.units[param] = (held, position)
+            self.versions[param] = param._version
+            OWNERS[param] = self
+
+    @staticmethod
+    def _members(group: dict[str, Any]) -> set[nn.Parameter]:
+        return set(group["params"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the model that no group has yet. Only before the first step."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        if self.counters["steps"] or any(self.used):
+            raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
+        super().add_param_group(param_group)
+        try:
+            _check_params(self.model, self.param_groups)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Lay everything out again for the groups as they are now, keeping masters."""
+        masters = {}
+        for held in self.held:
+            held.params.hold()
+            for index, param in enumerate(held.unit.params):
+                where = held.layout.whole(index)
+                exact = self._full(held, lambda part, shard=held.shard: shard.get_master(part)) if held.shard else held.params.full  # type: ignore[union-attr]
+                masters[param] = exact[where].view(param.shape).clone()
+        self._detach()
+        for param, master in masters.items():
+            param.data = master
+        self.partition = Partition(self.model, self.config.prefetch)
+        self.grads = GradReducer(self.comm, self.config.stage != 1, self.config.stage == 0, self._check_arrival)
+        self.held, self.units, self.used = [], {}, []
+        self._build(next(iter(masters.values())).device)
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = self.config.dtype
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    # ---- the training loop ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward()`` with the loss scale applied. Needed where a loss scale is on (fp16); the same as loss.backward() elsewhere."""
+        self._check_open()
+        self.in_scaled_backward = True
+        try:
+            (loss.float() * self.scaler.scale if self.scaler.active else loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.in_scaled_backward = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Reduce what is left, clip, update, and make the updated parameters available. Returns the closure's loss, or None.
+
+        A step whose gradients hold NaN or inf changes nothing, lowers a dynamic loss scale, and is counted in ``metrics()``.
+        """
+        self._check_open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._reduce()
+        if not any(self.used):
+            raise RuntimeError(
+                "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
+                "loss.backward() first, and zero_grad() after step(), not before it"
+            )
+        self.last_norm = self._global_norm()
+        if math.isfinite(self.last_norm):
+            self._update(clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
+            self.counters["steps"] += 1
+        else:
+            self._report_skip()
+        self.scaler.update(overflow=not math.isfinite(self.last_norm))
+        self._clear()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those on their way. After ``step()`` there are none, so calling it there is free."""
+        self._check_open()
+        self.grads.forget()
+        self._clear()
+        super().zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context: gradients of backward passes inside stay on their rank until the next backward outside, or the step."""
+        return self.grads.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of the coming step to a global 2-norm of ``max_norm``; overrides the config's for that step.
+
+        Returns the norm before clipping, over all ranks and without the loss scale, as a scalar tensor.
+        """
+        self._check_open()
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be more than 0; got {max_norm!r}")
+        self._reduce()
+        self.max_norm = float(max_norm)
+        self.last_norm = self._global_norm()
+        return torch.tensor(self.last_norm)
+
+    def synchronize(self) -> None:
+        """Return when no work of zk is under way: reductions are done and gathered parameters released."""
+        while self.grads.queue:
+            self.grads._complete()
+        self.partition.reset()
+
+    # ---- the phases of a step ------------------------------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        """grads -> flatten -> reduce -> shard, for what backward has not reduced yet."""
+        self._check_unfrozen()
+        for used, new in zip(self.used, self.grads.finish(), strict=True):
+            used |= new
+        self.partition.reset()
+
+    def _global_norm(self) -> float:
+        """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
+        total = sum(held.shard.sum_of_squares(self.num_threads) for held in self.held if held.shard)
+        if self.config.stage > 0 and self.comm.world > 1:
+            everywhere = torch.tensor([total], dtype=torch.float64)
+            self.comm.all_reduce(everywhere)
+            total = everywhere.item()
+        return norm_of(total, self.scaler.scale)
+
+    def _update(self, grad_scale: float) -> None:
+        """update -> cast -> upload -> gather, unit by unit."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        tasks, trained = [], [held for held in self.held if held.shard]
+        for held, used in zip(trained, self.used, strict=True):
+            assert held.shard is not None
+            self._adopt_writes(held)
+            for index in used:
+                param = held.unit.params[index]
+                self.steps[param] = self.steps.get(param, 0) + 1
+            if used:
+                tasks.append(Task(held.unit.name, held.shard, list(self._runs(held, used, group_of)), held.params.publish))
+        pipeline.update(tasks, grad_scale, self.num_threads)
+        changed = [held.unit.params[index] for held, used in zip(trained, self.used, strict=True) for index in used]
+        torch.autograd.graph.increment_version(changed)
+        self.versions.update((param, param._version) for param in changed)
+
+    def _runs(self, held: Held, used: set[int], group_of: dict[nn.Parameter, dict[str, Any]]) -> Iterator[Run]:
+        """Neighbours of one group and step count, merged; parameters without a gradient are left out, as torch leaves them alone."""
+        run: Run | None = None
+        for index, param in enumerate(held.unit.params):
+            part = held.layout.part(index, held.params.held)[0]
+            if index in used and part.stop > part.start:
+                group, step = group_of[param], self.steps[param]
+                if run is not None and run.group is group and run.step == step:
+                    run = Run(slice(run.elements.start, part.stop), group, step)
+                    continue
+                if run is not None:
+                    yield run
+                run = Run(part, group, step)
+            elif run is not None and index not in used:
+                yield run
+                run = None
+        if run is not None:
+            yield run
+
+    def _adopt_writes(self, held: Held) -> None:
+        """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""
+        if isinstance(held.params, PartitionedParams):
+            return
+        assert held.shard is not None
+        for index, param in enumerate(held.unit.params):
+            if param._version != self.versions[param]:
+                held.shard.adopt(held.layout.part(index, held.params.held)[0])
+                self.versions[param] = param._version
+
+    def _clear(self) -> None:
+        for held in self.held:
+            if held.shard is not None and held.grads is not None:
+                self.grads.recycle(held.grads, held.shard.grad)
+                held.shard.grad = None
+        for used in self.used:
+            used.clear()
+        self.max_norm = self.config.clip_grad_norm
+
+    def _report_skip(self) -> None:
+        self.counters["skipped_steps"] += 1
+        count = self.counters["skipped_steps"]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+            scale = f" at loss scale {self.scaler.scale:g}" if self.scaler.active else ""
+            log.warning("step skipped: a gradient is not finite%s (%d skipped so far, %d taken)", scale, count, self.counters["steps"])
+
+    # ---- checks --------------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("this ZeroOptimizer is closed; make a new one to go on training")
+
+    def _check_arrival(self, param: nn.Parameter) -> None:
+        self._check_open()
+        if self.scaler.active and not self.in_scaled_backward and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"a loss scale is on (now {self.scaler.scale:g}), and loss.backward() does not apply it; call optimizer.backward(loss), or set "
+                "loss_scale=None to train without one"
+            )
+
+    def _check_unfrozen(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                held, index = self.units[param]
+                if held.shard is None and param.grad is not None:
+                    raise RuntimeError(
+                        f"parameter {held.unit.names[index]!r} was frozen when ZeroOptimizer was made and has a gradient now; unfreeze before, "
+                        "or close() this optimizer and make a new one"
+                    )
+
+    # ---- state ---------------------------------------------------------------------------------------------------------------
+
+    def _full(self, held: Held, read: Callable[[slice], Tensor]) -> Tensor:
+        """The whole flat buffer (layout.numel,) of something that each rank holds a slice of; a collective where there are several ranks."""
+        mine = read(slice(0, held.params.held.stop - held.params.held.start))
+        if mine.numel() == held.layout.numel:
+            return mine
+        full = torch.empty(held.layout.numel, dtype=mine.dtype, device=mine.device)
+        self.comm.all_gather(held.params.index, full, mine.contiguous()).wait()
+        return full
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own format: ``step`` and the optimizer's states by parameter, in fp32, and ``master`` for 16-bit parameters.
+
+        One process, or stages 0-2: whole tensors in the parameter's shape, which plain torch optimizers load (they ignore
+        ``master``); with several ranks at stages 1 and 2 a collective, so call it on all ranks. Stage 3 with several ranks: this rank's
+        own slices, flat. Before the first step there is no state, and nothing is collective.
+        """
+        self._check_open()
+        self.state.clear()
+        try:
+            if self.steps:
+                for held in self.held:
+                    self._export(held)
+            plain = super().state_dict()
+        finally:
+            self.state.clear()
+        plain["zk"] = {"loss_scale": self.scaler.state_dict(), "counters": dict(self.counters)}
+        return plain
+
+    def _export(self, held: Held) -> None:
+        shard = held.shard
+        if shard is None:
+            return
+        readers: dict[str, Callable[[slice], Tensor]] = {name: (lambda part, name=name: shard.get_state(name, part)) for name in shard.states}
+        if shard.master is not None:
+            readers["master"] = shard.get_master
+        own_part = self.config.stage == 3 and self.comm.world > 1
+        for name, read in readers.items():
+            full = None if own_part else self._full(held, read)
+            for index, param in enumerate(held.unit.params):
+                if param not in self.steps:
+                    continue
+                entry = self.state.setdefault(param, {"step": torch.tensor(float(self.steps[param]))})
+                if full is not None:
+                    entry[name] = full[held.layout.whole(index)].view(param.shape)
+                else:
+                    entry[name] = read(held.layout.part(index, held.params.held)[0])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state from ``state_dict()`` of this class or of the plain torch optimizer.
+
+        Without a ``master`` the parameters' own values are widened. Raises ValueError, before anything is changed, if groups or shapes differ.
+        """
+        self._check_open()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        saved_groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
+                f"{[len(g['params']) for g in self.param_groups]}; build the same groups in the same order first"
+            )
+        params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
+        plan = [entry for key, saved in state_dict["state"].items() for entry in self._import_plan(params[key], saved)]
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for write in plan:
+            write()
+        if "zk" in state_dict:
+            self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
+            self.counters.update(state_dict["zk"]["counters"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _import_plan(self, param: nn.Parameter, saved: dict[str, Any]) -> list[Callable[[], None]]:
+        """What loading one parameter's state will write, after checking that it fits."""
+        held, index = self.units[param]
+        shard, name = held.shard, held.unit.names[index]
+        if shard is None:
+            raise ValueError(f"the state holds entries for {name!r}, which is frozen here")
+        mine, piece = held.layout.part(index, held.params.held)
+        writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(param, int(saved.get("step", 1)))]
+        for key in [*shard.states, "master"]:
+            value = saved.get(key)
+            if key == "master":
+                if value is None or shard.master is None:
+                    continue
+            elif value is None:
+                if key == "momentum_buffer":
+                    continue  # torch keeps None there before the first step
+                raise ValueError(f"the state of {name!r} has no {key!r}; it has {sorted(saved)}")
+            if tuple(value.shape) == tuple(param.shape):
+                value = value.detach().reshape(-1)[piece]
+            elif tuple(value.shape) != (mine.stop - mine.start,):
+                raise ValueError(
+                    f"{key!r} of {name!r} has shape {tuple(value.shape)}; this parameter is {tuple(param.shape)} and this rank holds "
+                    f"{mine.stop - mine.start} elements of it"
+                )
+            if key == "master":
+                writes.append(lambda value=value: shard.set_master(mine, value))  # type: ignore[misc]
+            else:
+                writes.append(lambda key=key, value=value: shard.set_state(key, mine, value))  # type: ignore[misc]
+        return writes
+
+    def metrics(self) -> dict[str, float]:
+        """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind."""
+        sizes: dict[str, float] = {}
+
+        def add(tier: str, kind: str, nbytes: int) -> None:
+            sizes[f"{tier}_{kind}_nbytes"] = sizes.get(f"{tier}_{kind}_nbytes", 0) + nbytes
+
+        for held in self.held:
+            add(self.param_tier.name, "param", held.params.nbytes["param"])
+            add("device", "gathered", held.params.nbytes["gathered"])
+            for kind, nbytes in held.shard.nbytes.items() if held.shard else ():
+                add(self.optimizer_tier.name, kind, nbytes)
+        add(self.optimizer_tier.name, "grad", self.grads.nbytes)
+        prefetcher = self.partition.prefetcher
+        return {
+            **self.counters,
+            "grad_norm": self.last_norm,
+            "loss_scale": self.scaler.scale,
+            "gathers": prefetcher.uses,
+            "prefetch_hits": prefetcher.hits,
+            **sizes,
+        }
+
+    def _detach(self) -> None:
+        self.grads.detach()
+        self.partition.detach()
+        for handle in self.handles:
+            handle.remove()
+
+    def close(self) -> None:
+        """Remove all hooks. Parameters that are full stay usable; what stage 3 partitioned can be read no more."""
+        if not self.closed:
+            self.grads.forget()
+            self._detach()
+            self.partition.closed = self.closed = True
+            for param in self.units:
+                OWNERS.pop(param, None)
+
+    def __enter__(self) -> ZeroOptimizer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ValueError("the optimizer is a ZeroOptimizer already; wrap the torch optimizer once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("model is wrapped in DistributedDataParallel, which would reduce gradients a second time; pass model.module")
+    if next(model.parameters(), None) is None:
+        raise ValueError("model has no parameters")
+    for name, param in model.named_parameters():
+        if param in OWNERS:
+            raise ValueError(f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first")
+        if param.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values; materialize the model first (model.to_empty and an init)")
+
+
+def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+    """Every trained parameter is the model's, floating point, and shares memory with no other."""
+    names = {param: name for name, param in model.named_parameters()}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in names:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} in group {index} is not one of model.parameters(); make the optimizer from "
+                    "the model that is passed (after any .to() that replaces parameters)"
+                )
+            if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
+        for param, name in names.items()
+        if param.is_contiguous() and param.numel()
+    )
+    for (_, stop, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < stop and OWNERS.get(model.get_parameter(name)) is None:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
+                f"assigning one object to both modules"
+            )

@@ -1,0 +1,264 @@
+"""In: gradients, one parameter at a time, as backward produces them. Out: each unit's reduced slice, handed to its sink: grad -> flatten -> reduce.
+
+A gradient is copied into its unit's flat bucket in its own 16 bits as soon as autograd has it, and freed. A second one for the same
+parameter before the next step is added in fp32. When a unit is complete its bucket is reduced over ranks while backward goes on. Reductions
+are started in one order on all ranks, that of the first backward on the first rank, so an order that differs costs overlap, not correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zk.parallel.comm import STATE, Group, Pending, Solo
+from zk.parallel.layout import Layout
+from zk.units import Unit
+
+# reductions under way at once: one being summed while the next one's bytes travel
+_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(slots=True)
+class UnitGrads:
+    """Gradients of one trained unit on their way out."""
+
+    unit: Unit
+    index: int  # the unit's number, the same on all ranks
+    layout: Layout
+    held: slice  # of the flat buffer: what this rank updates
+    sink: Callable[[Tensor], None]  # takes a reduced gradient (held,), and owns it
+    bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced
+    present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
+    accumulated: bool = False  # some parameter is in the bucket more than once
+    wide: bool = False  # the step before accumulated: start with an fp32 bucket
+    arrived: set[int] = dataclasses.field(default_factory=set)  # parameters seen in this backward
+    used: set[int] = dataclasses.field(default_factory=set)  # parameters seen since the last step
+
+
+class GradReducer:
+    """Hooks on every trained parameter.
+
+    Args:
+        comm: the ranks.
+        in_backward: reduce each unit when it is complete (stages 0, 2, 3); False keeps full gradients until ``finish`` (stage 1).
+        replicate: every rank gets the whole reduced gradient (stage 0).
+        check: called before anything is accepted; raises if gradients must not arrive now.
+    """
+
+    def __init__(self, comm: Solo | Group, in_backward: bool, replicate: bool, check: Callable[[nn.Parameter], None]) -> None:
+        self.comm, self.in_backward, self.replicate, self.check = comm, in_backward and comm.world > 1, replicate, check
+        self.units: list[UnitGrads] = []
+        self.order: list[int] = []  # positions in units
+        self.learned = False
+        self.completed: list[int] = []
+        self.started: set[int] = set()
+        self.queue: list[tuple[UnitGrads, Pending, Tensor, Tensor]] = []
+        self.pool: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.sync = True
+        self.leftover = False  # a backward under no_sync left unreduced gradients
+        self.task = -1
+
+    def add(self, unit: UnitGrads) -> None:
+        """Watch the parameters of one more unit."""
+        position = len(self.units)
+        self.units.append(unit)
+        # until the order is known: last block first, what is left over last of all
+        self.order = sorted(range(len(self.units)), key=lambda i: (self.units[i].unit.name.startswith("rest"), -i))
+        self.learned = False
+        for index, param in enumerate(unit.unit.params):
+            arrived = torch.compiler.disable(lambda p, position=position, index=index: self._arrived(position, index, p))
+            self.handles.append(param.register_post_accumulate_grad_hook(arrived))
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients stay on their rank; the next backward outside, or the step, reduces them all at once."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    # ---- flatten -------------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, position: int, index: int, param: nn.Parameter) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self.task == -1:
+            self.task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+        unit = self.units[position]
+        self.collect(unit, index, param)
+        unit.arrived.add(index)
+        if len(unit.arrived) < sum(p.requires_grad for p in unit.unit.params):
+            return
+        self.completed.append(position)
+        if self.in_backward and self.sync:
+            for following in self.order:
+                if following not in self.started:
+                    if following not in self.completed:
+                        break
+                    self._reduce(following)
+
+    def collect(self, unit: UnitGrads, index: int, param: nn.Parameter) -> None:
+        """Move ``param.grad`` into the unit's bucket and clear it."""
+        grad = param.grad
+        if grad is None:
+            return
+        self.check(param)
+        name = unit.unit.names[index]
+        if grad.layout is not torch.strided:
+            raise TypeError(f"the gradient of {name!r} is sparse and cannot be flattened; build the embedding with sparse=False")
+        if unit.bucket is None:
+            unit.bucket = self._take(unit.layout.numel, torch.float32 if unit.wide else unit.unit.dtype, unit.unit.device)
+        where = unit.layout.whole(index)
+        if index not in unit.present:
+            unit.bucket[where].view(grad.shape).copy_(grad)
+            unit.present.add(index)
+        else:
+            unit.accumulated = True
+            if unit.bucket.dtype != torch.float32:
+                narrow, unit.bucket = unit.bucket, unit.bucket.float()
+                self._give(narrow)
+            unit.bucket[where].view(grad.shape).add_(grad)
+        unit.used.add(index)
+        param.grad = None
+
+    def _take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
+        free = self.pool.get((numel, dtype))
+        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=device)
+
+    def _give(self, bucket: Tensor) -> None:
+        free = self.pool.setdefault((bucket.numel(), bucket.dtype), [])
+        if self.comm.world == 1 or len(free) < _IN_FLIGHT:
+            free.append(bucket)
+
+    def recycle(self, unit: UnitGrads, grad: Tensor | None) -> None:
+        """A gradient given to the sink is not needed any more."""
+        if grad is not None and grad.numel() == unit.layout.numel and grad.device == unit.unit.device:
+            if unit.wide and grad.dtype != torch.float32:
+                return  # the next bucket will be a wide one
+            self._give(grad)
+
+    def _zero_absent(self, unit: UnitGrads, bucket: Tensor) -> None:
+        for index in range(len(unit.unit.params)):
+            if index not in unit.present:
+                bucket[unit.layout.whole(index)].zero_()
+
+    # ---- reduce --------------------------------------------------------------------------------------------------------------
+
+    def _reduce(self, position: int) -> None:
+        """Start the reduction of a unit's bucket; a unit without gradients takes part with zeros, as other ranks may have some."""
+        unit = self.units[position]
+        self.started.add(position)
+        bucket = unit.bucket
+        if bucket is None:
+            bucket = self._take(unit.layout.numel, torch.float32 if unit.wide else unit.unit.dtype, unit.unit.device)
+        self._zero_absent(unit, bucket)
+        narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
+        shard = torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)
+        pending = self.comm.reduce_scatter(unit.index, bucket, shard)
+        unit.bucket, unit.present, unit.accumulated, unit.wide = None, set(), False, unit.wide or unit.accumulated
+        self.queue.append((unit, pending, bucket, shard))
+        if len(self.queue) > _IN_FLIGHT:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Wait for the oldest reduction and hand it on."""
+        unit, pending, bucket, shard = self.queue.pop(0)
+        pending.wait()
+        if self.replicate:
+            full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
+            self.comm.all_gather(unit.index, full, shard).wait()
+            shard = full
+        self._give(bucket)
+        unit.sink(shard)
+
+    def _backward_ended(self) -> None:
+        self.task = -1
+        if self.in_backward and self.sync:
+            for position in self.order:
+                if position not in self.started or self.units[position].bucket is not None:
+                    self._reduce(position)
+            while self.queue:
+                self._complete()
+            self.leftover = False
+            if not self.learned:
+                self._learn()
+        else:
+            self.leftover = True
+        self.started, self.completed = set(), []
+        for unit in self.units:
+            unit.arrived.clear()
+
+    def _learn(self) -> None:
+        """Take the first rank's order of completion for all that follows."""
+        seen = dict.fromkeys(self.completed)
+        order = torch.tensor(list(seen) + [i for i in self.order if i not in seen])
+        if isinstance(self.comm, Group):
+            self.comm.broadcast_host(order, STATE)
+        self.order, self.learned = order.tolist(), True
+
+    def finish(self) -> list[set[int]]:
+        """Reduce whatever is left. Returns, for each unit, which parameters have a gradient on any rank."""
+        for unit in self.units:  # gradients that no backward brought: assigned by hand
+            for index, param in enumerate(unit.unit.params):
+                if param.grad is not None:
+                    self.collect(unit, index, param)
+                    self.leftover = True
+        used = torch.tensor([float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))] + [float(self.leftover)])
+        self.comm.all_reduce(used)
+        flags = [flag > 0 for flag in used.tolist()]
+        for position in self.order if flags.pop() else ():
+            unit = self.units[position]
+            if self.comm.world > 1:
+                self._reduce(position)
+            elif unit.bucket is not None:
+                self._zero_absent(unit, unit.bucket)
+                bucket, unit.wide = unit.bucket, unit.wide or unit.accumulated
+                unit.bucket, unit.present, unit.accumulated = None, set(), False
+                unit.sink(bucket)
+        while self.queue:
+            self._complete()
+        result, start = [], 0
+        for unit in self.units:
+            count = len(unit.unit.params)
+            result.append({index for index in range(count) if flags[start + index]})
+            start += count
+        self.forget()
+        return result
+
+    def forget(self) -> None:
+        """Drop gradients that are not reduced yet, and all memory of a backward that was interrupted."""
+        while self.queue:
+            _, pending, bucket, _ = self.queue.pop(0)
+            pending.wait()
+            self._give(bucket)
+        for unit in self.units:
+            if unit.bucket is not None:
+                self._give(unit.bucket)
+            unit.bucket, unit.present, unit.accumulated = None, set(), False
+            unit.arrived.clear()
+            unit.used.clear()
+        self.started, self.completed, self.leftover, self.task = set(), [], False, -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buckets, in use and kept for use again."""
+        buckets = [unit.bucket for unit in self.units] + [bucket for free in self.pool.values() for bucket in free]
+        return sum(bucket.nbytes for bucket in buckets if bucket is not None)
+
+
+def trained_units(units: Sequence[UnitGrads]) -> dict[nn.Parameter, tuple[UnitGrads, int]]:
+    """Where each trained parameter's gradient goes: its unit and its place there."""
+    return {param: (unit, index) for unit in units for index, param in enumerate(unit.unit.params)}

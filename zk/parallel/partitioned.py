@@ -1,0 +1,303 @@
+"""In: a unit's parameters, and the hooks of its modules. Out: parameters that exist only while in use (stage 3): gather -> compute -> release.
+
+One ladder: PartitionedParams holds one unit and its state; Partition holds the model's hooks and decides when each unit is needed.
+Autograd is followed through three signals. A unit's forward begins: gather. The gradient of its output arrives: gather again, ask
+for the next. The gradient of its inputs is complete: release. What these miss (an auxiliary loss kept on the module, a parameter used
+elsewhere) is caught where a saved parameter is unpacked, so no order of backward can meet memory that was released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zk.parallel.comm import Group, Pending, Solo
+from zk.parallel.layout import Layout
+from zk.parallel.prefetch import Prefetcher
+from zk.parallel.released import mark, unmark
+from zk.parallel.replicated import view_params
+from zk.units import Unit
+
+
+class State(enum.Enum):
+    RELEASED = "only the shard exists; the parameters have no memory"
+    GATHERING = "memory is there and a collective is filling it"
+    GATHERED = "the parameters are full and readable"
+
+
+class PartitionedParams:
+    """Stage 3: between uses only this rank's shard exists.
+
+    Args:
+        unit, index, layout, comm, initial: as for ReplicatedParams.
+        device: where the shard rests (device or host memory).
+        on_use: called when a released parameter is used; gathers or raises.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        index: int,
+        layout: Layout,
+        comm: Solo | Group,
+        initial: Tensor,
+        device: torch.device,
+        on_use: Callable[[PartitionedParams], None],
+    ) -> None:
+        self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
+        self.held = layout.shard(comm.rank)
+        self.shard = initial[self.held].to(device=device, dtype=unit.dtype, copy=True)
+        self.full = torch.empty(layout.numel, dtype=unit.dtype, device=unit.device)
+        view_params(unit, layout, self.full)
+        self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
+        self.pending: Pending | None = None
+        self.calls: set[object] = set()  # forward calls whose backward is under way
+        self.depth = 0  # forwards in progress
+        self._free()
+
+    def _free(self) -> None:
+        self.full.untyped_storage().resize_(0)
+        for param in self.unit.params:
+            mark(param, lambda: self.on_use(self))
+        self.state = State.RELEASED
+
+    def start(self) -> None:
+        """RELEASED -> GATHERING."""
+        if self.state is not State.RELEASED:
+            return
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        source = self.shard if self.shard.device == self.full.device else self.shard.to(self.full.device)
+        self.pending = self.comm.all_gather(self.index, self.full, source)
+        self.state = State.GATHERING
+
+    def gather(self) -> None:
+        """Any state -> GATHERED, waiting for the collective."""
+        self.start()
+        if self.state is State.GATHERING:
+            assert self.pending is not None
+            self.pending.wait()
+            self.pending = None
+            for param in self.unit.params:
+                unmark(param)
+            self.state = State.GATHERED
+
+    def release(self) -> None:
+        """Any state -> RELEASED, unless somebody holds it. The shard is what remains: changes made to the full parameters are lost."""
+        if self.state is State.RELEASED or self.holds:
+            return
+        self.gather()
+        self._free()
+
+    def hold(self) -> None:
+        """Gather and keep until ``let_go``."""
+        self.gather()
+        self.holds += 1
+
+    def let_go(self) -> None:
+        """Undo one ``hold``; the last one releases."""
+        self.holds -= 1
+        if not self.depth and not self.calls:
+            self.release()
+
+    def publish(self) -> None:
+        """The shard was updated: a full copy that somebody holds is made current."""
+        if self.state is not State.RELEASED:
+            holds, self.holds = self.holds, 0
+            self.release()
+            self.holds = holds
+            if holds:
+                self.gather()
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {"param": self.shard.nbytes, "gathered": self.full.untyped_storage().nbytes()}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
+
+
+class Partition:
+    """Watches the model run and keeps the right units gathered.
+
+    Args:
+        model: the module that was given to ZeroOptimizer.
+        ahead: units to gather ahead of use.
+    """
+
+    def __init__(self, model: nn.Module, ahead: int) -> None:
+        self.model = model
+        self.params: list[PartitionedParams] = []
+        self.prefetcher = Prefetcher(self._ask, ahead)
+        self.by_storage: dict[int, PartitionedParams] = {}
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.depth = 0  # forwards in progress, of any unit or the model
+        self.root_depth = 0
+        self.task = -1  # the backward under way
+        self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
+        self.closed = False
+
+    # ---- wiring --------------------------------------------------------------------------------------------------------------
+
+    def add(self, params: PartitionedParams) -> None:
+        """Watch one more unit."""
+        self.params.append(params)
+        self.by_storage[params.full.untyped_storage()._cdata] = params
+
+    def attach(self) -> None:
+        """Put hooks on the modules; again after ``add``."""
+        self.detach()
+        by_module: dict[nn.Module, list[PartitionedParams]] = {self.model: []}
+        for params in self.params:
+            for anchor in params.unit.anchors:
+                by_module.setdefault(anchor, []).append(params)
+        for module, units in by_module.items():
+            calls: list[object] = []  # the stack of calls of this module in progress
+            before = torch.compiler.disable(lambda _module, args, kwargs, u=units, c=calls, m=module: self._before(m, u, c, args, kwargs))
+            after = torch.compiler.disable(lambda _module, args, output, u=units, c=calls, m=module: self._after(m, u, c, output))
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self.handles.append(module.register_forward_hook(after, always_call=True))
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _ask(self, index: int) -> None:
+        self.params[index].start()
+
+    # ---- forward -------------------------------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, units: list[PartitionedParams], calls: list[object], args: Any, kwargs: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self.depth == 0 and not in_backward:
+            mode = "train" if torch.is_grad_enabled() else "infer"
+            if mode == "infer" or self.prefetcher.mode != mode:
+                self.prefetcher.begin(mode)
+            self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self.saved_hooks.__enter__()
+        self.depth += 1
+        self.root_depth += module is self.model
+        call = object()
+        calls.append(call)
+        for params in units:
+            params.depth += 1
+            self._use(params)
+            is_rest = self.model in params.unit.anchors
+            inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() and not is_rest else []
+            if inputs:
+                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _grads, p=params, c=call: self._inputs_done(p, c))
+
+    def _after(self, module: nn.Module, units: list[PartitionedParams], calls: list[object], output: Any) -> None:
+        if not calls:
+            return  # the hook before it failed
+        call = calls.pop()
+        self.depth -= 1
+        self.root_depth -= module is self.model
+        in_backward = torch._C._current_graph_task_id() != -1
+        outputs = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        for params in units:
+            params.depth -= 1
+            if outputs:
+                torch.autograd.graph.register_multi_grad_hook(outputs, lambda _grad, p=params, c=call: self._output_grad(p, c), mode="any")
+            is_rest = self.model in params.unit.anchors
+            if params.depth or in_backward or (is_rest and (self.root_depth or outputs)):
+                continue  # still in use, or about to be: what is left over opens the backward
+            params.release()
+        if self.depth == 0 and not in_backward:
+            if self.saved_hooks is not None:
+                hooks, self.saved_hooks = self.saved_hooks, None
+                hooks.__exit__(None, None, None)
+            if not torch.is_grad_enabled():
+                self.prefetcher.end()
+                self.release_all()
+
+    def _use(self, params: PartitionedParams) -> None:
+        self.prefetcher.used(params.index, params.state is not State.RELEASED)
+        params.gather()
+
+    def on_use(self, params: PartitionedParams) -> None:
+        """A released parameter is read. Inside a forward or backward that is a use like any other."""
+        if self.closed:
+            raise RuntimeError(
+                f"the parameters of unit {params.unit.name!r} were partitioned when the optimizer was closed; read them before close(), "
+                "within zk.gather"
+            )
+        if self.depth or torch._C._current_graph_task_id() != -1:
+            self._use(params)
+            return
+        raise RuntimeError(
+            f"a parameter of unit {params.unit.name!r} ({', '.join(params.unit.names[:3])}{', ...' if len(params.unit.names) > 3 else ''}) is "
+            f"read while released: at stage 3 parameters are full only inside a forward or backward. Read or write them in "
+            f"`with zk.gather(params):`, on all ranks"
+        )
+
+    # ---- backward ------------------------------------------------------------------------------------------------------------
+
+    def _watch_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.task == -1 and task != -1:
+            self.task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)  # type: ignore[attr-defined]
+
+    def _output_grad(self, params: PartitionedParams, call: object) -> None:
+        self._watch_backward()
+        params.calls.add(call)
+        self._use(params)
+
+    def _inputs_done(self, params: PartitionedParams, call: object) -> None:
+        self._watch_backward()
+        if call in params.calls:
+            params.calls.discard(call)
+            if not params.calls and not params.depth and self.model not in params.unit.anchors:
+                params.release()
+
+    def _pack(self, tensor: Tensor) -> tuple[PartitionedParams | None, Tensor, int]:
+        known = tensor.layout is torch.strided and self.by_storage.get(tensor.untyped_storage()._cdata)
+        return known or None, tensor, tensor._version
+
+    def _unpack(self, packed: tuple[PartitionedParams | None, Tensor, int]) -> Tensor:
+        params, tensor, version = packed
+        if params is not None and params.state is not State.GATHERED:
+            self._watch_backward()
+            self._use(params)
+        if tensor._version != version:  # torch's own check, which hooks on saved tensors switch off
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace operation after forward saved it "
+                f"(version {version}, now {tensor._version}); was a parameter written, or step() called, between forward and backward?"
+            )
+        return tensor
+
+    def backward_ended(self) -> None:
+        """Everything is released; the order that was seen is the one to expect."""
+        self.task = -1
+        self.prefetcher.end()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release what no forward is using."""
+        for params in self.params:
+            params.calls.clear()
+            if not params.depth:
+                params.release()
+
+    def reset(self) -> None:
+        """Between steps: nothing is under way, whatever was interrupted."""
+        if self.depth == 0:
+            self.task = -1
+            self.release_all()

@@ -1,0 +1,59 @@
+"""In: the units as they are used. Out: which ones to ask for next. Learns the order; decides when, never moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_LONGEST = 1 << 14  # uses that are remembered at most, should no backward ever end the recording
+
+
+class Prefetcher:
+    """Follows the order of use seen last time and asks for the units that come next.
+
+    A use that is not the expected one costs nothing but its own wait: the position is looked up again further on in the order.
+
+    Args:
+        ask: called with a unit's number, starts to gather it if it is not there.
+        ahead: how many units beyond the one in use to ask for.
+    """
+
+    def __init__(self, ask: Callable[[int], None], ahead: int) -> None:
+        self.ask, self.ahead = ask, ahead
+        self.orders: dict[str, Sequence[int]] = {}
+        self.mode = "train"
+        self.seen: list[int] = []
+        self.position = 0
+        self.uses = self.hits = 0
+
+    def begin(self, mode: str) -> None:
+        """A pass starts that uses units in an order of its own ("train": forward and backward; "infer": forward only)."""
+        self.mode, self.seen, self.position = mode, [], 0
+
+    def used(self, unit: int, was_there: bool) -> None:
+        """``unit`` is needed now; ``was_there`` if it had been asked for in time. Asks for what follows it."""
+        if self.seen and self.seen[-1] == unit:
+            return
+        self.uses += 1
+        self.hits += was_there
+        if len(self.seen) < _LONGEST:
+            self.seen.append(unit)
+        order = self.orders.get(self.mode, ())
+        if not self.ahead or not order:
+            return
+        try:
+            self.position = order.index(unit, self.position) + 1
+        except ValueError:
+            return  # off the known path: wait for it to come back
+        asked: set[int] = set()
+        for following in order[self.position :]:
+            if len(asked) == self.ahead:
+                break
+            if following != unit and following not in asked:
+                asked.add(following)
+                self.ask(following)
+
+    def end(self) -> None:
+        """The pass is over: what was seen is what to expect next time."""
+        if self.seen:
+            self.orders[self.mode] = tuple(self.seen)
+        self.seen, self.position = [], 0

@@ -1,0 +1,76 @@
+"""In: parameters whose memory was given back (stage 3). Out: a class that stands in for theirs and turns every use into a gather or an error.
+
+A released parameter keeps its shape but has no memory, and torch would read through a null pointer. While released, a parameter's
+class is one of these: metadata (shape, dtype, grad, hooks ...) reads as always, and any operation that needs values goes to the
+``on_use`` of the unit that owns it, which gathers inside a forward and raises outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+_PROPERTIES = frozenset(
+    "shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_sparse is_quantized is_meta is_nested itemsize nbytes "
+    "names grad_fn _version retains_grad _backward_hooks output_nr is_mps is_xpu is_sparse_csr is_mkldnn".split()
+)
+_METHODS = frozenset(
+    "size numel dim nelement stride storage_offset is_contiguous is_floating_point is_complex element_size get_device requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage ndimension is_pinned is_inference "
+    "_is_view is_shared has_names zero_grad".split()
+)
+# released parameter -> what to call with its name when values are needed
+_on_use: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _is_metadata(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(function, "__self__", None), "__name__", "") in _PROPERTIES
+    return name in _METHODS
+
+
+class Released(nn.Parameter):
+    """A parameter without memory. Never constructed: the class of existing parameters is set to a subclass of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_metadata(func):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Released):
+                    _on_use[leaf]()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
+
+
+@functools.cache
+def _stand_in(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    return Released if kind is nn.Parameter else type(f"Released{kind.__name__}", (Released, kind), {})
+
+
+def mark(param: nn.Parameter, on_use: Callable[[], None]) -> None:
+    """Put the stand-in in place; ``on_use`` gathers the parameter (which calls ``unmark``) or raises."""
+    if not isinstance(param, Released):
+        _on_use[param] = on_use
+        param.__class__ = _stand_in(type(param))  # type: ignore[assignment]
+
+
+def unmark(param: nn.Parameter) -> None:
+    """Give the parameter its own class back."""
+    if isinstance(param, Released):
+        param.__class__ = nn.Parameter if type(param) is Released else type(param).__mro__[2]  # type: ignore[assignment]
+
+
+def is_released(param: Tensor) -> bool:
+    """Whether ``param`` has no memory at the moment."""
+    return isinstance(param, Released)

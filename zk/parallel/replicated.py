@@ -1,0 +1,67 @@
+"""In: a unit's parameters. Out: one flat buffer that they are views of, full on every rank (stages 0-2), and the slice this rank updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zk.parallel.comm import Done, Group, Pending, Solo
+from zk.parallel.layout import Layout
+from zk.units import Unit
+
+
+def flatten_params(unit: Unit, layout: Layout) -> Tensor:
+    """The unit's parameters as one new flat buffer (layout.numel,), in the widest precision among them; padding is zero."""
+    widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
+    flat = torch.zeros(layout.numel, dtype=widest, device=unit.device)
+    for index, param in enumerate(unit.params):
+        flat[layout.whole(index)] = param.detach().reshape(-1)
+    return flat
+
+
+def view_params(unit: Unit, layout: Layout, full: Tensor) -> None:
+    """Make every parameter of the unit a view of ``full`` (layout.numel,)."""
+    for index, param in enumerate(unit.params):
+        view = full[layout.whole(index)].view(param.shape)
+        if param.is_floating_point() and param.dtype != view.dtype:
+            param.grad = None  # of the old precision
+        param.data = view
+
+
+class ReplicatedParams:
+    """Stages 0-2: parameters stay full on the device; after the update each rank's slice is gathered to all.
+
+    Args:
+        unit: whose parameters; they become views of ``full``.
+        index: the unit's number, the same on all ranks.
+        layout: of the flat buffer.
+        comm: the ranks.
+        initial: (layout.numel,) values to start from.
+        partitioned: False (stage 0) lets every rank update everything.
+    """
+
+    def __init__(self, unit: Unit, index: int, layout: Layout, comm: Solo | Group, initial: Tensor, partitioned: bool) -> None:
+        self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
+        self.held = layout.shard(comm.rank) if partitioned else slice(0, layout.numel)
+        self.full = initial if initial.dtype == unit.dtype else initial.to(unit.dtype)
+        self.shard = self.full[self.held]
+        view_params(unit, layout, self.full)
+
+    def publish(self) -> Pending:
+        """Gather the updated slices to every rank."""
+        if self.shard.numel() == self.full.numel():
+            return Done()
+        return self.comm.all_gather(self.index, self.full, self.shard)
+
+    def gather(self) -> None:
+        """Nothing to do: parameters are full."""
+
+    def hold(self) -> None:
+        """Nothing to do: parameters are never released."""
+
+    def let_go(self) -> None:
+        """Nothing to do: parameters are never released."""
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {"param": self.full.nbytes, "gathered": 0}

@@ -1,0 +1,1 @@
+"""The main job of `python -m zk train`: a byte-level GPT on real text."""

@@ -1,0 +1,99 @@
+"""In: a model. Out: units, the sets of parameters that travel together: blocks of its ModuleLists, and what is left over. Tied parameters once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclasses.dataclass(slots=True)
+class Unit:
+    """Parameters that are gathered, reduced and updated together. All of one dtype, all trained or all frozen."""
+
+    name: str  # the module's path in the model, e.g. "transformer.h.3"
+    anchors: list[nn.Module]  # a forward of any of these uses the unit
+    params: list[nn.Parameter]
+    names: list[str]  # full parameter names, in the order of params
+    trained: bool  # in one of the optimizer's groups, with requires_grad
+    dtype: torch.dtype  # what the parameters are stored in once zk holds them
+    device: torch.device  # where they compute
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for param in self.params)
+
+
+def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
+    """The children of every outermost ModuleList or Sequential, descending through containers that are never called themselves."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _CONTAINERS):
+            yield child_path, child
+        else:
+            yield from _blocks(child, child_path)
+
+
+def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    """The outermost modules that ``wanted`` names, by path or by class; ValueError for an entry that matches nothing."""
+    names = {entry for entry in wanted if isinstance(entry, str)}
+    classes = tuple(entry for entry in wanted if isinstance(entry, type))
+    matched = [(path, module) for path, module in model.named_modules() if path and (path in names or isinstance(module, classes))]
+    found = {path for path, _ in matched}
+    missing = [name for name in names if name not in found]
+    missing += [cls.__name__ for cls in classes if not any(isinstance(module, cls) for _, module in matched)]
+    if missing:
+        raise ValueError(f"units: the model has no module {', '.join(map(repr, missing))}; names are those of model.named_modules()")
+    for path, module in matched:
+        if not any(path.startswith(f"{other}.") for other in found):
+            yield path, module
+
+
+def find_units(
+    model: nn.Module,
+    groups: Mapping[nn.Parameter, int],
+    dtype: torch.dtype | None = None,
+    wanted: Sequence[str | type[nn.Module]] | None = None,
+) -> list[Unit]:
+    """Split the model's parameters into units, in order of definition, what is left over last.
+
+    Args:
+        model: any module.
+        groups: the parameters that the optimizer updates, and the index of each one's group: members of a group lie side by side.
+        dtype: what floating point parameters are to be stored in; None keeps their own.
+        wanted: names or classes of the modules that become units; None takes the blocks of the model's outermost ModuleLists.
+    """
+    blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
+    owner: dict[int, str] = {}  # id of a module -> path of the block it is part of
+    for path, block in blocks:
+        for module in block.modules():
+            owner.setdefault(id(module), path)
+    units: dict[tuple[str, bool, torch.dtype, torch.device], Unit] = {}
+    home: dict[nn.Parameter, Unit] = {}
+    anchors = dict(blocks)
+    for module_path, module in model.named_modules(remove_duplicate=False):
+        path = owner.get(id(module), "")
+        for name, param in module.named_parameters(recurse=False):
+            if param not in home:
+                is_trained = param in groups and param.requires_grad
+                stored = dtype if dtype is not None and param.is_floating_point() else param.dtype
+                key = (path, is_trained, stored, param.device)
+                if key not in units:
+                    label = path or "rest"
+                    if any(unit.name == label for unit in units.values()):
+                        label += f" ({'trained' if is_trained else 'frozen'}, {str(stored).removeprefix('torch.')})"
+                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, stored, param.device)
+                units[key].params.append(param)
+                units[key].names.append(f"{module_path}.{name}" if module_path else name)
+                home[param] = units[key]
+            anchor = anchors[path] if path else module
+            if anchor not in home[param].anchors:
+                home[param].anchors.append(anchor)  # a tied parameter is used by this one too, a left-over one by the module that owns it
+    for unit in units.values():
+        order = sorted(range(len(unit.params)), key=lambda i: groups.get(unit.params[i], 0))
+        unit.params, unit.names = [unit.params[i] for i in order], [unit.names[i] for i in order]
+    return sorted(units.values(), key=lambda unit: unit.anchors[0] is model)
