@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import zk
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
+from zk.offload.cpu_adam import CPUAdam, default_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,15 +65,33 @@ def compare(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
     return f"{what}: differs by {worst:.3g} of its largest value" if not worst <= tolerance else ""
 
 
+def cpu_adam_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The AdamW of ``make_optimizer``, on the numba engine."""
+    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
+    return CPUAdam(groups, lr=1e-2, betas=(0.9, 0.95), engine="numba")
+
+
+def run_numba_case(case: Case) -> str:
+    """As ``run_case`` on the numba engine, against plain torch training that steps with CPUAdam."""
+    return _run(case, "numba", cpu_adam_groups)
+
+
 def run_case(case: Case) -> str:
-    os.environ["ZK_CPU_ADAM"] = "torch"
+    """zk on the torch engine against plain torch training with torch's own optimizer."""
+    return _run(case, "torch", lambda params: make_optimizer(case.optimizer, params))
+
+
+def _run(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> str:
+    os.environ["ZK_CPU_ADAM"] = engine
+    default_engine.cache_clear()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model, scale = GPT(case.model), 1024.0 if case.dtype == "fp16" else 1.0
     local = world == 1 or case.stage == 1 or case.no_sync
     losses, trained, masters, plain = train_plain(
         model,
-        lambda params: make_optimizer(case.optimizer, params),
+        make_plain,
         dtype=DTYPES[case.dtype],
         world=world,
         accumulation=case.accumulation,

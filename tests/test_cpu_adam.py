@@ -1,0 +1,236 @@
+"""The CPU update: against torch.optim, and against itself in other layouts, chunks, threads and engines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zk.offload import cpu_adam
+from zk.offload.cpu_adam import AdamStep, CPUAdam, adam_, sum_of_squares
+from zk.offload.cpu_adam_numba import BLOCK
+from zk.offload.split import join, split_
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 31, 32, 33, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17, cpu_adam.CHUNK + 5)
+
+
+def gradients(steps: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Over seven orders of magnitude, zeros among them."""
+    draws = torch.Generator().manual_seed(numel)
+    scales = [10 ** torch.empty(numel).uniform_(-6, 1, generator=draws) for _ in range(steps)]
+    grads = [(torch.randn(numel, generator=draws) * scale).to(dtype) for scale in scales]
+    for grad in grads:
+        grad[::7] = 0
+    return grads
+
+
+def run(dtype: torch.dtype, numel: int, steps: int = 20, **options: object) -> tuple[Tensor, dict[str, Tensor]]:
+    param = nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype))
+    optimizer = CPUAdam([param], lr=1e-2, **options)  # type: ignore[arg-type]
+    for grad in gradients(steps, numel, dtype):
+        param.grad = grad
+        optimizer.step()
+    state = optimizer.state_dict()["state"][0]
+    return param.detach(), {"master": state.get("master", param.detach()), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def plain(dtype: torch.dtype, numel: int, steps: int = 20, decoupled: bool = True, maximize: bool = False) -> dict[str, Tensor]:
+    master = nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype).float())
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([master], lr=1e-2, weight_decay=1e-2, maximize=maximize)
+    for grad in gradients(steps, numel, dtype):
+        master.grad = grad.float()
+        optimizer.step()
+    state = optimizer.state[master]
+    return {"master": master.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+@pytest.mark.parametrize("decoupled", (True, False))
+@pytest.mark.parametrize("maximize", (True, False))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_engine_is_bitwise_torch_optim(dtype: torch.dtype, decoupled: bool, maximize: bool) -> None:
+    want = plain(dtype, 1009, decoupled=decoupled, maximize=maximize)
+    for split in (True, False):
+        param, got = run(dtype, 1009, engine="torch", split_master=split, decoupled=decoupled, maximize=maximize)
+        assert torch.equal(param, want["master"].to(dtype))
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("decoupled", (True, False))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numba_engine_equals_torch_optim_after_100_steps(dtype: torch.dtype, decoupled: bool) -> None:
+    want = plain(dtype, 5003, steps=100, decoupled=decoupled)
+    _, got = run(dtype, 5003, steps=100, engine="numba", decoupled=decoupled)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("engine", ("numba", "torch"))
+def test_split_master_has_the_bits_of_the_separate_master(numel: int, engine: str) -> None:
+    param, got = run(torch.bfloat16, numel, engine=engine, split_master=True)
+    other, want = run(torch.bfloat16, numel, engine=engine, split_master=False)
+    assert torch.equal(param, other)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", ("numba", "torch"))
+def test_bits_depend_on_neither_threads_nor_chunks_nor_slices(dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 3 * BLOCK + 11
+    param, want = run(dtype, numel, steps=5, engine=engine, num_threads=1)
+    monkeypatch.setattr(cpu_adam, "CHUNK", 1000)
+    again, got = run(dtype, numel, steps=5, engine=engine, num_threads=2)
+    assert torch.equal(again, param)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, decoupled=True, step=3, grad_scale=0.3)
+    whole, parts = ([torch.randn(numel).to(dtype) for _ in range(2)] for _ in range(2))
+    for arrays in (whole, parts):
+        draws = torch.Generator().manual_seed(3)
+        arrays[:] = [torch.randn(numel, generator=draws).to(dtype), torch.randn(numel, generator=draws).to(dtype)]
+        arrays += [None if dtype == torch.float32 else arrays[0].float(), torch.randn(numel, generator=draws), torch.rand(numel, generator=draws)]
+    adam_(*whole[:2], *whole[2:], step, engine=engine)  # type: ignore[arg-type]
+    for piece in (slice(0, 1), slice(1, 1000), slice(1000, BLOCK + 3), slice(BLOCK + 3, numel)):
+        adam_(*(None if a is None else a[piece] for a in parts), step, engine=engine)  # type: ignore[arg-type]
+    for one, other in zip(whole, parts, strict=True):
+        assert one is other or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("engine", ("numba", "torch"))
+def test_bf16_moments_follow_fp32_moments_loosely_and_each_engine_agrees(engine: str) -> None:
+    param, got = run(torch.bfloat16, 4001, engine=engine, state_dtype=torch.bfloat16)
+    _, want = run(torch.bfloat16, 4001, engine=engine)
+    assert not torch.equal(got["exp_avg"], want["exp_avg"])  # the option does something
+    assert (got["master"] - want["master"]).abs().max() < 0.02
+    assert torch.equal(got["exp_avg"], got["exp_avg"].bfloat16().float())
+    assert param.isfinite().all()
+
+
+def test_engines_agree_to_a_rounding_of_the_square_root() -> None:
+    for dtype in DTYPES:
+        _, a = run(dtype, 4001, engine="numba")
+        _, b = run(dtype, 4001, engine="torch")
+        assert torch.equal(a["exp_avg"], b["exp_avg"]) and torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
+        torch.testing.assert_close(a["master"], b["master"], rtol=1e-6, atol=1e-6)
+
+
+def test_numba_engine_is_bitwise_the_formula_in_its_docstring() -> None:
+    """Against numpy, every operation rounded once; fma through float64, where a product of two floats is exact."""
+    n = 4096
+    draws = np.random.default_rng(0)
+    x, g, m, v = (draws.standard_normal(n).astype(np.float32) for _ in range(4))
+    v = np.abs(v)
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True, step=7, grad_scale=0.25)
+    f = np.float32
+
+    def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(f)
+
+    gs = g * f(0.25)
+    m2 = fma(np.full(n, f(1 - 0.9)), gs - m, m)
+    v2 = fma(f(1 - 0.95) * gs, gs, v * f(0.95))
+    x2 = x * f(1 - 1e-2 * 0.1) + (f(step.step_size) * m2) / (np.sqrt(v2) / f(step.bias_corrections[1] ** 0.5) + f(1e-8))
+    tensors = [torch.from_numpy(a.copy()) for a in (x, g, m, v)]
+    adam_(tensors[0], tensors[1], None, tensors[2], tensors[3], step, engine="numba")
+    for got, want in zip((tensors[0], tensors[2], tensors[3]), (x2, m2, v2), strict=True):
+        assert np.array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("moments", (torch.float32, torch.bfloat16), ids=str)
+def test_split_and_join_lose_nothing(moments: torch.dtype) -> None:
+    """Ties in both directions, the largest and smallest values, zeros of both signs, subnormals."""
+    upper = torch.arange(0, 0x7F80, 13, dtype=torch.int32) << 16
+    bits = torch.cat([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    master = torch.cat([bits.view(torch.float32), -bits.view(torch.float32)])
+    assert master.isfinite().all()
+    param, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    second = torch.rand(master.numel()).to(moments)
+    second[::3] = 0
+    magnitude = second.clone()
+    split_(master, param, low, second)
+    assert torch.equal(param, master.bfloat16())
+    assert torch.equal(join(param, low, second).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(second.abs(), magnitude)
+    assert torch.signbit(second).any()  # ties that went down are among them
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_squares_is_exact_and_sees_every_bad_value(dtype: torch.dtype) -> None:
+    for numel in (0, 1, 7, 8, 9, BLOCK + 3):
+        grad = torch.randn(numel).to(dtype)
+        want = grad.double().square().sum().item()
+        assert sum_of_squares(grad, 1) == sum_of_squares(grad, 2)
+        assert sum_of_squares(grad) == pytest.approx(want, rel=1e-12)
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        for place in (0, BLOCK - 1, BLOCK, 2 * BLOCK + 2):
+            grad = torch.zeros(2 * BLOCK + 3, dtype=dtype)
+            grad[place] = bad
+            assert not np.isfinite(sum_of_squares(grad))
+    assert np.isfinite(sum_of_squares(torch.full((100,), torch.finfo(torch.float32).max)))
+
+
+def test_state_loads_from_torch_and_back() -> None:
+    param = nn.Parameter(torch.randn(100))
+    theirs = torch.optim.AdamW([param], lr=1e-2)
+    ours = CPUAdam([nn.Parameter(param.detach().clone())], lr=1e-2, engine="torch")
+    mine = ours.param_groups[0]["params"][0]
+    for step, grad in enumerate(gradients(6, 100, torch.float32)):
+        if step == 3:
+            ours.load_state_dict(theirs.state_dict())
+            mine.data.copy_(param.data)
+        param.grad, mine.grad = grad.clone(), grad.clone()
+        theirs.step()
+        ours.step()
+    assert torch.equal(param, mine)
+    theirs.load_state_dict(ours.state_dict())
+    for saved in (torch.bfloat16, torch.float16):
+        half = nn.Parameter(torch.randn(77).to(saved))
+        first = CPUAdam([half], lr=1e-2)
+        for grad in gradients(3, 77, saved):
+            half.grad = grad
+            first.step()
+        copy = nn.Parameter(torch.zeros(77, dtype=saved))
+        second = CPUAdam([copy], lr=1e-2)
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(copy, half)
+        for grad in gradients(2, 77, saved):
+            half.grad, copy.grad = grad, grad.clone()
+            first.step()
+            second.step()
+        assert torch.equal(copy, half)
+
+
+def test_nan_stays_nan_when_cast() -> None:
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, step=1)
+    for layout in (torch.float32, torch.int16):
+        param, grad = torch.zeros(4, dtype=torch.bfloat16), torch.tensor([1.0, float("nan"), float("inf"), 0.0]).bfloat16()
+        adam_(param, grad, torch.zeros(4, dtype=layout), torch.zeros(4), torch.zeros(4), step, engine="numba")
+        assert param.isnan().tolist() == [False, True, True, False]
+
+
+def test_bad_input_is_refused() -> None:
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, step=1)
+    z, h = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
+    for arguments, match in (
+        ((z, torch.zeros(5), None, z, z), "grad must be flat"),
+        ((h, z, None, z, z), "a master goes with a 16-bit parameter"),
+        ((z, z, z, z, z), "a master goes with a 16-bit parameter"),
+        ((h.half(), z, torch.zeros(4, dtype=torch.int16), z, z), "split master needs a bf16"),
+        ((z, z, None, z, h), "moments must both"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            adam_(*arguments, step)  # type: ignore[arg-type]
+    for options, match in (
+        ({"lr": -1}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "betas must"),
+        ({"engine": "gpu"}, "engine must"),
+        ({"state_dtype": torch.float16}, "state_dtype must"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            CPUAdam([nn.Parameter(z)], **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="contiguous"):
+        CPUAdam([nn.Parameter(torch.zeros(4, 4).t()[:2])])

@@ -1,0 +1,64 @@
+"""The layout arithmetic, for any sizes and any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zk.parallel.layout import ALIGN, Layout
+
+layouts = st.builds(Layout.of, st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.integers(1, 9))
+
+
+@given(layouts)
+def test_parameters_are_aligned_disjoint_and_in_order(layout: Layout) -> None:
+    end = 0
+    for index in range(len(layout.numels)):
+        where = layout.whole(index)
+        assert where.start % ALIGN == 0
+        assert end <= where.start < end + ALIGN
+        assert where.stop - where.start == layout.numels[index]
+        end = where.stop
+    assert end <= layout.numel
+
+
+@given(layouts)
+def test_shards_tile_the_buffer_evenly(layout: Layout) -> None:
+    shards = [layout.shard(rank) for rank in range(layout.world)]
+    assert shards[0].start == 0 and shards[-1].stop == layout.numel
+    assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
+    assert {shard.stop - shard.start for shard in shards} == {layout.shard_numel}
+    assert layout.shard_numel % ALIGN == 0
+
+
+@given(layouts)
+def test_padding_is_bounded_by_one_line_per_parameter_and_rank(layout: Layout) -> None:
+    assert 0 <= layout.padding < ALIGN * (len(layout.numels) + layout.world)
+
+
+@given(layouts, st.randoms())
+def test_parts_of_all_ranks_put_together_are_the_parameter(layout: Layout, random: object) -> None:
+    buffer = list(range(layout.numel))
+    for index in range(len(layout.numels)):
+        parameter = buffer[layout.whole(index)]
+        collected: list[int] = []
+        for rank in range(layout.world):
+            held = layout.shard(rank)
+            in_shard, in_parameter = layout.part(index, held)
+            assert buffer[held][in_shard] == parameter[in_parameter]
+            collected += parameter[in_parameter]
+        assert collected == parameter
+
+
+@given(layouts)
+def test_a_part_of_the_whole_buffer_is_the_whole_parameter(layout: Layout) -> None:
+    for index, numel in enumerate(layout.numels):
+        assert layout.part(index, slice(0, layout.numel)) == (layout.whole(index), slice(0, numel))
+
+
+def test_impossible_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="world >= 1"):
+        Layout.of([1], 0)
+    with pytest.raises(ValueError, match="sizes >= 0"):
+        Layout.of([-1], 2)

@@ -1,0 +1,70 @@
+"""Every stage, dtype, accumulation, world size and model trains exactly what plain torch trains.
+
+Arithmetic is in the same order on both sides (tests/plain.py), so the comparison is bitwise: losses of rank 0, parameters, and the
+optimizer's state. The update runs on the torch engine, whose operations are torch.optim's; the numba engine, which differs from it only in
+a correctly rounded square root, is compared with it in test_cpu_adam.py and, across stages and worlds, below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+
+import pytest
+
+from tests.parity import Case, run_case, run_numba_case
+from tests.world import run_world
+
+MODELS = ("plain", "tied", "unused", "frozen", "checkpointed")
+GRID = [
+    Case(stage=stage, dtype=dtype, accumulation=accumulation, model=model)
+    for stage, dtype, accumulation, model in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 3), MODELS)
+]
+EXTRA = [
+    Case(stage=stage, dtype="bf16", model=model, **options)
+    for stage, (model, options) in itertools.product(
+        (0, 1, 2, 3),
+        (
+            ("checkpointed_reentrant", {}),
+            ("sometimes", {}),
+            ("elsewhere", {"accumulation": 2}),
+            ("plain", {"optimizer": "Adam"}),
+            ("plain", {"optimizer": "SGD"}),
+            ("plain", {"clip": None}),
+            ("plain", {"accumulation": 3, "no_sync": True}),
+            ("plain", {"overlap": False}),
+            ("tied", {"tier": "device"}),
+        ),
+    )
+] + [Case(stage=3, prefetch=prefetch, model=model) for prefetch in (0, 3) for model in ("plain", "checkpointed", "elsewhere")]
+CASES = GRID + EXTRA
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, dict[Case, list[object]]]:
+    """Worlds are spawned when their first case is asked for, and run all cases."""
+    return {}
+
+
+@pytest.mark.parametrize("world", (1, 2, 3))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_trains_what_plain_torch_trains(world: int, case: Case, results: dict[int, dict[Case, list[object]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_CPU_ADAM", os.environ.get("ZK_CPU_ADAM", ""))
+    if world == 1:
+        assert run_case(case) == ""
+        return
+    if world not in results:
+        results[world] = dict(zip(CASES, run_world(world, run_case, CASES), strict=True))
+    assert results[world][case] == [""] * world
+
+
+NUMBA = [Case(stage=stage, dtype=dtype, accumulation=2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_numba_engine_gives_the_same_bits_at_every_stage(world: int) -> None:
+    """Against CPUAdam on whole parameters: flat buffers, slices and ranks change nothing."""
+    cases = [dataclasses.replace(case, clip=None) for case in NUMBA]
+    table = run_world(world, run_numba_case, cases)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}

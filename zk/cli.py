@@ -1,0 +1,75 @@
+"""In: a command line. Out: what it asks for. `python -m zk --help` lists the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch.")
+
+
+@app.callback()
+def main() -> None:
+    """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."""
+
+
+@app.command()
+def train(
+    data: Annotated[list[Path] | None, typer.Option(help="Text to learn from; may be repeated. Default: Python's own documentation and sources.", exists=True, dir_okay=False)] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the model and the picture.")] = Path("runs/latest"),
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    layers: Annotated[int, typer.Option(min=1)] = 6,
+    width: Annotated[int, typer.Option(min=1)] = 256,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    context: Annotated[int, typer.Option(min=2, help="Bytes the model sees at once.")] = 256,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    stage: Annotated[int, typer.Option(help="ZeRO stage: 0 nothing partitioned, 1 optimizer state, 2 and gradients, 3 and parameters.")] = 3,
+    optimizer_tier: Annotated[str, typer.Option(help="Where gradients and optimizer state live: device, host, auto.")] = "host",
+    param_tier: Annotated[str | None, typer.Option(help="Where parameters rest between uses: device, host (stage 3), auto. Default: host at stage 3, else device.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
+    clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
+    prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
+    seed: Annotated[int, typer.Option()] = 0,
+    sample: Annotated[int, typer.Option(min=1, help="Bytes of text to generate before and after.")] = 240,
+    check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
+) -> None:
+    """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train."""
+    from zk.config import ZeroConfig
+    from zk.train.gpt import GPTConfig
+    from zk.train.run import Job
+    from zk.train.run import train as run
+
+    try:
+        if width % heads:
+            raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
+        zero = ZeroConfig(
+            stage=stage,
+            dtype=dtype,
+            param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
+            optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
+            clip_grad_norm=clip or None,
+            prefetch=prefetch,
+        )
+        model = GPTConfig(width=width, layers=layers, heads=heads, context=context)
+        run(
+            Job(
+                data=tuple(data or ()),
+                out=out,
+                model=model,
+                steps=steps,
+                batch=batch,
+                accumulate=accumulate,
+                lr=lr,
+                seed=seed,
+                sample=sample,
+                check=check,
+                zero=zero,
+            )
+        )
+    except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
+        typer.secho(f"zk train: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None

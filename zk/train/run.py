@@ -1,0 +1,305 @@
+"""In: options of `python -m zk train`. Out: a trained GPT, its losses, samples and pictures. The loop is an ordinary torch loop."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zk
+from zk.train.data import Text, read_text
+from zk.train.gpt import GPT, GPTConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """Options of the command, as named there."""
+
+    data: tuple[Path, ...] = ()
+    out: Path = Path("runs/latest")
+    model: GPTConfig = GPTConfig()
+    steps: int = 400
+    batch: int = 16
+    accumulate: int = 1
+    lr: float = 1e-3
+    seed: int = 0
+    sample: int = 240
+    check: bool = False
+    zero: zk.ZeroConfig = zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", clip_grad_norm=1.0)
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """What a run leaves behind for its report."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    valid: dict[int, float] = dataclasses.field(default_factory=dict)
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+    # one step: (phase, {"device param": bytes, ...}) at each sampling point, in order
+    timeline: list[tuple[str, dict[str, int]]] = dataclasses.field(default_factory=list)
+    check_losses: list[float] = dataclasses.field(default_factory=list)
+
+
+def fast_dtype(device: torch.device) -> str:
+    """bf16 where the hardware multiplies it, else fp32."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if has_bf16 else "fp32"
+
+
+def schedule(steps: int) -> Callable[[int], float]:
+    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
+    warmup = max(1, steps // 10)
+    return lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class PlainTrainer:
+    """The same training in plain torch, to compare losses with: 16-bit parameters, fp32 masters, AdamW."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, job: Job) -> None:
+        self.model = copy.deepcopy(model).to(dtype)
+        self.masters = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
+        self.optimizer = torch.optim.AdamW(groups(_ParameterList(self.masters)), lr=job.lr, betas=(0.9, 0.95))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(job.steps))
+        self.clip = job.zero.clip_grad_norm
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        total = 0.0
+        for ids, targets in batches:
+            loss = self.model(ids, targets) / len(batches)
+            total += loss.item()
+            loss.backward()
+            for param, master in zip(self.model.parameters(), self.masters, strict=True):
+                assert param.grad is not None
+                wide = param.grad.float()
+                master.grad = wide if master.grad is None else master.grad + wide
+                param.grad = None
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.masters, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        with torch.no_grad():
+            for param, master in zip(self.model.parameters(), self.masters, strict=True):
+                param.copy_(master)
+        return total
+
+
+class _ParameterList(nn.Module):
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.items = nn.ParameterList(params)
+
+
+def train(job: Job) -> Record:
+    """Run the job on this rank; the first rank prints and writes files. Returns what it recorded."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    console = Console(quiet=rank != 0, highlight=False)
+    raw = read_text(job.data)
+    text = Text.of(raw, job.model.context)
+    torch.manual_seed(job.seed)
+    model = GPT(job.model).to(device)
+    num_params = sum(p.numel() for p in model.parameters())
+    source = ", ".join(map(str, job.data)) or "Python's documentation and standard library"
+    console.print(f"text      {len(raw) / 1e6:.1f} MB: {source}")
+    console.print(f"model     GPT, {num_params / 1e6:.2f}M parameters: {job.model.layers} layers, width {job.model.width}, context {job.model.context}")
+
+    dtype = job.zero.dtype or fast_dtype(device)
+    plain = None
+    if job.check:
+        from zk.config import parse_dtype
+
+        plain = PlainTrainer(model, parse_dtype(dtype, "dtype"), job)
+    optimizer = torch.optim.AdamW(groups(model), lr=job.lr, betas=(0.9, 0.95))
+    optimizer = zk.ZeroOptimizer(model, optimizer, job.zero, dtype=dtype)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job.steps))
+    console.print(
+        f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.param_tier.name}, "
+        f"optimizer on {optimizer.optimizer_tier.name}, {world} rank{'s' * (world > 1)}, {optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n"
+    )
+
+    record = Record()
+    draws = torch.Generator().manual_seed(job.seed + 1)
+    record.valid[0] = validate(model, text, job, device)
+    before = sample(model, text, job, device)
+    with _progress(console, job.steps) as advance:
+        for step in range(job.steps):
+            start = time.perf_counter()
+            batches, everyones = [], []
+            for _ in range(job.accumulate):
+                ids, targets = Text.draw(text.train, job.batch * world, job.model.context, draws)
+                mine = slice(rank * job.batch, (rank + 1) * job.batch)
+                batches.append((ids[mine].to(device), targets[mine].to(device)))
+                everyones.append((ids.to(device), targets.to(device)))
+            watch = step == job.steps - 1
+            with _watch(model, optimizer, record) if watch else _nothing() as note:
+                total = 0.0
+                for ids, targets in batches:
+                    loss = model(ids, targets) / job.accumulate
+                    note("forward")
+                    optimizer.backward(loss)
+                    total += loss.item()
+                note("backward")
+                optimizer.step()
+                note("step")
+            optimizer.zero_grad()
+            scheduler.step()
+            record.losses.append(_mean_over_ranks(total, optimizer))
+            record.step_ms.append((time.perf_counter() - start) * 1e3)
+            if plain is not None:
+                record.check_losses.append(plain.step(everyones))
+            advance(record, job.batch * world * job.accumulate * job.model.context, optimizer)
+    record.valid[job.steps] = validate(model, text, job, device)
+    after = sample(model, text, job, device)
+    _report(console, job, record, optimizer, before, after, rank, model)
+    optimizer.close()
+    if world > 1:
+        torch.distributed.destroy_process_group()
+    return record
+
+
+@torch.no_grad()
+def validate(model: nn.Module, text: Text, job: Job, device: torch.device, num_batches: int = 4) -> float:
+    """Mean cross entropy, in nats per byte, over the same held-out batches each time; the same on every rank."""
+    draws = torch.Generator().manual_seed(job.seed + 2)
+    total = 0.0
+    for _ in range(num_batches):
+        ids, targets = Text.draw(text.valid, job.batch, job.model.context, draws)
+        total += model(ids.to(device), targets.to(device)).item()
+    return total / num_batches
+
+
+def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
+    """What the model writes after a held-out line; all ranks take part, with the same random numbers."""
+    prompt = text.valid[: min(64, job.model.context)].long()[None].to(device)
+    ids = model.generate(prompt, job.sample, generator=torch.Generator().manual_seed(job.seed))
+    return bytes(ids[0, prompt.shape[1] :].tolist()).decode("utf-8", errors="replace")
+
+
+def _mean_over_ranks(value: float, optimizer: zk.ZeroOptimizer) -> float:
+    total = torch.tensor([value], dtype=torch.float64)
+    optimizer.comm.all_reduce(total)
+    return total.item() / optimizer.comm.world
+
+
+@contextmanager
+def _nothing() -> Iterator[Callable[[str], None]]:
+    yield lambda phase: None
+
+
+@contextmanager
+def _watch(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[Callable[[str], None]]:
+    """Note the bytes of every tier as one step goes through its phases, block by block."""
+
+    def note(phase: str) -> None:
+        sizes = {key.removesuffix("_nbytes").replace("_", " ", 1): int(value) for key, value in optimizer.metrics().items() if key.endswith("_nbytes")}
+        record.timeline.append((phase, sizes))
+
+    handles = []
+    for block in model.blocks:
+        handles.append(block.register_forward_pre_hook(lambda *_: note("forward")))
+        handles.append(block.register_full_backward_hook(lambda *_: note("backward")))
+    note("start")
+    try:
+        yield note
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[Callable[[Record, int, zk.ZeroOptimizer], None]]:
+    """A live bar on a terminal; elsewhere one line for every twentieth of the steps."""
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TextColumn("<"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=steps, status="")
+
+        def advance(record: Record, tokens: int, optimizer: zk.ZeroOptimizer) -> None:
+            recent = sorted(record.step_ms[-20:])[len(record.step_ms[-20:]) // 2]
+            status = f"loss {record.losses[-1]:.3f}  {tokens / recent * 1e3:,.0f} tokens/s  {tiers(optimizer)}"
+            bar.update(task, advance=1, status=status)
+            done = len(record.losses)
+            if not console.is_terminal and (done == 1 or done % max(1, steps // 20) == 0):
+                console.print(f"step {done:5d}/{steps}  {status}", soft_wrap=True)
+
+        yield advance
+
+
+def tiers(optimizer: zk.ZeroOptimizer) -> str:
+    """Bytes of training state on each tier, of this rank: "device 9.4 MiB  host 56.5 MiB"."""
+    totals: dict[str, float] = {}
+    for key, value in optimizer.metrics().items():
+        if key.endswith("_nbytes"):
+            totals[key.split("_")[0]] = totals.get(key.split("_")[0], 0) + value
+    return "  ".join(f"{tier} {nbytes / 2**20:,.1f} MiB" for tier, nbytes in totals.items() if nbytes)
+
+
+def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, before: str, after: str, rank: int, model: GPT) -> None:
+    metrics = optimizer.metrics()
+    num_params = sum(p.numel() for p in model.parameters())
+    table = Table(title="training state of this rank", title_justify="left", box=None, pad_edge=False)
+    for heading, justify in (("tier", "left"), ("what", "left"), ("MiB", "right"), ("bytes per parameter of the model", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for key, nbytes in metrics.items():
+        if key.endswith("_nbytes") and nbytes:
+            tier, _, kind = key.removesuffix("_nbytes").partition("_")
+            table.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
+    console.print()
+    console.print(table)
+    console.print("\n[bold]sample before training[/bold]\n" + _printable(before), markup=True)
+    console.print("\n[bold]sample after training[/bold]\n" + _printable(after))
+
+    with zk.gather(model.parameters()):
+        state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()} if rank == 0 else {}
+    if rank == 0:
+        job.out.mkdir(parents=True, exist_ok=True)
+        save_file(state, job.out / "model.safetensors", metadata={"gpt": repr(dataclasses.asdict(job.model))})
+        from zk.train import picture
+
+        drawn = picture.draw(record, job.out / "training.png")
+        steps = sorted(record.step_ms)
+        console.print(f"\nvalidation loss  {record.valid[0]:.4f} -> [bold]{record.valid[job.steps]:.4f}[/bold] nats per byte")
+        console.print(f"step             {steps[len(steps) // 2]:.0f} ms (median); {int(metrics['skipped_steps'])} of {job.steps} steps skipped")
+        if metrics["gathers"]:
+            console.print(f"gathers          {int(metrics['gathers'])}, {metrics['prefetch_hits'] / metrics['gathers']:.0%} asked for ahead of use")
+        if record.check_losses:
+            worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
+            console.print(f"check            last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}; largest difference of any step {worst:.2g}")
+        console.print(f"saved            {job.out / 'model.safetensors'}" + (f", {drawn}" if drawn else " (no picture: matplotlib is not installed)"))
+
+
+def _printable(text: str) -> str:
+    lines = "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "·" for c in text).splitlines()
+    return "\n".join("  | " + line for line in lines).replace("[", "\\[")
