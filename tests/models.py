@@ -29,7 +29,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Variants: plain, tied, unused, frozen, checkpointed, checkpointed_reentrant, sometimes, elsewhere."""
 
-    def __init__(self, variant: str = "plain", width: int = WIDTH, layers: int = 3) -> None:
+    def __init__(self, variant: str = "plain", width: int = WIDTH, layers: int = 2) -> None:
         super().__init__()
         self.variant = variant
         self.tokens = nn.Embedding(VOCAB, width)

@@ -14,10 +14,13 @@ Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic, overload
@@ -245,18 +248,36 @@ def _sum_of_squares_parallel(grad, partial):
         partial[block] = _sum_of_squares_block(grad[a : min(grad.size, a + BLOCK)])
 
 
-def adam(param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int) -> None:
+@contextlib.contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """numba's thread count for one launch, torch's left as it is.
+
+    numba's first launch calls omp_set_num_threads, which the loader may resolve to the OpenMP library inside torch: torch would then use
+    another number of threads than the user set, and sum in another order.
+    """
+    before = torch.get_num_threads()
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+def adam(
+    param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int
+) -> None:
     """Update in place. All arrays (n,), contiguous; ``scalars`` as in the signature of ``_adam_block`` from ``grad_scale`` on."""
     if param.size <= 2 * BLOCK or num_threads == 1:
         _adam_block(param, grad, master, m, v, *scalars)
         return
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    _adam_parallel(param, grad, master, m, v, *scalars)
+    with _threads(num_threads):
+        _adam_parallel(param, grad, master, m, v, *scalars)
 
 
 def sum_of_squares(grad: np.ndarray, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
     partial = np.zeros((grad.size + BLOCK - 1) // BLOCK)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    _sum_of_squares_parallel(grad, partial)
+    with _threads(num_threads):
+        _sum_of_squares_parallel(grad, partial)
     return float(partial.sum())

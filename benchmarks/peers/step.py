@@ -1,0 +1,178 @@
+"""One system's training step, in a process of its own: prints a line of JSON with seconds per step, losses and peak resident memory.
+
+usage: python benchmarks/peers/step.py SYSTEM [--steps N] [--warmup N] [--layers N --width N --batch N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from zk.train.gpt import GPT, GPTConfig
+
+LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
+Step = Callable[[Tensor, Tensor], float]
+
+
+def one_rank_environment() -> None:
+    """What torch.distributed wants to know about a world of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def torch_autocast(model: nn.Module) -> Step:
+    """fp32 parameters, bf16 compute by autocast, fused AdamW: plain PyTorch's way to mixed precision."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def torch_bf16(model: nn.Module) -> Step:
+    """bf16 parameters and moments, no master: least memory, but small updates are lost."""
+    model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> float:
+        loss = model(ids, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def fsdp2(model: nn.Module) -> Step:
+    """FSDP2, bf16 compute, fp32 master."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    one_rank_environment()
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> float:
+        loss = model(ids, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def deepspeed(model: nn.Module, stage: int) -> Step:
+    """DeepSpeed ZeRO with the optimizer (and at stage 3 the parameters) offloaded to the CPU."""
+    import deepspeed as ds
+
+    one_rank_environment()
+    zero: dict[str, object] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": BETAS, "weight_decay": DECAY}},
+        "zero_optimization": zero,
+    }
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(ids: Tensor, targets: Tensor) -> float:
+        loss = engine(ids, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def zk_stage(model: nn.Module, stage: int) -> Step:
+    """zk with the optimizer (and at stage 3 the parameters) on the host tier."""
+    import zk
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
+    optimizer = zk.ZeroOptimizer(
+        model, optimizer, stage=stage, dtype="bf16", optimizer_tier="host", param_tier="host" if stage == 3 else "device", clip_grad_norm=CLIP
+    )
+
+    def step(ids: Tensor, targets: Tensor) -> float:
+        loss = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
+    "torch_autocast": torch_autocast,
+    "torch_bf16": torch_bf16,
+    "fsdp2": fsdp2,
+    "deepspeed_zero2": lambda model: deepspeed(model, 2),
+    "deepspeed_zero3": lambda model: deepspeed(model, 3),
+    "zk_stage2": lambda model: zk_stage(model, 2),
+    "zk_stage3": lambda model: zk_stage(model, 3),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
+    num_params = sum(p.numel() for p in model.parameters())
+    step = SYSTEMS[options.system](model)
+    draws = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, 4096, (options.batch, options.context + 1), generator=draws) for _ in range(options.warmup + options.steps)]
+    seconds, losses = [], []
+    for ids in batches:
+        start = time.perf_counter()
+        losses.append(step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+        seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    warm = seconds[options.warmup :]
+    report = {"system": options.system, "params": num_params, "seconds": warm, "median": statistics.median(warm), "losses": losses, "peak_rss": peak}
+    sys.stdout.write("\nRESULT " + json.dumps(report) + "\n")
+    sys.stdout.flush()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
