@@ -341,6 +341,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         assert held.shard is not None
         for index, param in enumerate(held.unit.params):
+            place = held.params.full[held.layout.whole(index)]
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                raise RuntimeError(
+                    f"parameter {held.unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
+                    ".data); move the model first, then wrap it, and use dtype= to convert"
+                )
             if param._version != self.versions[param]:
                 held.shard.adopt(held.layout.part(index, held.params.held)[0])
                 self.versions[param] = param._version

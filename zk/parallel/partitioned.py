@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.layout import Layout
@@ -131,6 +133,34 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def export_hooks(units: list[PartitionedParams], by_storage: Mapping[int, PartitionedParams]) -> list[RemovableHandle]:
+    """Make ``state_dict()`` of the model and its parts work: each unit is gathered while it is copied, and what is returned is a copy."""
+    owners: dict[nn.Module, list[PartitionedParams]] = {}
+    for params in units:
+        for anchor in params.unit.anchors:
+            for module in anchor.modules():
+                if any(own is param for own in module._parameters.values() for param in params.unit.params):
+                    if params not in owners.setdefault(module, []):
+                        owners[module].append(params)
+
+    def gather(held: list[PartitionedParams], *_: Any) -> None:
+        for params in held:
+            params.hold()
+
+    def copy(held: list[PartitionedParams], _module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata in by_storage:
+                state[key] = value.detach().clone()
+        for params in held:
+            params.let_go()
+
+    handles: list[RemovableHandle] = []
+    for module, held in owners.items():
+        handles.append(module.register_state_dict_pre_hook(functools.partial(gather, held)))
+        handles.append(module.register_state_dict_post_hook(functools.partial(copy, held)))
+    return handles
+
+
 class Partition:
     """Watches the model run and keeps the right units gathered.
 
@@ -144,7 +174,7 @@ class Partition:
         self.params: list[PartitionedParams] = []
         self.prefetcher = Prefetcher(self._ask, ahead)
         self.by_storage: dict[int, PartitionedParams] = {}
-        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
         self.depth = 0  # forwards in progress, of any unit or the model
         self.root_depth = 0
         self.task = -1  # the backward under way
@@ -161,6 +191,7 @@ class Partition:
     def attach(self) -> None:
         """Put hooks on the modules; again after ``add``."""
         self.detach()
+        self.handles += export_hooks(self.params, self.by_storage)
         by_module: dict[nn.Module, list[PartitionedParams]] = {self.model: []}
         for params in self.params:
             for anchor in params.unit.anchors:
