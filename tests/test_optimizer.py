@@ -1,0 +1,599 @@
+"""ZeroOptimizer as a torch optimizer: what schedulers, loops and people expect of one. One process; ranks are in test_partitioned.py."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.plain import train_plain
+from tests.world import run_world
+from zk.offload import cpu_adam
+
+
+@pytest.fixture(autouse=True)
+def torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine whose bits are torch's."""
+    monkeypatch.setenv("ZK_CPU_ADAM", "torch")
+    cpu_adam.default_engine.cache_clear()
+
+
+def adamw(params: list[nn.Parameter] | object) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: object) -> zk.ZeroOptimizer:
+    return zk.ZeroOptimizer(model, optimizer or adamw(model.parameters()), **{"optimizer_tier": "host", **options})
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    loss = loss_of(model, batch(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def pair(variant: str = "plain") -> tuple[GPT, GPT]:
+    torch.manual_seed(0)
+    model = GPT(variant)
+    return model, copy.deepcopy(model)
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    for (name, got), want in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
+# ---- the optimizer protocol ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_optimizer_and_its_groups_are_the_users() -> None:
+    model, _ = pair()
+    inner = torch.optim.AdamW([{"params": [model.head.weight], "lr": 1.0, "name": "head"}, {"params": list(model.blocks.parameters())}], lr=1e-2)
+    groups = inner.param_groups
+    optimizer = wrap(model, inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is groups and optimizer.param_groups[0]["params"][0] is model.head.weight
+    before = model.head.weight.detach().clone()
+    groups[0]["lr"], groups[0]["weight_decay"] = 0.0, 0.0
+    step(model, optimizer)
+    assert torch.equal(model.head.weight, before)
+    groups[0]["lr"] = torch.tensor(0.5)
+    step(model, optimizer)
+    assert not torch.equal(model.head.weight, before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda o: LambdaLR(o, lambda t: 1 / (t + 1)),
+        lambda o: CosineAnnealingLR(o, 5),
+        lambda o: OneCycleLR(o, 0.1, total_steps=10),
+        lambda o: ReduceLROnPlateau(o, patience=0),
+    ),
+    ids=("lambda", "cosine", "onecycle", "plateau"),
+)
+@pytest.mark.parametrize("on", ("zk", "inner"))
+def test_schedulers_drive_it_from_either_optimizer(make: Callable[[torch.optim.Optimizer], object], on: str, recwarn: pytest.WarningsRecorder) -> None:
+    model, other = pair()
+    inner, plain = adamw(model.parameters()), adamw(other.parameters())
+    if on == "inner":
+        scheduler = make(inner)
+        optimizer = wrap(model, inner)
+    else:
+        optimizer = wrap(model, inner)
+        scheduler = make(optimizer)
+    reference = make(plain)
+    for seed in range(5):
+        mine, theirs = step(model, optimizer, seed), step(other, plain, seed)
+        arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
+        scheduler.step(*arguments)  # type: ignore[attr-defined]
+        reference.step(*arguments)  # type: ignore[attr-defined]
+        assert mine == theirs
+    assert_same(model, other)
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_closures_and_step_hooks_run() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(1))
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.item() == step(other, plain, 1)
+    assert calls == ["before", "closure", "after"]
+    assert_same(model, other)
+
+
+def test_gradients_are_gone_after_step_without_zero_grad() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    for seed in range(3):
+        loss_of(model, batch(seed)).backward()
+        optimizer.step()
+        model.zero_grad()
+        step(other, plain, seed)
+    assert_same(model, other)
+
+
+def test_zero_grad_before_step_drops_what_was_accumulated() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    loss_of(model, batch(7)).backward()
+    optimizer.zero_grad()
+    assert step(model, optimizer, 1) == step(other, plain, 1)
+    assert_same(model, other)
+
+
+def test_clip_grad_norm_returns_torchs_norm_and_clips() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    for seed in range(3):
+        loss_of(model, batch(seed)).backward()
+        loss_of(other, batch(seed)).backward()
+        mine, theirs = optimizer.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        assert mine.item() == pytest.approx(theirs.item(), rel=1e-5)
+        optimizer.step()
+        plain.step()
+        plain.zero_grad()
+    for got, want in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(mine.item())
+    # for one step only
+    step(model, optimizer, 3)
+    assert optimizer.max_norm is None
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD))
+def test_state_dict_resumes_bit_for_bit(dtype: str, kind: type[torch.optim.Optimizer]) -> None:
+    options = {"lr": 1e-2, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 1e-2, "amsgrad": kind is torch.optim.Adam}
+    model, other = pair()
+    optimizer = wrap(model, kind(model.parameters(), **options), dtype=dtype)  # type: ignore[arg-type]
+    for seed in range(3):
+        step(model, optimizer, seed)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    again = wrap(other, kind(other.parameters(), **{**options, "lr": 5.0}), dtype=dtype)  # type: ignore[arg-type]
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert again.param_groups[0]["lr"] == 1e-2
+    for seed in range(3, 6):
+        assert step(model, optimizer, seed) == step(other, again, seed)
+    assert_same(model, other)
+
+
+def test_state_moves_between_zk_and_plain_torch() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    assert optimizer.state_dict()["state"] == {}
+    for seed in range(3):
+        step(model, optimizer, seed)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    for seed in range(3, 6):
+        assert step(model, optimizer, seed) == step(other, plain, seed)
+    optimizer.load_state_dict(plain.state_dict())
+    assert step(model, optimizer, 6) == step(other, plain, 6)
+    assert_same(model, other)
+
+
+def test_wrapping_in_mid_training_takes_the_state_over() -> None:
+    model, other = pair()
+    inner, plain = adamw(model.parameters()), adamw(other.parameters())
+    for seed in range(3):
+        step(model, inner, seed)
+        step(other, plain, seed)
+    optimizer = wrap(model, inner)
+    assert not inner.state
+    for seed in range(3, 6):
+        assert step(model, optimizer, seed) == step(other, plain, seed)
+
+
+def test_groups_added_before_the_first_step_train_and_keep_masters() -> None:
+    model, other = pair()
+    optimizer = wrap(model, adamw(model.blocks.parameters()), dtype="bf16")
+    rest = [p for n, p in model.named_parameters() if not n.startswith("blocks")]
+    master = optimizer.held[0].shard.get_master(slice(0, 8)).clone()  # type: ignore[union-attr]
+    optimizer.add_param_group({"params": rest, "weight_decay": 0.0})
+    assert torch.equal(optimizer.held[0].shard.get_master(slice(0, 8)), master)  # type: ignore[union-attr]
+    assert len(optimizer.inner.param_groups) == 2
+    want = wrap(other, torch.optim.AdamW([{"params": other.blocks.parameters()}, {"params": [p for n, p in other.named_parameters() if not n.startswith("blocks")], "weight_decay": 0.0}], lr=1e-2), dtype="bf16")
+    losses = [step(model, optimizer, seed) for seed in range(3)]
+    assert losses[0] == step(other, want, 0)
+    assert model.head.weight.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="after the first step"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def test_parameters_written_by_the_user_are_kept() -> None:
+    for dtype in ("fp32", "bf16", "fp16"):
+        model, other = pair()
+        optimizer = wrap(model, dtype=dtype, loss_scale=None)
+        step(model, optimizer)
+        for group in optimizer.param_groups:
+            group.update(lr=0.0)
+        model.load_state_dict(other.state_dict())
+        step(model, optimizer, 1)
+        for got, want in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(got, want.to(got.dtype))
+
+
+def test_gradients_assigned_by_hand_count() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        one.grad = torch.ones_like(one)
+        two.grad = torch.ones_like(two)
+    optimizer.step()
+    plain.step()
+    assert_same(model, other)
+
+
+def test_stepping_between_forward_and_backward_is_caught_as_torch_does() -> None:
+    model, _ = pair()
+    optimizer = wrap(model)
+    early = loss_of(model, batch(0))
+    step(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+def test_floating_inputs_are_cast_and_buffers_follow() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = wrap(model, dtype="bf16")
+    assert model[1].running_mean.dtype == torch.bfloat16
+    assert model[1].num_batches_tracked.dtype == torch.int64
+    loss = model(torch.randn(4, 8)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def test_a_model_too_small_for_units_and_one_parameter_work() -> None:
+    for model in (nn.Linear(1, 1), nn.Linear(3, 1, bias=False), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))):
+        optimizer = wrap(model, stage=3)
+        model(torch.ones(1, next(model.parameters()).shape[1])).sum().backward()
+        optimizer.step()
+        assert optimizer.metrics()["steps"] == 1
+
+
+def test_compiled_blocks_train_the_same() -> None:
+    model, other = pair()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    for seed in range(3):
+        assert step(model, optimizer, seed) == pytest.approx(step(other, plain, seed), rel=1e-5)
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------------------------
+
+
+def poison(model: nn.Module, value: float | None) -> Tensor:
+    loss = loss_of(model, batch(0))
+    return loss if value is None else loss * value
+
+
+def overflow_sequence(values: list[float | None], **rule: float) -> tuple[list[float], zk.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = wrap(model, dtype="fp16", loss_scale=zk.DynamicLossScale(**rule))  # type: ignore[arg-type]
+    scales = []
+    for value in values:
+        optimizer.backward(poison(model, value))
+        optimizer.step()
+        scales.append(optimizer.metrics()["loss_scale"])
+    return scales, optimizer
+
+
+def test_eight_overflows_from_256_end_at_1() -> None:
+    inf, nan = float("inf"), float("nan")
+    scales, optimizer = overflow_sequence([inf, -inf, *[nan] * 6], init=2**8, window=2, hysteresis=1)
+    assert scales == [2.0**power for power in range(7, -1, -1)]
+    assert optimizer.metrics()["skipped_steps"] == 8 and optimizer.metrics()["steps"] == 0
+    scales, _ = overflow_sequence([nan] * 3, init=2, window=2, hysteresis=1)
+    assert scales == [1, 1, 1]  # never below the minimum
+
+
+def test_without_overflow_the_scale_doubles_every_window() -> None:
+    scales, optimizer = overflow_sequence([None] * 6, init=2**8, window=2, hysteresis=1)
+    assert scales == [2.0**8, 2.0**9, 2.0**9, 2.0**10, 2.0**10, 2.0**11]
+    assert optimizer.metrics()["steps"] == 6
+
+
+def test_hysteresis_waits_and_is_restored_when_the_scale_grows() -> None:
+    nan = float("nan")
+    scales, _ = overflow_sequence([nan, nan, nan, None, None, nan, nan], init=2**8, window=2, hysteresis=2)
+    assert scales == [2.0**8, 2.0**7, 2.0**6, 2.0**6, 2.0**7, 2.0**7, 2.0**6]
+
+
+def test_a_window_counts_from_the_last_overflow() -> None:
+    scales, _ = overflow_sequence([None, float("nan"), None, None, None, None], init=2**8, window=2, hysteresis=1)
+    assert scales == [2.0**8, 2.0**7, 2.0**7, 2.0**8, 2.0**8, 2.0**9]
+
+
+def bad_gradients_change_nothing(case: tuple[int, str, float]) -> str:
+    """Run on every rank; only one rank's gradient is bad."""
+    stage, dtype, value = case
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = wrap(model, stage=stage, dtype=dtype, loss_scale=8.0, param_tier="host" if stage == 3 else "device")
+    optimizer.backward(poison(model, None))
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    optimizer.backward(poison(model, value if rank == 0 else None))
+    optimizer.step()
+    after = (model.state_dict(), optimizer.state_dict()["state"])
+    metrics = optimizer.metrics()
+    flat = [tree_leaves(side) for side in (before, after)]
+    same = all(torch.equal(a, b) for a, b in zip(*flat, strict=True) if isinstance(a, Tensor))
+    optimizer.backward(poison(model, None))
+    optimizer.step()
+    taken = optimizer.metrics()["steps"]
+    optimizer.close()
+    if not same or metrics["skipped_steps"] != 1 or metrics["steps"] != 1 or taken != 2 or math.isfinite(metrics["grad_norm"]):
+        return f"stage {stage} {dtype} {value}: unchanged={same}, {metrics}"
+    return ""
+
+
+BAD = list(itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (float("inf"), float("nan"))))
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_nan_and_inf_never_reach_the_optimizer(world: int) -> None:
+    assert [line for row in run_world(world, bad_gradients_change_nothing, BAD) for line in row if line] == []
+
+
+def test_loss_backward_with_a_loss_scale_is_an_error_that_says_what_to_call() -> None:
+    model, _ = pair()
+    optimizer = wrap(model, dtype="fp16")
+    with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):
+        loss_of(model, batch(0)).backward()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, batch(0)))
+    optimizer.step()
+    assert optimizer.metrics()["loss_scale"] == 2**16
+
+
+def test_static_scale_trains_what_no_scale_trains_in_fp32() -> None:
+    losses = []
+    for scale in (None, 1024.0):
+        model, _ = pair()
+        optimizer = wrap(model, loss_scale=scale)
+        for seed in range(3):
+            loss = loss_of(model, batch(seed))
+            optimizer.backward(loss)
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_bf16_moments_are_opt_in_and_halve_them() -> None:
+    sizes = {}
+    for dtype in ("fp32", "bf16"):
+        model, _ = pair()
+        optimizer = wrap(model, dtype="bf16", state_dtype=dtype)
+        first = step(model, optimizer)
+        for seed in range(8):
+            last = step(model, optimizer)
+        assert last < first
+        sizes[dtype] = optimizer.metrics()["host_moments_nbytes"]
+    assert sizes["bf16"] * 2 == sizes["fp32"]
+
+
+def test_master_keeps_the_precision_of_the_original_model() -> None:
+    """A bf16 run starts from fp32 masters that are the model's own values, not their bf16 roundings."""
+    torch.manual_seed(0)
+    model = GPT()
+    losses, trained, _, _ = train_plain(model, lambda params: torch.optim.AdamW(params, lr=1e-2), dtype=torch.bfloat16, steps=5)
+    optimizer = wrap(model, dtype="bf16")
+    assert [step(model, optimizer, 1000 * seed) for seed in range(5)] == losses
+    assert_same(model, trained)
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    (
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3; got 4"),
+        ({"stage": True}, "stage must be"),
+        ({"optimizer_tier": "disk"}, "optimizer_tier must be 'device', 'host', 'nvme' or 'auto'; got 'disk'"),
+        ({"optimizer_tier": "nvme"}, "not available in this version.*nvme_path"),
+        ({"optimizer_tier": "nvme", "nvme_path": "/tmp"}, "not available in this version"),
+        ({"nvme_path": "/tmp"}, "no effect"),
+        ({"stage": 2, "param_tier": "host"}, "param_tier='host' needs stage=3"),
+        ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes or a string like"),
+        ({"host_budget": "-3GiB"}, "host_budget must be"),
+        ({"host_budget": 0}, "more than zero"),
+        ({"host_budget": "10B"}, "needs .* GiB on the host tier"),
+        ({"optimizer_tier": "device", "host_budget": "1GiB"}, "host_budget has no effect"),
+        ({"optimizer_tier": "device", "device_budget": 100}, "needs .* GiB on the device tier"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm must be more than 0"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm must be more than 0"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"state_dtype": "fp16"}, "state_dtype must be"),
+        ({"loss_scale": "sometimes"}, "loss_scale must be"),
+        ({"loss_scale": float("inf")}, "finite number above 0"),
+        ({"overlap_step": True}, "not available in this version"),
+        ({"prefetch": -1}, "prefetch must be"),
+        ({"num_threads": 0}, "num_threads must be"),
+        ({"units": ["blocks.7"]}, "no module 'blocks.7'"),
+        ({"units": [nn.Conv2d]}, "no module 'Conv2d'"),
+    ),
+    ids=str,
+)
+def test_bad_options_are_refused_with_rule_value_and_remedy(options: dict[str, object], match: str) -> None:
+    model, _ = pair()
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(ValueError, match=match):
+        wrap(model, **options)
+    if "units" not in options:
+        assert [p.data_ptr() for p in model.parameters()] == before  # nothing was touched
+    wrap(model)  # and the model can still be wrapped
+
+
+def test_wrong_types_are_refused() -> None:
+    model, _ = pair()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        wrap(model, stages=3)
+    with pytest.raises(TypeError, match="host_budget must be"):
+        wrap(model, host_budget=True)
+    with pytest.raises(TypeError, match="nn.Module"):
+        zk.ZeroOptimizer([model], adamw(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"torch.optim.Optimizer"):
+        zk.ZeroOptimizer(model, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="units must hold"):
+        wrap(model, units=[3])
+
+
+def test_optimizers_that_cannot_be_partitioned_are_refused_with_the_reason() -> None:
+    model, _ = pair()
+
+    class Muon(torch.optim.Optimizer):
+        def __init__(self, params: object) -> None:
+            super().__init__(params, {})  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="whole momentum matrices"):
+        wrap(model, Muon(model.parameters()))
+    with pytest.raises(TypeError, match="calls the closure many times"):
+        wrap(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match="knows the arithmetic of"):
+        wrap(model, torch.optim.RMSprop(model.parameters()))
+
+    class MyAdamW(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(TypeError, match="MyAdamW"):
+        wrap(model, MyAdamW(model.parameters()))
+
+
+def test_parameters_that_do_not_fit_are_refused() -> None:
+    model, other = pair()
+    with pytest.raises(ValueError, match="not one of model.parameters"):
+        wrap(model, adamw(other.parameters()))
+    with pytest.raises(ValueError, match="is torch.float64; zk trains fp32, bf16 and fp16"):
+        wrap(GPT().double())
+    with pytest.raises(ValueError, match="no parameters"):
+        zk.ZeroOptimizer(nn.ReLU(), adamw(model.parameters()))
+    with torch.device("meta"):
+        meta = GPT()
+    with pytest.raises(ValueError, match="meta device"):
+        wrap(meta)
+    sharing = GPT()
+    sharing.head.weight = nn.Parameter(sharing.tokens.weight.data)
+    with pytest.raises(ValueError, match=r"'tokens.weight' and 'head.weight' share memory|'head.weight' and 'tokens.weight' share memory"):
+        wrap(sharing)
+
+
+def test_wrapping_twice_is_refused_until_the_first_is_closed() -> None:
+    model, _ = pair()
+    optimizer = wrap(model)
+    with pytest.raises(ValueError, match="already"):
+        zk.ZeroOptimizer(model, optimizer)
+    with pytest.raises(ValueError, match="belongs to another ZeroOptimizer"):
+        wrap(model)
+    optimizer.close()
+    with wrap(model) as again:
+        step(model, again)
+
+
+def test_step_without_backward_is_an_error() -> None:
+    model, _ = pair()
+    optimizer = wrap(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="found no gradient"):
+            optimizer.step()
+        step(model, optimizer)
+
+
+def test_a_closed_optimizer_refuses_and_leaves_the_model_usable() -> None:
+    model, _ = pair()
+    with wrap(model) as optimizer:
+        step(model, optimizer)
+    for call in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, lambda: optimizer.backward(torch.zeros(()))):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    optimizer.close()
+    loss_of(model, batch(0)).backward()
+    assert model.head.weight.grad is not None
+
+
+def test_a_model_moved_after_wrapping_is_noticed() -> None:
+    model, _ = pair()
+    optimizer = wrap(model)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"moved or converted after"):
+        step(model, optimizer)
+
+
+def test_unfreezing_later_and_sparse_gradients_are_errors_with_a_remedy() -> None:
+    model, _ = pair("frozen")
+    optimizer = wrap(model)
+    step(model, optimizer)
+    model.tokens.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="'tokens.weight' was frozen"):
+        step(model, optimizer)
+    sparse = nn.Embedding(5, 3, sparse=True)
+    optimizer = zk.ZeroOptimizer(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="sparse=False"):
+        sparse(torch.tensor([1])).sum().backward()
+
+
+def test_freezing_later_stops_the_update() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model), adamw(other.parameters())
+    for seed in range(4):
+        if seed == 2:
+            model.blocks[0].requires_grad_(False)
+            other.blocks[0].requires_grad_(False)
+        assert step(model, optimizer, seed) == step(other, plain, seed)
+    assert_same(model, other)
+
+
+def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
+    model, other = pair()
+    optimizer = wrap(model)
+    step(model, optimizer)
+    good = copy.deepcopy(optimizer.state_dict())
+    small = wrap(other, adamw(other.blocks.parameters()))
+    with pytest.raises(ValueError, match="groups of"):
+        small.load_state_dict(good)
+    bad = copy.deepcopy(good)
+    bad["state"][3]["exp_avg"] = torch.zeros(5)
+    bad["param_groups"][0]["lr"] = 77.0
+    with pytest.raises(ValueError, match=r"'exp_avg' of .* has shape \(5,\)"):
+        optimizer.load_state_dict(bad)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    del good["state"][3]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="has no 'exp_avg_sq'"):
+        optimizer.load_state_dict(good)
+
+
+def test_import_starts_nothing() -> None:
+    program = "import sys, zk; print([m for m in ('numba', 'triton', 'cupy', 'matplotlib') if m in sys.modules], __import__('torch').cuda.is_initialized())"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "[] False"
