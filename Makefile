@@ -13,7 +13,9 @@ test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(READY)
-	$(BIN)/python -m pytest benchmarks --benchmark-columns=min,median,stddev,rounds --benchmark-sort=name $(ARGS)
+	mkdir -p runs
+	$(BIN)/python -m pytest benchmarks/bench_*.py --benchmark-columns=min,median,stddev,rounds --benchmark-json=runs/bench.json $(ARGS)
+	$(BIN)/python benchmarks/report.py runs/bench.json
 
 lint: $(READY)
 	$(BIN)/ruff check .

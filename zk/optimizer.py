@@ -118,6 +118,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._hold(unit, layout)
         if self.partition.params:
             self.partition.attach()
+            if len(units) == 1:
+                log.warning(
+                    "the model has no ModuleList or Sequential, so all of it is one unit and is gathered at once: stage 3 saves memory between "
+                    "steps only. Name the blocks, by class or path, with units="
+                )
         if isinstance(self.comm, Group):
             for buffer in self.model.buffers():
                 self.comm.broadcast(-1, buffer.data)

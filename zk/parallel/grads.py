@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class UnitGrads:
     accumulated: bool = False  # some parameter is in the bucket more than once
     wide: bool = False  # the step before accumulated: start with an fp32 bucket
     arrived: set[int] = dataclasses.field(default_factory=set)  # parameters seen in this backward
+    expected: int = 0  # parameters that can be seen in it
     used: set[int] = dataclasses.field(default_factory=set)  # parameters seen since the last step
 
 
@@ -97,9 +98,11 @@ class GradReducer:
             self.task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
         unit = self.units[position]
+        if not unit.arrived:
+            unit.expected = sum(p.requires_grad for p in unit.unit.params)
         self.collect(unit, index, param)
         unit.arrived.add(index)
-        if len(unit.arrived) < sum(p.requires_grad for p in unit.unit.params):
+        if len(unit.arrived) < unit.expected:
             return
         self.completed.append(position)
         if self.in_backward and self.sync:
@@ -257,8 +260,3 @@ class GradReducer:
         """Bytes of buckets, in use and kept for use again."""
         buckets = [unit.bucket for unit in self.units] + [bucket for free in self.pool.values() for bucket in free]
         return sum(bucket.nbytes for bucket in buckets if bucket is not None)
-
-
-def trained_units(units: Sequence[UnitGrads]) -> dict[nn.Parameter, tuple[UnitGrads, int]]:
-    """Where each trained parameter's gradient goes: its unit and its place there."""
-    return {param: (unit, index) for unit in units for index, param in enumerate(unit.unit.params)}

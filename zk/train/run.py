@@ -137,6 +137,8 @@ def train(job: Job) -> Record:
     optimizer = torch.optim.AdamW(groups(model), lr=job.lr, betas=(0.9, 0.95))
     optimizer = zk.ZeroOptimizer(model, optimizer, job.zero, dtype=dtype)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job.steps))
+    if device.type == "cpu" and world > 1:
+        torch.set_num_threads(optimizer.num_threads)  # torchrun sets one thread for each rank, however many cores there are
     console.print(
         f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.param_tier.name}, "
         f"optimizer on {optimizer.optimizer_tier.name}, {world} rank{'s' * (world > 1)}, {optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n"
