@@ -19,7 +19,7 @@ def table(run: dict[str, Any]) -> str:
     ]
     rows = sorted(run["benchmarks"], key=lambda row: row["stats"]["median"])
     best = min((row["stats"]["median"] for row in rows if "[zk_split_master]" in row["name"]), default=rows[0]["stats"]["median"])
-    extra = [key for key in rows[0]["extra_info"]]
+    extra = list(rows[0]["extra_info"])
     lines.append("| benchmark | median ms | " + " | ".join(extra) + " | times zk_split_master |")
     lines.append("|---|" + "---|" * (len(extra) + 2))
     for row in rows:

@@ -4,6 +4,7 @@ usage: python train_gpt.py TEXT_FILE [STEPS]
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class GPT(nn.Module):
 
 def main(path, steps=50):
     torch.manual_seed(0)
-    text = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8).long()
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):

@@ -4,6 +4,7 @@ usage: python train_gpt_zk.py TEXT_FILE [STEPS]
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class GPT(nn.Module):
 
 def main(path, steps=50):
     torch.manual_seed(0)
-    text = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8).long()
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = zk.ZeroOptimizer(model, optimizer, stage=3, param_tier="host", optimizer_tier="host")

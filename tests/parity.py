@@ -36,7 +36,8 @@ class Case:
 
     def __str__(self) -> str:
         default = Case()
-        return "-".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)) or "default"
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return "-".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"
 
 
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,7 +90,7 @@ def _run(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], tor
     torch.manual_seed(0)
     model, scale = GPT(case.model), 1024.0 if case.dtype == "fp16" else 1.0
     local = world == 1 or case.stage == 1 or case.no_sync
-    losses, trained, masters, plain = train_plain(
+    losses, trained, _, plain = train_plain(
         model,
         make_plain,
         dtype=DTYPES[case.dtype],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ def test_parameters_are_aligned_disjoint_and_in_order(layout: Layout) -> None:
 def test_shards_tile_the_buffer_evenly(layout: Layout) -> None:
     shards = [layout.shard(rank) for rank in range(layout.world)]
     assert shards[0].start == 0 and shards[-1].stop == layout.numel
-    assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(shards))
     assert {shard.stop - shard.start for shard in shards} == {layout.shard_numel}
     assert layout.shard_numel % ALIGN == 0
 

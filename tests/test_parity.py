@@ -49,7 +49,9 @@ def results() -> dict[int, dict[Case, list[object]]]:
 
 @pytest.mark.parametrize("world", (1, 2, 3))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_trains_what_plain_torch_trains(world: int, case: Case, results: dict[int, dict[Case, list[object]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trains_what_plain_torch_trains(
+    world: int, case: Case, results: dict[int, dict[Case, list[object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ZK_CPU_ADAM", os.environ.get("ZK_CPU_ADAM", ""))
     if world == 1:
         assert run_case(case) == ""

@@ -383,7 +383,11 @@ def a_rank_that_ends(_: object) -> str:
 
 @pytest.mark.parametrize(
     ("case", "units"),
-    ((another_order, ("unit 'blocks.0'", "unit 'blocks.1'")), (a_skipped_unit, ("unit 'blocks.0'", "unit 'blocks.1'")), (an_extra_call, ("unit 'blocks.0'",))),
+    (
+        (another_order, ("unit 'blocks.0'", "unit 'blocks.1'")),
+        (a_skipped_unit, ("unit 'blocks.0'", "unit 'blocks.1'")),
+        (an_extra_call, ("unit 'blocks.0'",)),
+    ),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_ranks_that_diverge_end_with_an_error_that_names_the_units(case: Callable[[object], str], units: tuple[str, ...]) -> None:

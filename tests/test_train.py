@@ -46,7 +46,8 @@ def test_train_learns_reports_and_saves(tmp_path: Path) -> None:
 
 def test_two_ranks_learn_what_one_process_learns_from_twice_the_batch(tmp_path: Path) -> None:
     options = ["--dtype", "fp32", "--out", str(tmp_path)]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--master_addr", "127.0.0.1", "--master_port", "0"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", *rendezvous]
     two = run(*launcher, "-m", "zk", "train", *SMALL, *options)
     first = load_file(tmp_path / "model.safetensors")
     one = run("-m", "zk", "train", *SMALL, *options, "--batch", "4")
@@ -58,7 +59,10 @@ def test_two_ranks_learn_what_one_process_learns_from_twice_the_batch(tmp_path: 
         torch.testing.assert_close(value, second[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("options", (["--stage", "2", "--dtype", "bf16"], ["--stage", "0", "--optimizer-tier", "device"], ["--accumulate", "2", "--dtype", "fp16"]))
+@pytest.mark.parametrize(
+    "options",
+    (["--stage", "2", "--dtype", "bf16"], ["--stage", "0", "--optimizer-tier", "device"], ["--accumulate", "2", "--dtype", "fp16"]),
+)
 def test_other_options_run(options: list[str], tmp_path: Path) -> None:
     assert "validation loss" in run("-m", "zk", "train", *SMALL, *options, "--out", str(tmp_path))
 

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
+)
 
 
 @app.callback()
@@ -17,7 +19,10 @@ def main() -> None:
 
 @app.command()
 def train(
-    data: Annotated[list[Path] | None, typer.Option(help="Text to learn from; may be repeated. Default: Python's own documentation and sources.", exists=True, dir_okay=False)] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text to learn from; may be repeated. Default: Python's own documentation and sources.", exists=True, dir_okay=False),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the model and the picture.")] = Path("runs/latest"),
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
@@ -29,7 +34,9 @@ def train(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 0 nothing partitioned, 1 optimizer state, 2 and gradients, 3 and parameters.")] = 3,
     optimizer_tier: Annotated[str, typer.Option(help="Where gradients and optimizer state live: device, host, auto.")] = "host",
-    param_tier: Annotated[str | None, typer.Option(help="Where parameters rest between uses: device, host (stage 3), auto. Default: host at stage 3, else device.")] = None,
+    param_tier: Annotated[
+        str | None, typer.Option(help="Where parameters rest between uses: device, host (stage 3), auto. Default: host at stage 3, else device.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,

@@ -53,6 +53,7 @@ def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
     dtype = DTYPES.get(value) if isinstance(value, str) else value
     if dtype not in DTYPES.values():
         raise ValueError(f"{field} must be one of 'fp32', 'bf16', 'fp16' or the torch dtype; got {value!r}")
+    assert dtype is not None
     return dtype
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,7 @@ from zk.offload.pipeline import Run, Task
 from zk.offload.rules import rule_for
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import Needs, choose
-from zk.parallel.comm import Group, Solo, connect
+from zk.parallel.comm import Group, connect
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
@@ -90,7 +92,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition = Partition(model, self.config.prefetch)
         self.grads = GradReducer(self.comm, self.config.stage != 1, self.config.stage == 0, self._check_arrival)
         self._build(device)
-        scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard}) if self.config.loss_scale == "auto" else self.config.loss_scale
+        scale = self.config.loss_scale
+        if scale == "auto":
+            scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         self._built = True
         if optimizer.state:
@@ -107,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
         self.param_tier, self.optimizer_tier = choose(
-            config.param_tier, config.optimizer_tier, self._needs(units, layouts), config.stage, device, config.device_budget, config.host_budget
+            config.param_tier, config.optimizer_tier, self._needs(units, layouts), config.stage, device, config.device_budget, config.host_budget  # type: ignore[arg-type]
         )
         if dtype is not None:
             for buffer in self.model.buffers():
@@ -199,7 +203,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.params.hold()
             for index, param in enumerate(held.unit.params):
                 where = held.layout.whole(index)
-                exact = self._full(held, lambda part, shard=held.shard: shard.get_master(part)) if held.shard else held.params.full  # type: ignore[union-attr]
+                exact = self._full(held, held.shard.get_master) if held.shard else held.params.full
                 masters[param] = exact[where].view(param.shape).clone()
         self._detach()
         for param, master in masters.items():
@@ -430,7 +434,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shard = held.shard
         if shard is None:
             return
-        readers: dict[str, Callable[[slice], Tensor]] = {name: (lambda part, name=name: shard.get_state(name, part)) for name in shard.states}
+        readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(shard.get_state, name) for name in shard.states}
         if shard.master is not None:
             readers["master"] = shard.get_master
         own_part = self.config.stage == 3 and self.comm.world > 1
@@ -581,7 +585,7 @@ def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
         for param, name in names.items()
         if param.is_contiguous() and param.numel()
     )
-    for (_, stop, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
         if start < stop and OWNERS.get(model.get_parameter(name)) is None:
             raise ValueError(
                 f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so they would drift apart; tie them by "

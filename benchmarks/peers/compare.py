@@ -21,6 +21,13 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ORDER = ("torch_autocast", "torch_bf16", "fsdp2", "deepspeed_zero2", "deepspeed_zero3", "zk_stage2", "zk_stage3")
+RATIOS = (
+    ("zk_stage2", "deepspeed_zero2"),
+    ("zk_stage3", "deepspeed_zero3"),
+    ("zk_stage2", "torch_autocast"),
+    ("zk_stage3", "torch_autocast"),
+    ("zk_stage2", "fsdp2"),
+)
 WHAT = {
     "torch_autocast": "plain torch, fp32 weights, autocast, fused AdamW",
     "torch_bf16": "plain torch, bf16 weights and moments, no fp32 master",
@@ -57,10 +64,11 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     for system, rounds in runs.items():
         seconds = [s for run in rounds for s in run["seconds"]]
         lines.append(
-            f"| {WHAT[system]} | {medians[system]:.2f} | {min(seconds):.2f} - {max(seconds):.2f} | {peaks[system] / 2**30:.2f} | {rounds[-1]['losses'][-1]:.3f} |"
+            f"| {WHAT[system]} | {medians[system]:.2f} | {min(seconds):.2f} - {max(seconds):.2f} "
+            f"| {peaks[system] / 2**30:.2f} | {rounds[-1]['losses'][-1]:.3f} |"
         )
     lines += ["", "| ratio | time | peak RSS |", "|---|---|---|"]
-    for ours, theirs in (("zk_stage2", "deepspeed_zero2"), ("zk_stage3", "deepspeed_zero3"), ("zk_stage2", "torch_autocast"), ("zk_stage3", "torch_autocast"), ("zk_stage2", "fsdp2")):
+    for ours, theirs in RATIOS:
         if ours in runs and theirs in runs:
             lines.append(f"| {ours} / {theirs} | {medians[ours] / medians[theirs]:.2f} | {peaks[ours] / peaks[theirs]:.2f} |")
     return "\n".join(lines)
@@ -81,7 +89,8 @@ def main() -> None:
         for system in systems:
             runs[system].append(run_once(system, options.steps, [r for r in rest if r != "--"]))
             last = runs[system][-1]
-            print(f"round {number + 1}/{options.rounds}  {system:16} {last['median']:.2f} s  {last['peak_rss'] / 2**30:.2f} GiB", file=sys.stderr, flush=True)
+            figures = f"{last['median']:.2f} s  {last['peak_rss'] / 2**30:.2f} GiB"
+            print(f"round {number + 1}/{options.rounds}  {system:16} {figures}", file=sys.stderr, flush=True)
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numba", "deepspeed") if importlib.util.find_spec(name))
     params = next(iter(runs.values()))[0]["params"]
     text = (

@@ -127,7 +127,7 @@ def adam_(
         np.float32(step.step_size),
     )
     arrays = [as_numpy(tensor) if tensor is not None else None for tensor in (param, grad, master, exp_avg, exp_avg_sq)]
-    cpu_adam_numba.adam(*arrays, scalars, num_threads or default_threads())  # type: ignore[arg-type]
+    cpu_adam_numba.adam(*arrays, scalars, num_threads or default_threads())  # type: ignore[call-arg, arg-type]
 
 
 def _check(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:

@@ -187,16 +187,16 @@ def _jit(**options):
 
 
 @_jit()
-def _adam_block(param, grad, master, m, v, grad_scale, l2, decay, lerp, lerp_from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
+def _adam_block(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
     for i in range(param.size):
         v_i, flag = _load_second(v, i)
         x = _load_master(param, master, i, flag)
-        g = _load(grad, i) * grad_scale
+        g = _load(grad, i) * scale
         if l2 != F32(0):
             g = _fma(l2, x, g)
         x = x * decay
         m_i = _load(m, i)
-        m_i = _fma(lerp, g - m_i, g if lerp_from_grad else m_i)
+        m_i = _fma(lerp, g - m_i, g if from_grad else m_i)
         v_i = _fma(one_minus_beta2 * g, g, v_i * beta2)
         x = x + (step_size * m_i) / (np.sqrt(v_i) / bc2_sqrt + eps)
         _store(m, i, m_i)
@@ -205,11 +205,14 @@ def _adam_block(param, grad, master, m, v, grad_scale, l2, decay, lerp, lerp_fro
 
 
 @_jit(parallel=True)
-def _adam_parallel(param, grad, master, m, v, grad_scale, l2, decay, lerp, lerp_from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
+def _adam_parallel(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
     for block in prange((param.size + BLOCK - 1) // BLOCK):
         a = block * BLOCK
         b = min(param.size, a + BLOCK)
-        _adam_block(param[a:b], grad[a:b], _cut(master, a, b), m[a:b], v[a:b], grad_scale, l2, decay, lerp, lerp_from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size)
+        x, g = param[a:b], grad[a:b]
+        _adam_block(
+            x, g, _cut(master, a, b), m[a:b], v[a:b], scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size
+        )
 
 
 def _cut(array, a, b): ...
@@ -256,7 +259,8 @@ def _threads(num_threads: int) -> Iterator[None]:
     another number of threads than the user set, and sum in another order.
     """
     before = torch.get_num_threads()
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(num_threads, most))
     try:
         yield
     finally:
@@ -267,7 +271,7 @@ def _threads(num_threads: int) -> Iterator[None]:
 def adam(
     param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int
 ) -> None:
-    """Update in place. All arrays (n,), contiguous; ``scalars`` as in the signature of ``_adam_block`` from ``grad_scale`` on."""
+    """Update in place. All arrays (n,), contiguous; ``scalars`` as in the signature of ``_adam_block`` from ``scale`` on."""
     if param.size <= 2 * BLOCK or num_threads == 1:
         _adam_block(param, grad, master, m, v, *scalars)
         return

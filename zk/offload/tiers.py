@@ -17,8 +17,12 @@ from torch import Tensor
 class Tier(Protocol):
     """A place where flat buffers rest between uses."""
 
-    name: str
-    device: torch.device  # where the buffers can be computed on
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers can be computed on."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat buffer (numel,)."""

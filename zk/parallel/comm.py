@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -225,13 +224,15 @@ class Group:
 
 
 def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return call(full, shard, group=group, async_op=True)
+    call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11 has the second only
+    work: dist.Work = call(full, shard, group=group, async_op=True)
+    return work
 
 
 def _reduce_scatter(shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
     call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return call(shard, bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    work: dist.Work = call(shard, bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    return work
 
 
 def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device) -> Solo | Group:
@@ -246,8 +247,3 @@ def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torc
     if group.world == 1:
         return Solo()
     return group
-
-
-def local_ranks() -> int:
-    """How many ranks torchrun started on this machine; 1 without it."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -139,9 +139,9 @@ def export_hooks(units: list[PartitionedParams], by_storage: Mapping[int, Partit
     for params in units:
         for anchor in params.unit.anchors:
             for module in anchor.modules():
-                if any(own is param for own in module._parameters.values() for param in params.unit.params):
-                    if params not in owners.setdefault(module, []):
-                        owners[module].append(params)
+                owns = any(own is param for own in module._parameters.values() for param in params.unit.params)
+                if owns and params not in owners.setdefault(module, []):
+                    owners[module].append(params)
 
     def gather(held: list[PartitionedParams], *_: Any) -> None:
         for params in held:

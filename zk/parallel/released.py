@@ -17,13 +17,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 _PROPERTIES = frozenset(
-    "shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_sparse is_quantized is_meta is_nested itemsize nbytes "
-    "names grad_fn _version retains_grad _backward_hooks output_nr is_mps is_xpu is_sparse_csr is_mkldnn".split()
+    (
+        "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
+        "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "retains_grad", "_backward_hooks", "output_nr",
+        "is_mps", "is_xpu", "is_sparse_csr", "is_mkldnn",
+    )
 )
 _METHODS = frozenset(
-    "size numel dim nelement stride storage_offset is_contiguous is_floating_point is_complex element_size get_device requires_grad_ "
-    "register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage ndimension is_pinned is_inference "
-    "_is_view is_shared has_names zero_grad".split()
+    (
+        "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
+        "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "untyped_storage",
+        "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "zero_grad",
+    )
 )
 # released parameter -> what to call with its name when values are needed
 _on_use: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -49,7 +54,7 @@ class Released(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
 
 

@@ -51,7 +51,10 @@ class Text:
         pieces = everything.split(1 << 16)
         text = cls(torch.cat([p[: len(p) * 9 // 10] for p in pieces]), torch.cat([p[len(p) * 9 // 10 :] for p in pieces]))
         if len(text.valid) <= context + 1:
-            raise ValueError(f"the text has {len(everything)} bytes, too few to hold out a validation part of more than {context} bytes: give more, or a shorter --context")
+            raise ValueError(
+                f"the text has {len(everything)} bytes, too few to hold out a validation part of more than {context} bytes: give more, "
+                "or a shorter --context"
+            )
         return text
 
     @staticmethod

@@ -38,7 +38,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return out
 
 
 class GPT(nn.Module):

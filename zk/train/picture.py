@@ -41,7 +41,8 @@ def draw(record: Record, path: Path) -> Path | None:
             bytes_axes.axvline(point, color="#222222", linewidth=0.6, linestyle=":")
             bytes_axes.text(point + 0.1, bytes_axes.get_ylim()[1], phase, va="top", fontsize=8)
         previous = phase
-    bytes_axes.set(xlabel="one step, block by block", ylabel="MiB on this rank", title="Training state by tier", xlim=(0, max(1, len(record.timeline) - 1)))
+    bytes_axes.set(xlabel="one step, block by block", ylabel="MiB on this rank", title="Training state by tier")
+    bytes_axes.set_xlim(0, max(1, len(record.timeline) - 1))
     bytes_axes.set_xticks([])
     handles, labels = bytes_axes.get_legend_handles_labels()
     bytes_axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)

@@ -30,7 +30,7 @@ class Job:
 
     data: tuple[Path, ...] = ()
     out: Path = Path("runs/latest")
-    model: GPTConfig = GPTConfig()
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     steps: int = 400
     batch: int = 16
     accumulate: int = 1
@@ -38,7 +38,9 @@ class Job:
     seed: int = 0
     sample: int = 240
     check: bool = False
-    zero: zk.ZeroConfig = zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", clip_grad_norm=1.0)
+    zero: zk.ZeroConfig = dataclasses.field(
+        default_factory=lambda: zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", clip_grad_norm=1.0)
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,7 +128,8 @@ def train(job: Job) -> Record:
     num_params = sum(p.numel() for p in model.parameters())
     source = ", ".join(map(str, job.data)) or "Python's documentation and standard library"
     console.print(f"text      {len(raw) / 1e6:.1f} MB: {source}")
-    console.print(f"model     GPT, {num_params / 1e6:.2f}M parameters: {job.model.layers} layers, width {job.model.width}, context {job.model.context}")
+    shape = f"{job.model.layers} layers, width {job.model.width}, context {job.model.context}"
+    console.print(f"model     GPT, {num_params / 1e6:.2f}M parameters: {shape}")
 
     dtype = job.zero.dtype or fast_dtype(device)
     plain = None
@@ -134,14 +137,14 @@ def train(job: Job) -> Record:
         from zk.config import parse_dtype
 
         plain = PlainTrainer(model, parse_dtype(dtype, "dtype"), job)
-    optimizer = torch.optim.AdamW(groups(model), lr=job.lr, betas=(0.9, 0.95))
-    optimizer = zk.ZeroOptimizer(model, optimizer, job.zero, dtype=dtype)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(groups(model), lr=job.lr, betas=(0.9, 0.95)), job.zero, dtype=dtype)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job.steps))
     if device.type == "cpu" and world > 1:
         torch.set_num_threads(optimizer.num_threads)  # torchrun sets one thread for each rank, however many cores there are
     console.print(
         f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.param_tier.name}, "
-        f"optimizer on {optimizer.optimizer_tier.name}, {world} rank{'s' * (world > 1)}, {optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n"
+        f"optimizer on {optimizer.optimizer_tier.name}, {world} rank{'s' * (world > 1)}, "
+        f"{optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n"
     )
 
     record = Record()
@@ -218,7 +221,8 @@ def _watch(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[
     """Note the bytes of every tier as one step goes through its phases, block by block."""
 
     def note(phase: str) -> None:
-        sizes = {key.removesuffix("_nbytes").replace("_", " ", 1): int(value) for key, value in optimizer.metrics().items() if key.endswith("_nbytes")}
+        metrics = {key.removesuffix("_nbytes"): int(value) for key, value in optimizer.metrics().items() if key.endswith("_nbytes")}
+        sizes = {key.replace("_", " ", 1): value for key, value in metrics.items()}
         record.timeline.append((phase, sizes))
 
     handles = []
@@ -298,7 +302,8 @@ def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimi
             console.print(f"gathers          {int(metrics['gathers'])}, {metrics['prefetch_hits'] / metrics['gathers']:.0%} asked for ahead of use")
         if record.check_losses:
             worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
-            console.print(f"check            last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}; largest difference of any step {worst:.2g}")
+            both = f"last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}"
+            console.print(f"check            {both}; largest difference of any step {worst:.2g}")
         console.print(f"saved            {job.out / 'model.safetensors'}" + (f", {drawn}" if drawn else " (no picture: matplotlib is not installed)"))
 
 
