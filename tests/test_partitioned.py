@@ -244,6 +244,21 @@ def containers_and_nested_outputs_are_exact() -> None:
     same_on_both_stages(Lists, loss, units=["lstm", nn.Linear])
 
 
+def compiled(wrapped: bool) -> nn.Module:
+    model = GPT()
+    for index, block in enumerate(model.blocks):
+        if wrapped:
+            model.blocks[index] = torch.compile(block, backend="aot_eager")
+        else:
+            block.compile(backend="aot_eager")
+    return model
+
+
+def compiled_blocks_are_exact() -> None:
+    same_on_both_stages(lambda: compiled(wrapped=True), loss_of)
+    same_on_both_stages(lambda: compiled(wrapped=False), loss_of)
+
+
 def an_error_in_forward_leaves_the_optimizer_usable() -> None:
     torch.manual_seed(0)
     model = GPT()
@@ -297,6 +312,7 @@ CASES = (
     a_released_parameter_is_an_error_outside_and_a_gather_inside,
     unusual_orders_are_exact,
     containers_and_nested_outputs_are_exact,
+    compiled_blocks_are_exact,
     an_error_in_forward_leaves_the_optimizer_usable,
     ranks_that_differ_at_the_start_are_refused,
     own_state_goes_back_in,
