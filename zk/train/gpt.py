@@ -17,7 +17,7 @@ class GPTConfig:
     width: int = 256
     layers: int = 6
     heads: int = 4
-    context: int = 256
+    context: int = 128
 
 
 class Block(nn.Module):

@@ -26,7 +26,7 @@ def draw(record: Record, path: Path) -> Path | None:
         loss_axes.plot(steps, record.check_losses, color="#ee6677", linewidth=1, linestyle="--", label="plain PyTorch")
     loss_axes.plot(list(record.valid), list(record.valid.values()), "o", color="#222222", label="validation")
     for step, value in record.valid.items():
-        loss_axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center")
+        loss_axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, -16), ha="center")
     loss_axes.set(xlabel="step", ylabel="loss, nats per byte", title="Loss", ylim=(0, None))
     loss_axes.legend(frameon=False)
 

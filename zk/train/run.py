@@ -31,10 +31,10 @@ class Job:
     data: tuple[Path, ...] = ()
     out: Path = Path("runs/latest")
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
-    steps: int = 400
+    steps: int = 800
     batch: int = 16
     accumulate: int = 1
-    lr: float = 1e-3
+    lr: float = 3e-3
     seed: int = 0
     sample: int = 240
     check: bool = False
@@ -144,7 +144,8 @@ def train(job: Job) -> Record:
     console.print(
         f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.param_tier.name}, "
         f"optimizer on {optimizer.optimizer_tier.name}, {world} rank{'s' * (world > 1)}, "
-        f"{optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n"
+        f"{optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n",
+        soft_wrap=True,
     )
 
     record = Record()
