@@ -39,7 +39,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             for owner, unit, indices in held.values():
                 owner.comm.broadcast(unit.params.index, unit.params.full)
                 if isinstance(unit.params, PartitionedParams):
-                    unit.params.shard.copy_(unit.params.full[unit.params.held])
+                    unit.params.home.write(unit.params.full[unit.params.held])
                 if unit.shard is not None:
                     for index in indices:
                         unit.shard.adopt(unit.layout.part(index, unit.params.held)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -94,8 +95,10 @@ class ZeroConfig:
     param_tier: Tier = "device"
     # where gradients and optimizer state live, and so where the update runs
     optimizer_tier: Tier = "device"
-    # directory (or several, to stripe over) for the "nvme" tier
-    nvme_path: str | Sequence[str] | None = None
+    # folder (or several, to stripe over) for the "nvme" tier; what is put there is private, and removed in the end
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    # a CRC-32 for everything written there, checked when it is read
+    nvme_checksum: bool = False
     # bytes (or "24GiB") that training state may take; with "auto" tiers the faster tier is filled first
     device_budget: int | str | None = None
     host_budget: int | str | None = None
@@ -161,17 +164,25 @@ class ZeroConfig:
             tier = getattr(self, name)
             if tier not in ("device", "host", "nvme", "auto"):
                 raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}")
-            if tier == "nvme":
-                path = "" if self.nvme_path else " (and it would need nvme_path=, a directory on the drive)"
-                raise ValueError(f"{name}='nvme' is not available in this version{path}; use 'host'")
+        tiers = (self.param_tier, self.optimizer_tier)
+        if "nvme" in tiers and not self.nvme_path:
+            raise ValueError("a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive (or several, to stripe over)")
         if self.nvme_path is not None:
-            raise ValueError(f"nvme_path={self.nvme_path!r} has no effect: no tier is 'nvme' (not available in this version); remove it")
-        if self.param_tier == "host" and self.stage != 3:
+            given = [self.nvme_path] if isinstance(self.nvme_path, (str, os.PathLike)) else self.nvme_path
+            paths = tuple(os.fspath(path) for path in given)
+            object.__setattr__(self, "nvme_path", paths)
+            if not paths or len(set(paths)) != len(paths):
+                raise ValueError(f"nvme_path must name at least one folder, and each of them once; got {paths!r}")
+            if "nvme" not in tiers and "auto" not in tiers:
+                raise ValueError(f"nvme_path={paths!r} has no effect: no tier is 'nvme' or 'auto'; remove it, or set optimizer_tier='nvme'")
+        elif self.nvme_checksum:
+            raise ValueError("nvme_checksum=True has no effect without nvme_path; remove it")
+        if self.param_tier == "nvme" and self.optimizer_tier == "device":
+            raise ValueError("param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are updated in host memory")
+        if self.param_tier in ("host", "nvme") and self.stage != 3:
             raise ValueError(
-                f"param_tier='host' needs stage=3: at stage {self.stage} parameters stay on the device; use stage=3 or param_tier='device'"
+                f"param_tier={self.param_tier!r} needs stage=3: at stage {self.stage} parameters stay on the device; use stage=3 or "
+                "param_tier='device'"
             )
-        if self.host_budget is not None and "host" not in (self.param_tier, self.optimizer_tier) and "auto" not in (
-            self.param_tier,
-            self.optimizer_tier,
-        ):
-            raise ValueError("host_budget has no effect: no tier is 'host' or 'auto'; set optimizer_tier='host' or remove it")
+        if self.host_budget is not None and set(tiers) == {"device"}:
+            raise ValueError("host_budget has no effect: no tier is 'host', 'nvme' or 'auto'; set optimizer_tier='host' or remove it")

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,8 +22,9 @@ from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Run, Task
 from zk.offload.rules import rule_for
-from zk.offload.state import OptimizerShard
-from zk.offload.tiers import Needs, choose
+from zk.offload.spill import FileGrads, FileHome, FileStore
+from zk.offload.state import OptimizerShard, state_fields
+from zk.offload.tiers import MemoryHome, MemoryStore, MemoryTier, Needs, NVMeTier, Tier, place
 from zk.parallel.comm import Group, connect
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
@@ -37,12 +39,23 @@ OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclasses.dataclass(slots=True)
+class Room:
+    """Room on the drive for one unit's state, reserved before the state exists."""
+
+    home: FileHome | None = None
+    state: FileStore | None = None
+    grads: FileGrads | None = None
+
+
+@dataclasses.dataclass(slots=True)
 class Held:
     """One unit and everything zk keeps for it. Frozen units have parameters only."""
 
     unit: Unit
     layout: Layout
     params: ReplicatedParams | PartitionedParams
+    param_tier: Tier
+    tier: Tier | None = None  # of gradients, masters and moments
     shard: OptimizerShard | None = None
     grads: UnitGrads | None = None
 
@@ -89,8 +102,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
-        self.partition = Partition(model, self.config.prefetch)
-        self.grads = GradReducer(self.comm, self.config.stage != 1, self.config.stage == 0, self._check_arrival)
         self._build(device)
         scale = self.config.loss_scale
         if scale == "auto":
@@ -110,16 +121,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = find_units(self.model, self._groups(), dtype, config.units)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
-        self.param_tier, self.optimizer_tier = choose(
-            config.param_tier, config.optimizer_tier, self._needs(units, layouts), config.stage, device, config.device_budget, config.host_budget  # type: ignore[arg-type]
-        )
+        self._place(units, layouts, device)
+        self.partition = Partition(self.model, config.prefetch)
+        # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
+        alone, elsewhere = self.comm.world == 1, any(tier.name == "nvme" or tier.device != device for _, tier, _ in self.rooms.values())
+        self.grads = GradReducer(self.comm, elsewhere if alone else config.stage != 1, config.stage == 0, self._check_arrival)
         if dtype is not None:
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(dtype)
         self.handles = [self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)] if dtype is not None else []
-        for unit, layout in zip(units, layouts, strict=True):
-            self._hold(unit, layout)
+        for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
+            self._hold(unit, layout, *self.rooms.pop(index))
         if self.partition.params:
             self.partition.attach()
             if len(units) == 1:
@@ -134,43 +147,88 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _groups(self) -> dict[nn.Parameter, int]:
         return {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
 
-    def _needs(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> Needs:
-        """Bytes of this rank's training state between uses."""
-        world, stage = self.comm.world, self.config.stage
-        param_nbytes = optimizer_nbytes = 0
-        for unit, layout in zip(units, layouts, strict=True):
-            param_nbytes += layout.numel * unit.dtype.itemsize // (world if stage == 3 else 1)
-            if unit.trained:
-                states = {name for group in self.param_groups for name in self.rule.state_names(group)}
-                master = 0 if unit.dtype == torch.float32 else 2 if unit.dtype == torch.bfloat16 and self.rule.splits_master else 4
-                state_dtype = self.config.state_dtype
-                assert isinstance(state_dtype, torch.dtype)
-                per_element = master + len(states) * state_dtype.itemsize + unit.dtype.itemsize  # the last is the gradient
-                optimizer_nbytes += layout.numel * per_element // (world if stage >= 1 else 1)
-        return Needs(param_nbytes, optimizer_nbytes)
+    # what one unit's state is, before it exists
 
-    def _hold(self, unit: Unit, layout: Layout) -> None:
+    def _state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
+        """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
+        groups = [group for group in self.param_groups if any(param in self._members(group) for param in unit.params)]
+        names = list(dict.fromkeys(name for group in groups for name in self.rule.state_names(group)))
+        assert isinstance(self.config.state_dtype, torch.dtype)
+        return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)
+
+    def _needs(self, unit: Unit, layout: Layout) -> Needs:
+        """Bytes of one unit on this rank between uses."""
+        world, stage = self.comm.world, self.config.stage
+        per_element = sum(dtype.itemsize for dtype in self._state_fields(unit)[1].values()) + unit.dtype.itemsize  # the last is the gradient
+        return Needs(
+            layout.numel // (world if stage == 3 else 1) * unit.dtype.itemsize,
+            layout.numel // (world if stage >= 1 else 1) * per_element if unit.trained else 0,
+        )
+
+    def _place(self, units: Sequence[Unit], layouts: Sequence[Layout], device: torch.device) -> None:
+        """Choose every unit's tiers, and take all room on the drive before anything is moved."""
+        config, world = self.config, self.comm.world
+        needs = [self._needs(unit, layout) for unit, layout in zip(units, layouts, strict=True)]
+        budgets = config.device_budget, config.host_budget
+        paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
+        self.tiers: dict[str, Tier] = {"device": MemoryTier("device", device), "host": MemoryTier("host", torch.device("cpu"))}
+        placed = place(config.param_tier, config.optimizer_tier, needs, config.stage, device, *budgets, bool(paths))  # type: ignore[arg-type]
+        nvme: NVMeTier | None = None
+        if any("nvme" in names for names in placed):
+            nvme = self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, 2 * config.prefetch + 3, config.nvme_checksum)
+        self.rooms: dict[int, tuple[Tier, Tier, Room]] = {}
+        for index, (unit, layout, names) in enumerate(zip(units, layouts, placed, strict=True)):
+            param_tier, optimizer_tier = (self.tiers[name if layout.numel else "host"] for name in names)
+            numel = layout.numel // (world if config.stage > 0 else 1)
+            room = Room()
+            if isinstance(param_tier, NVMeTier):
+                if optimizer_tier.device != param_tier.device:
+                    raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
+                room.home = param_tier.home(numel, unit.dtype)
+            if isinstance(optimizer_tier, NVMeTier) and unit.trained:
+                room.state = optimizer_tier.store(optimizer_tier.chunks(numel), self._state_fields(unit)[1])
+                room.grads = optimizer_tier.grads(optimizer_tier.chunks(numel), self.num_threads)
+            self.rooms[index] = param_tier, optimizer_tier, room
+        if nvme is not None:
+            nvme.create()
+
+    def _hold(self, unit: Unit, layout: Layout, param_tier: Tier, optimizer_tier: Tier, room: Room) -> None:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
         index = len(self.held)
         initial = flatten_params(unit, layout)
         self.comm.broadcast(index, initial)
-        if self.config.stage == 3 and (self.comm.world > 1 or self.param_tier.device != unit.device):
-            params: ReplicatedParams | PartitionedParams = PartitionedParams(
-                unit, index, layout, self.comm, initial, self.param_tier.device, self.partition.on_use
-            )
+        numel = layout.numel // (self.comm.world if self.config.stage > 0 else 1)
+        if self.config.stage == 3 and (self.comm.world > 1 or param_tier.device != unit.device or room.home is not None):
+            home = room.home or param_tier.home(numel, unit.dtype)
+            params: ReplicatedParams | PartitionedParams = PartitionedParams(unit, index, layout, self.comm, home, self.partition.on_use)
             self.partition.add(params)  # type: ignore[arg-type]
         else:
             params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)
-        held = Held(unit, layout, params)
+            home = MemoryHome(params.shard, [slice(0, numel)])
+        held = Held(unit, layout, params, param_tier)
         if unit.trained:
-            groups = [group for group in self.param_groups if any(param in self._members(group) for param in unit.params)]
-            names = list(dict.fromkeys(name for group in groups for name in self.rule.state_names(group)))
-            state_dtype = self.config.state_dtype
-            assert isinstance(state_dtype, torch.dtype)
-            held.shard = OptimizerShard(params.shard, initial[params.held], self.rule, names, self.optimizer_tier, state_dtype)
-            held.grads = UnitGrads(unit, index, layout, params.held, held.shard.accumulate)
+            names, fields = self._state_fields(unit)
+            chunks = next((store.chunks for store in (room.state, home.store) if store is not None and not store.resident), [slice(0, numel)])
+            store = home.store
+            if store.resident:
+                on_device = home.open()
+                shard = on_device if home.device == optimizer_tier.device else torch.empty_like(on_device, device=optimizer_tier.device)
+                store = MemoryStore(chunks, {"param": shard})
+            held.tier = optimizer_tier
+            held.shard = OptimizerShard(
+                self.rule,
+                store,
+                room.state or optimizer_tier.store(chunks, fields),
+                room.grads or optimizer_tier.grads(chunks, self.num_threads),
+                names,
+                None if home.device == optimizer_tier.device else home.open(),
+            )
+            held.shard.start(initial[params.held])
+            held.grads = UnitGrads(unit, index, layout, params.held, held.shard.grads.add)
             self.grads.add(held.grads)
             self.used.append(set())
+        elif isinstance(params, PartitionedParams):
+            home.write(initial[params.held])
         self.held.append(held)
         for position, param in enumerate(unit.params):
             self.units[param] = (held, position)
@@ -206,10 +264,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 exact = self._full(held, held.shard.get_master) if held.shard else held.params.full
                 masters[param] = exact[where].view(param.shape).clone()
         self._detach()
+        self._close_files()
         for param, master in masters.items():
             param.data = master
-        self.partition = Partition(self.model, self.config.prefetch)
-        self.grads = GradReducer(self.comm, self.config.stage != 1, self.config.stage == 0, self._check_arrival)
         self.held, self.units, self.used = [], {}, []
         self._build(next(iter(masters.values())).device)
 
@@ -257,6 +314,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._report_skip()
         self.scaler.update(overflow=not math.isfinite(self.last_norm))
         self._clear()
+        self.partition.prefetcher.between_passes()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
         return loss
 
@@ -301,7 +359,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
-        total = sum(held.shard.sum_of_squares(self.num_threads) for held in self.held if held.shard)
+        total = sum(held.shard.grads.sum_of_squares() for held in self.held if held.shard)
         if self.config.stage > 0 and self.comm.world > 1:
             everywhere = torch.tensor([total], dtype=torch.float64)
             self.comm.all_reduce(everywhere)
@@ -320,7 +378,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.steps[param] = self.steps.get(param, 0) + 1
             if used:
                 tasks.append(Task(held.unit.name, held.shard, list(self._runs(held, used, group_of)), held.params.publish))
-        pipeline.update(tasks, grad_scale, self.num_threads)
+        pipeline.update(tasks, grad_scale, self.num_threads, backwards=self.counters["steps"] % 2 == 1)
         changed = [held.unit.params[index] for held, used in zip(trained, self.used, strict=True) for index in used]
         torch.autograd.graph.increment_version(changed)
         self.versions.update((param, param._version) for param in changed)
@@ -332,12 +390,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             part = held.layout.part(index, held.params.held)[0]
             if index in used and part.stop > part.start:
                 group, step = group_of[param], self.steps[param]
-                if run is not None and run.group is group and run.step == step:
-                    run = Run(slice(run.elements.start, part.stop), group, step)
+                if run is not None and run[1] is group and run[2] == step:
+                    run = slice(run[0].start, part.stop), group, step
                     continue
                 if run is not None:
                     yield run
-                run = Run(part, group, step)
+                run = part, group, step
             elif run is not None and index not in used:
                 yield run
                 run = None
@@ -363,8 +421,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _clear(self) -> None:
         for held in self.held:
             if held.shard is not None and held.grads is not None:
-                self.grads.recycle(held.grads, held.shard.grad)
-                held.shard.grad = None
+                self.grads.recycle(held.grads, held.shard.grads.clear())
         for used in self.used:
             used.clear()
         self.max_norm = self.config.clip_grad_norm
@@ -434,8 +491,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shard = held.shard
         if shard is None:
             return
-        readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(shard.get_state, name) for name in shard.states}
-        if shard.master is not None:
+        readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(shard.get_state, name) for name in shard.names}
+        if shard.has_master:
             readers["master"] = shard.get_master
         own_part = self.config.stage == 3 and self.comm.world > 1
         for name, read in readers.items():
@@ -483,10 +540,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the state holds entries for {name!r}, which is frozen here")
         mine, piece = held.layout.part(index, held.params.held)
         writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(param, int(saved.get("step", 1)))]
-        for key in [*shard.states, "master"]:
+        for key in [*shard.names, "master"]:
             value = saved.get(key)
             if key == "master":
-                if value is None or shard.master is None:
+                if value is None or not shard.has_master:
                     continue
             elif value is None:
                 if key == "momentum_buffer":
@@ -513,20 +570,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sizes[f"{tier}_{kind}_nbytes"] = sizes.get(f"{tier}_{kind}_nbytes", 0) + nbytes
 
         for held in self.held:
-            add(self.param_tier.name, "param", held.params.nbytes["param"])
+            add(held.param_tier.name, "param", held.params.nbytes["param"])
             add("device", "gathered", held.params.nbytes["gathered"])
-            for kind, nbytes in held.shard.nbytes.items() if held.shard else ():
-                add(self.optimizer_tier.name, kind, nbytes)
-        add(self.optimizer_tier.name, "grad", self.grads.nbytes)
-        prefetcher = self.partition.prefetcher
+            if held.shard is not None and held.tier is not None:
+                for kind, nbytes in held.shard.nbytes.items():
+                    add(held.tier.name, kind, nbytes)
+        on_cpu = self.held[0].unit.device.type == "cpu"
+        add("host" if on_cpu and self.config.optimizer_tier != "device" else "device", "grad", self.grads.nbytes)
+        prefetcher, nvme = self.partition.prefetcher, self.tiers.get("nvme")
+        moved: dict[str, float] = {}
+        if isinstance(nvme, NVMeTier):
+            add("host", "buffer", nvme.spill.buffer_nbytes)
+            moved = nvme.metrics()
         return {
             **self.counters,
             "grad_norm": self.last_norm,
             "loss_scale": self.scaler.scale,
             "gathers": prefetcher.uses,
             "prefetch_hits": prefetcher.hits,
+            **moved,
             **sizes,
         }
+
+    def resting(self, kind: str) -> str:
+        """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""
+        tiers = [held.param_tier if kind == "param" else held.tier for held in self.held]
+        return "+".join(sorted({tier.name for tier in tiers if tier is not None}))
 
     def _detach(self) -> None:
         self.grads.detach()
@@ -542,6 +611,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.partition.closed = self.closed = True
             for param in self.units:
                 OWNERS.pop(param, None)
+            self._close_files()
+
+    def _close_files(self) -> None:
+        nvme = self.tiers.get("nvme")
+        if isinstance(nvme, NVMeTier):
+            nvme.close()
 
     def __enter__(self) -> ZeroOptimizer:
         return self

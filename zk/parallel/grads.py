@@ -30,7 +30,7 @@ class UnitGrads:
     index: int  # the unit's number, the same on all ranks
     layout: Layout
     held: slice  # of the flat buffer: what this rank updates
-    sink: Callable[[Tensor], None]  # takes a reduced gradient (held,), and owns it
+    sink: Callable[[Tensor], bool]  # takes a reduced gradient (held,); True if it keeps the tensor itself
     bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced
     present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
     accumulated: bool = False  # some parameter is in the bucket more than once
@@ -45,13 +45,13 @@ class GradReducer:
 
     Args:
         comm: the ranks.
-        in_backward: reduce each unit when it is complete (stages 0, 2, 3); False keeps full gradients until ``finish`` (stage 1).
+        in_backward: reduce each unit when it is complete, and pass it on; False keeps full gradients until ``finish``.
         replicate: every rank gets the whole reduced gradient (stage 0).
         check: called before anything is accepted; raises if gradients must not arrive now.
     """
 
     def __init__(self, comm: Solo | Group, in_backward: bool, replicate: bool, check: Callable[[nn.Parameter], None]) -> None:
-        self.comm, self.in_backward, self.replicate, self.check = comm, in_backward and comm.world > 1, replicate, check
+        self.comm, self.in_backward, self.replicate, self.check = comm, in_backward, replicate, check
         self.units: list[UnitGrads] = []
         self.order: list[int] = []  # positions in units
         self.learned = False
@@ -143,7 +143,7 @@ class GradReducer:
 
     def _give(self, bucket: Tensor) -> None:
         free = self.pool.setdefault((bucket.numel(), bucket.dtype), [])
-        if self.comm.world == 1 or len(free) < _IN_FLIGHT:
+        if not self.in_backward or len(free) < _IN_FLIGHT:
             free.append(bucket)
 
     def recycle(self, unit: UnitGrads, grad: Tensor | None) -> None:
@@ -169,11 +169,12 @@ class GradReducer:
             bucket = self._take(unit.layout.numel, torch.float32 if unit.wide else unit.unit.dtype, unit.unit.device)
         self._zero_absent(unit, bucket)
         narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
-        shard = torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)
+        alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
+        shard = bucket if alone else torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)
         pending = self.comm.reduce_scatter(unit.index, bucket, shard)
         unit.bucket, unit.present, unit.accumulated, unit.wide = None, set(), False, unit.wide or unit.accumulated
         self.queue.append((unit, pending, bucket, shard))
-        if len(self.queue) > _IN_FLIGHT:
+        if alone or len(self.queue) > _IN_FLIGHT:
             self._complete()
 
     def _complete(self) -> None:
@@ -184,14 +185,17 @@ class GradReducer:
             full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
             self.comm.all_gather(unit.index, full, shard).wait()
             shard = full
-        self._give(bucket)
-        unit.sink(shard)
+        if shard is not bucket:
+            self._give(bucket)
+        if not unit.sink(shard) and shard is bucket:
+            self._give(bucket)
 
     def _backward_ended(self) -> None:
         self.task = -1
         if self.in_backward and self.sync:
             for position in self.order:
-                if position not in self.started or self.units[position].bucket is not None:
+                late = self.units[position].bucket is not None
+                if late or (position not in self.started and self.comm.world > 1):
                     self._reduce(position)
             while self.queue:
                 self._complete()
@@ -224,13 +228,8 @@ class GradReducer:
         flags = [flag > 0 for flag in used.tolist()]
         for position in self.order if flags.pop() else ():
             unit = self.units[position]
-            if self.comm.world > 1:
+            if self.comm.world > 1 or unit.bucket is not None:
                 self._reduce(position)
-            elif unit.bucket is not None:
-                self._zero_absent(unit, unit.bucket)
-                bucket, unit.wide = unit.bucket, unit.wide or unit.accumulated
-                unit.bucket, unit.present, unit.accumulated = None, set(), False
-                unit.sink(bucket)
         while self.queue:
             self._complete()
         result, start = [], 0

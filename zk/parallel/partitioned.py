@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,31 @@ class State(enum.Enum):
     GATHERED = "the parameters are full and readable"
 
 
+class Home(Protocol):
+    """Where a rank's slice of a unit's parameters (shard_numel,) rests between uses."""
+
+    def fetch(self) -> bool:
+        """Ask for it ahead of use."""
+
+    def open(self) -> Tensor:
+        """The slice, readable until ``close``."""
+
+    def close(self) -> None:
+        """Done with it."""
+
+    def write(self, values: Tensor) -> None:
+        """Replace it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class PartitionedParams:
     """Stage 3: between uses only this rank's shard exists.
 
     Args:
-        unit, index, layout, comm, initial: as for ReplicatedParams.
-        device: where the shard rests (device or host memory).
+        unit, index, layout, comm: as for ReplicatedParams.
+        home: where this rank's slice rests between uses.
         on_use: called when a released parameter is used; gathers or raises.
     """
 
@@ -49,13 +68,12 @@ class PartitionedParams:
         index: int,
         layout: Layout,
         comm: Solo | Group,
-        initial: Tensor,
-        device: torch.device,
+        home: Home,
         on_use: Callable[[PartitionedParams], None],
     ) -> None:
         self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
         self.held = layout.shard(comm.rank)
-        self.shard = initial[self.held].to(device=device, dtype=unit.dtype, copy=True)
+        self.home = home
         self.full = torch.empty(layout.numel, dtype=unit.dtype, device=unit.device)
         view_params(unit, layout, self.full)
         self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
@@ -70,12 +88,19 @@ class PartitionedParams:
             mark(param, lambda: self.on_use(self))
         self.state = State.RELEASED
 
+    def fetch(self) -> None:
+        """Ask for this rank's slice, so that a later ``start`` need not wait for it."""
+        if self.state is State.RELEASED:
+            self.home.fetch()
+
     def start(self) -> None:
         """RELEASED -> GATHERING."""
         if self.state is not State.RELEASED:
             return
+        source = self.home.open()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        source = self.shard if self.shard.device == self.full.device else self.shard.to(self.full.device)
+        if source.device != self.full.device:
+            source = source.to(self.full.device)
         self.pending = self.comm.all_gather(self.index, self.full, source)
         self.state = State.GATHERING
 
@@ -86,6 +111,7 @@ class PartitionedParams:
             assert self.pending is not None
             self.pending.wait()
             self.pending = None
+            self.home.close()
             for param in self.unit.params:
                 unmark(param)
             self.state = State.GATHERED
@@ -119,7 +145,7 @@ class PartitionedParams:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {"param": self.shard.nbytes, "gathered": self.full.untyped_storage().nbytes()}
+        return {"param": self.home.nbytes, "gathered": self.full.untyped_storage().nbytes()}
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -172,8 +198,9 @@ class Partition:
     def __init__(self, model: nn.Module, ahead: int) -> None:
         self.model = model
         self.params: list[PartitionedParams] = []
-        self.prefetcher = Prefetcher(self._ask, ahead)
+        self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
         self.by_storage: dict[int, PartitionedParams] = {}
+        self.by_index: dict[int, PartitionedParams] = {}
         self.handles: list[RemovableHandle] = []
         self.depth = 0  # forwards in progress, of any unit or the model
         self.root_depth = 0
@@ -187,6 +214,7 @@ class Partition:
         """Watch one more unit."""
         self.params.append(params)
         self.by_storage[params.full.untyped_storage()._cdata] = params
+        self.by_index[params.index] = params
 
     def attach(self) -> None:
         """Put hooks on the modules; again after ``add``."""
@@ -210,7 +238,10 @@ class Partition:
         self.handles.clear()
 
     def _ask(self, index: int) -> None:
-        self.params[index].start()
+        self.by_index[index].start()
+
+    def _fetch(self, index: int) -> None:
+        self.by_index[index].fetch()
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 _LONGEST = 1 << 14  # uses that are remembered at most, should no backward ever end the recording
@@ -14,11 +15,12 @@ class Prefetcher:
 
     Args:
         ask: called with a unit's number, starts to gather it if it is not there.
-        ahead: how many units beyond the one in use to ask for.
+        fetch: called with a unit's number, brings this rank's slice of it nearer, where it rests on a slow tier.
+        ahead: how many units beyond the one in use to ask for; as many and one more beyond these are fetched.
     """
 
-    def __init__(self, ask: Callable[[int], None], ahead: int) -> None:
-        self.ask, self.ahead = ask, ahead
+    def __init__(self, ask: Callable[[int], None], fetch: Callable[[int], None], ahead: int) -> None:
+        self.ask, self.fetch, self.ahead = ask, fetch, ahead
         self.orders: dict[str, Sequence[int]] = {}
         self.mode = "train"
         self.seen: list[int] = []
@@ -44,13 +46,24 @@ class Prefetcher:
             self.position = order.index(unit, self.position) + 1
         except ValueError:
             return  # off the known path: wait for it to come back
-        asked: set[int] = set()
-        for following in order[self.position :]:
-            if len(asked) == self.ahead:
-                break
-            if following != unit and following not in asked:
-                asked.add(following)
-                self.ask(following)
+        self._look_ahead(order, {unit})
+
+    def _look_ahead(self, order: Sequence[int], known: set[int]) -> None:
+        following = []
+        for unit in itertools.islice(order, self.position, self.position + 4 * (2 * self.ahead + 1)):
+            if unit not in known:
+                known.add(unit)
+                following.append(unit)
+        for unit in following[: self.ahead]:
+            self.ask(unit)
+        for unit in following[self.ahead : 2 * self.ahead + 1]:
+            self.fetch(unit)
+
+    def between_passes(self) -> None:
+        """No pass is under way: fetch what the next training pass begins with."""
+        order = self.orders.get("train", ())
+        for unit in dict.fromkeys(order[: 2 * self.ahead + 1]) if self.ahead else ():
+            self.fetch(unit)
 
     def end(self) -> None:
         """The pass is over: what was seen is what to expect next time."""

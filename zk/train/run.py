@@ -142,8 +142,8 @@ def train(job: Job) -> Record:
     if device.type == "cpu" and world > 1:
         torch.set_num_threads(optimizer.num_threads)  # torchrun sets one thread for each rank, however many cores there are
     console.print(
-        f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.param_tier.name}, "
-        f"optimizer on {optimizer.optimizer_tier.name}, {world} rank{'s' * (world > 1)}, "
+        f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.resting('param')}, "
+        f"optimizer on {optimizer.resting('optimizer')}, {world} rank{'s' * (world > 1)}, "
         f"{optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n",
         soft_wrap=True,
     )

@@ -1,0 +1,425 @@
+"""In: tensors in host memory and byte offsets. Out: their bytes in files, while the caller goes on, at the speed of the drive.
+
+A request is cut into blocks, and a few threads move each with one ``preadv`` or ``pwritev``, past the page cache (O_DIRECT) where the
+file system can. These calls release the GIL, so one process keeps as many transfers in flight as it has threads. What the drive
+refuses raises in ``wait()``, with path, offset, bytes and errno; nothing is reported done before all of it is.
+
+Usable alone::
+
+    with File("/scratch/weights.bin", nbytes=tensor.nbytes) as file:
+        request = file.write_async(tensor, offset=0)
+        ...
+        request.wait()
+
+Sources: ZeRO-Infinity, arXiv 2104.07857, section 6.3; open(2) on O_DIRECT.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import functools
+import logging
+import mmap
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("zk")
+# what O_DIRECT asks of addresses, offsets and sizes on every drive in use
+ALIGN = 4096
+
+
+class System:
+    """The system calls that move bytes, in one place so that tests can make them fail, stall and come up short."""
+
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
+    posix_fallocate = staticmethod(os.posix_fallocate)
+
+
+SYSTEM = System()
+
+
+def aligned(nbytes: int) -> Tensor:
+    """An uninitialized, page-aligned buffer of host memory: (nbytes,) uint8. Its pages exist once they are written."""
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def round_up(nbytes: int, multiple: int = ALIGN) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
+
+
+@functools.cache
+def can_bypass_cache(directory: str) -> bool:
+    """Whether files in ``directory`` take O_DIRECT; tried once for each directory, with one warning where they do not."""
+    probe = os.path.join(directory, f".zk-probe-{os.getpid()}-{threading.get_ident()}")
+    buffer = memoryview(mmap.mmap(-1, ALIGN))
+    descriptor = -1
+    try:
+        descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        return os.pwritev(descriptor, [buffer], 0) == ALIGN and os.preadv(descriptor, [buffer], 0) == ALIGN
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            raise
+        log.warning("%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory and time", directory, error.strerror)
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(probe)
+
+
+class Request:
+    """One read or write under way. The tensor must stay as it is until ``wait()`` has returned."""
+
+    def __init__(self, what: str, pieces: int, timeout_s: float, finish: Callable[[], None] | None) -> None:
+        self.what, self.timeout_s = what, timeout_s
+        self.left, self.finish = pieces, finish
+        self.error: BaseException | None = None
+        self.reported = False  # somebody has waited for it
+        self.lock, self.event = threading.Lock(), threading.Event()
+        if not pieces:
+            self.event.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait()`` would return, or raise, at once."""
+        return self.event.is_set()
+
+    def wait(self) -> None:
+        """Return when every byte is moved. Raises OSError if the drive refused, TimeoutError if it says nothing for ``timeout_s``."""
+        if not self.event.wait(self.timeout_s):
+            raise TimeoutError(f"{self.what} has not ended after {self.timeout_s:g} s; is the drive still there?")
+        self.reported = True
+        if self.error is not None:
+            raise self.error
+
+    def _piece_ended(self, error: BaseException | None) -> None:
+        with self.lock:
+            self.error = self.error or error
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            if self.finish is not None and self.error is None:
+                try:
+                    self.finish()
+                except BaseException as failure:
+                    self.error = failure
+            self.event.set()
+
+
+class Engine:
+    """The threads that move blocks.
+
+    Args:
+        num_threads: transfers in flight at once (the queue depth).
+        block_nbytes: largest transfer; requests are cut into pieces of it. A multiple of 4096.
+    """
+
+    def __init__(self, num_threads: int = 4, block_nbytes: int = 4 << 20) -> None:
+        if num_threads < 1 or block_nbytes < ALIGN or block_nbytes % ALIGN:
+            raise ValueError(f"an engine needs num_threads >= 1 and block_nbytes a multiple of {ALIGN}; got {num_threads}, {block_nbytes}")
+        self.num_threads, self.block_nbytes = num_threads, block_nbytes
+        self.jobs: queue.SimpleQueue[tuple[Request, Callable[[memoryview], None]] | None] = queue.SimpleQueue()
+        self.threads = [threading.Thread(target=self._run, name=f"zk-nvme-{index}", daemon=True) for index in range(num_threads)]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, request: Request, move: Callable[[memoryview], None]) -> None:
+        """Call ``move(bounce)`` on one of the threads; ``bounce`` is that thread's own aligned block."""
+        self.jobs.put((request, move))
+
+    def _run(self) -> None:
+        bounce = memoryview(mmap.mmap(-1, self.block_nbytes))
+        while (job := self.jobs.get()) is not None:
+            request, move = job
+            error: BaseException | None = None
+            try:
+                if request.error is None:  # a request that failed is not carried on with
+                    move(bounce)
+            except BaseException as failure:
+                error = failure
+            request._piece_ended(error)
+
+    def close(self) -> None:
+        """End the threads once all that was submitted is done."""
+        for _ in self.threads:
+            self.jobs.put(None)
+        for thread in self.threads:
+            thread.join()
+
+
+@functools.cache
+def default_engine() -> Engine:
+    """The engine of files that are not given one."""
+    return Engine()
+
+
+class _Checksums:
+    """CRC-32 of what was written, by place; a place that was written again in other pieces is forgotten."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.entries: dict[int, tuple[int, int]] = {}  # start -> (nbytes, crc)
+        self.lock = threading.Lock()
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        with self.lock:
+            first = bisect.bisect_left(self.starts, offset)
+            if first and self.starts[first - 1] + self.entries[self.starts[first - 1]][0] > offset:
+                first -= 1
+            last = bisect.bisect_left(self.starts, offset + nbytes)
+            for start in self.starts[first:last]:
+                del self.entries[start]
+            del self.starts[first:last]
+
+    def note(self, offset: int, data: memoryview) -> None:
+        crc = zlib.crc32(data)
+        with self.lock:
+            bisect.insort(self.starts, offset)
+            self.entries[offset] = (len(data), crc)
+
+    def check(self, path: str, offset: int, data: memoryview) -> None:
+        with self.lock:
+            first, last = bisect.bisect_left(self.starts, offset), bisect.bisect_left(self.starts, offset + len(data))
+            known = [(start, *self.entries[start]) for start in self.starts[first:last]]
+        for start, nbytes, crc in known:
+            if start + nbytes <= offset + len(data) and zlib.crc32(data[start - offset : start - offset + nbytes]) != crc:
+                raise OSError(
+                    errno.EIO,
+                    f"the {nbytes} bytes at offset {start} are not what was written there (their CRC-32 differs): the drive, or "
+                    "another process, has changed them",
+                    path,
+                )
+
+
+class File:
+    """One file, or one striped over several, read and written by tensors at byte offsets.
+
+    Args:
+        paths: a path, or several (on different drives) to stripe over, block by block.
+        nbytes: size in all. Given, the file is created if need be, readable by its owner only, and its space is reserved now;
+            None opens what is there.
+        writable: False opens existing files for reading only.
+        checksum: keep a CRC-32 of every piece written and check it when the piece is read.
+        engine: threads to use; None takes those shared by all files.
+        timeout_s: how long ``wait`` waits for the drive.
+
+    Any offset, size and memory works; whole pages at page-aligned memory (``aligned``) are fastest. Requests that overlap are not
+    ordered: wait for one before the next.
+    Raises OSError if the file cannot be opened or its space not be had (needed and free bytes are in the message).
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        nbytes: int | None = None,
+        *,
+        writable: bool = True,
+        checksum: bool = False,
+        engine: Engine | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+        if not given:
+            raise ValueError("a File needs at least one path; got an empty sequence")
+        if nbytes is not None and (nbytes < 0 or not writable):
+            raise ValueError(f"nbytes must be 0 or more, and a size can be given only to a writable file; got {nbytes}, writable={writable}")
+        self.paths = [os.fspath(path) for path in given]
+        self.engine, self.timeout_s, self.writable = engine or default_engine(), timeout_s, writable
+        self.checksums = _Checksums() if checksum else None
+        self.direct: list[int] = []  # descriptors with O_DIRECT, one for each path; -1 without
+        self.cached: list[int] = []  # descriptors that go through the page cache, for what is not aligned
+        self.closed = False
+        self.lock, self.pending = threading.Lock(), set[Request]()
+        self.read_nbytes = self.written_nbytes = 0
+        try:
+            for path in self.paths:
+                self._open(path, create=nbytes is not None)
+            if nbytes is not None:
+                for stripe in range(len(self.paths)):
+                    self._reserve(stripe, self._stripe_nbytes(stripe, nbytes))
+        except BaseException:
+            self._close_descriptors()
+            raise
+        self.nbytes = nbytes if nbytes is not None else sum(os.fstat(descriptor).st_size for descriptor in self.cached)
+
+    # ---- opening -------------------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str, create: bool) -> None:
+        flags = (os.O_RDWR if self.writable else os.O_RDONLY) | os.O_CLOEXEC
+        self.cached.append(os.open(path, flags | (os.O_CREAT if create else 0), 0o600))
+        directory = os.path.dirname(os.path.abspath(path))
+        bypass = os.access(directory, os.W_OK) and can_bypass_cache(directory)
+        self.direct.append(os.open(path, flags | os.O_DIRECT) if bypass else -1)
+
+    def _stripe_nbytes(self, stripe: int, nbytes: int) -> int:
+        blocks, count = -(-nbytes // self.engine.block_nbytes), len(self.paths)
+        own = len(range(stripe, blocks, count)) * self.engine.block_nbytes
+        return own if count > 1 else round_up(nbytes)
+
+    def _reserve(self, stripe: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        path, descriptor = self.paths[stripe], self.cached[stripe]
+        existed = os.fstat(descriptor).st_size
+        try:
+            SYSTEM.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                os.ftruncate(descriptor, max(existed, nbytes))
+                return
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                os.ftruncate(descriptor, existed)
+                free = os.statvfs(os.path.dirname(os.path.abspath(path)))
+                raise OSError(
+                    error.errno,
+                    f"{nbytes} bytes ({nbytes / 2**30:.2f} GiB) are needed and {free.f_bavail * free.f_frsize} "
+                    f"({free.f_bavail * free.f_frsize / 2**30:.2f} GiB) are free ({os.strerror(error.errno)})",
+                    path,
+                ) from None
+            raise OSError(error.errno, f"reserving {nbytes} bytes failed ({error.strerror})", path) from None
+
+    # ---- transfers -----------------------------------------------------------------------------------------------------------
+
+    def read_async(self, tensor: Tensor, offset: int = 0) -> Request:
+        """Start to fill ``tensor`` (host memory, contiguous, any dtype) from byte ``offset`` on."""
+        return self._start(tensor, offset, write=False)
+
+    def write_async(self, tensor: Tensor, offset: int = 0) -> Request:
+        """Start to write the bytes of ``tensor`` (host memory, contiguous, any dtype) to byte ``offset`` on."""
+        return self._start(tensor, offset, write=True)
+
+    def read(self, tensor: Tensor, offset: int = 0) -> None:
+        """Fill ``tensor`` and return; raises OSError."""
+        self.read_async(tensor, offset).wait()
+
+    def write(self, tensor: Tensor, offset: int = 0) -> None:
+        """Write ``tensor`` and return; raises OSError."""
+        self.write_async(tensor, offset).wait()
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raises the first error that nobody has waited for yet."""
+        with self.lock:
+            pending, self.pending = list(self.pending), set()
+        failure: BaseException | None = None
+        for request in pending:
+            known = request.reported
+            try:
+                request.wait()
+            except OSError as error:
+                failure = failure or (None if known else error)
+        if failure is not None:
+            raise failure
+
+    def flush(self) -> None:
+        """``wait()``, and then make the drive keep what was written (fsync)."""
+        self.wait()
+        for descriptor in self.cached:
+            os.fsync(descriptor)
+
+    def _start(self, tensor: Tensor, offset: int, write: bool) -> Request:
+        verb = "write" if write else "read"
+        if self.closed:
+            raise ValueError(f"{verb} on a closed file: {', '.join(self.paths)}")
+        if write and not self.writable:
+            raise ValueError(f"write on a file opened for reading: {', '.join(self.paths)}")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"{verb} needs a contiguous tensor in host memory; got {tuple(tensor.shape)} on {tensor.device}")
+        if offset < 0 or offset + tensor.nbytes > self.nbytes:
+            raise ValueError(f"{verb} of {tensor.nbytes} bytes at offset {offset} is outside the {self.nbytes} bytes of {', '.join(self.paths)}")
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.nbytes else memoryview(b"")
+        address = tensor.data_ptr()
+        block = self.engine.block_nbytes
+        # cut at multiples of the block in the file, so that no piece crosses stripes
+        cuts = [0, *range(block - offset % block, len(data), block)] if len(data) else []
+        pieces = [(start, min(start + (block - (offset + start) % block), len(data))) for start in cuts]
+        finish: Callable[[], None] | None = None
+        if self.checksums is not None and write:
+            self.checksums.forget(offset, len(data))
+        elif self.checksums is not None:
+            finish = functools.partial(self.checksums.check, self.paths[0], offset, data)
+        request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, finish)
+        with self.lock:
+            self.pending = {other for other in self.pending if not other.done or (other.error is not None and not other.reported)}
+            self.pending.add(request)
+            if write:
+                self.written_nbytes += len(data)
+            else:
+                self.read_nbytes += len(data)
+        for start, stop in pieces:
+            piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write)
+            self.engine.submit(request, piece)
+        return request
+
+    def _move(self, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
+        """Move one piece, all of it, on an I/O thread."""
+        block, count = self.engine.block_nbytes, len(self.paths)
+        stripe = offset // block % count
+        place = offset // block // count * block + offset % block
+        path, direct, cached = self.paths[stripe], self.direct[stripe], self.cached[stripe]
+        call: Callable[..., int] = SYSTEM.pwritev if write else SYSTEM.preadv
+        moved = 0
+        while moved < len(data):
+            left, position = len(data) - moved, place + moved
+            whole = left - left % ALIGN
+            through_bounce = False
+            if direct < 0 or position % ALIGN or not whole:
+                # to the next page boundary, or the last part of a page, through the page cache
+                size = left if direct < 0 else min(left, ALIGN - position % ALIGN)
+                descriptor, buffer = cached, data[moved : moved + size]
+            elif (address + moved) % ALIGN:
+                size, through_bounce = min(whole, len(bounce)), True
+                descriptor, buffer = direct, bounce[:size]
+                if write:
+                    buffer[:] = data[moved : moved + size]
+            else:
+                descriptor, buffer = direct, data[moved : moved + whole]
+            try:
+                now = call(descriptor, [buffer], position)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                verb = "write" if write else "read"
+                raise OSError(error.errno, f"{verb} of {len(buffer)} bytes at offset {position} failed ({error.strerror})", path) from None
+            if now <= 0:
+                verb = "write" if write else "read"
+                raise OSError(errno.EIO, f"{verb} of {len(buffer)} bytes at offset {position} moved none: the file has become shorter", path)
+            if through_bounce and not write:
+                data[moved : moved + now] = buffer[:now]
+            moved += now
+        if write and self.checksums is not None:
+            self.checksums.note(offset, data)
+
+    # ---- closing -------------------------------------------------------------------------------------------------------------
+
+    def _close_descriptors(self) -> None:
+        for descriptor in (*self.direct, *self.cached):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.direct, self.cached = [], []
+
+    def close(self) -> None:
+        """Wait for what is under way and close. Raises what went wrong in it."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self.wait()
+        finally:
+            self._close_descriptors()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

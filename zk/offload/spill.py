@@ -1,0 +1,421 @@
+"""In: pieces of one rank's scratch file. Out: the same pieces in a bounded number of host buffers while they are worked on: fetch -> evict.
+
+A piece is asked for ahead (``fetch``), opened when it is needed (``open`` waits for what is missing), and put back: dropped, written behind
+(``evict``), or kept for the next use (``keep``). Buffers are page-aligned, so that transfers bypass the page cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zk.offload.cpu_adam import sum_of_squares
+from zk.offload.nvme import ALIGN, File, Request, aligned, round_up
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive bytes of the file."""
+
+    offset: int  # a multiple of a page
+    nbytes: int
+
+
+class State(enum.Enum):
+    FETCHING = "a read is filling the buffer"
+    OPEN = "somebody works on the buffer"
+    KEPT = "changed, nobody works on it, and the file does not have it yet"
+    EVICTING = "a write is emptying the buffer"
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    piece: Piece
+    buffer: Tensor  # (at least piece.nbytes,) uint8
+    state: State
+    request: Request | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """What moved between file and buffers, and what was waited for."""
+
+    fetches: int = 0
+    hits: int = 0  # of them: there when it was needed
+    stall_ms: float = 0.0  # time in which nothing else happened, waiting for the drive
+
+
+class Spill:
+    """One rank's file on the NVMe tier. Space is handed out once, from the start of the file on.
+
+    Args:
+        open_file: opens a file of so many bytes; called when all space is asked for, in ``create``.
+    """
+
+    def __init__(self, open_file: Callable[[int], File]) -> None:
+        self.open_file = open_file
+        self.file: File | None = None
+        self.nbytes = 0
+        self.traffic = Traffic()
+        self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write under way)
+        self.buffers: list[Buffers] = []
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of ``nbytes`` bytes of the file, whole pages."""
+        assert self.file is None, "space is handed out before the file is created"
+        offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes)
+        return offset
+
+    def create(self) -> None:
+        """Create the file, with room for all that was reserved; OSError if the drive has not so much."""
+        self.file = self.open_file(self.nbytes)
+
+    def read(self, buffer: Tensor, offset: int) -> Request:
+        """Start to fill ``buffer``, after any write under way to the same bytes."""
+        self._after_writes(offset, buffer.nbytes)
+        assert self.file is not None
+        return self.file.read_async(buffer, offset)
+
+    def write(self, buffer: Tensor, offset: int) -> Request:
+        """Start to write ``buffer``, after any write under way to the same bytes."""
+        self._after_writes(offset, buffer.nbytes)
+        assert self.file is not None
+        request = self.file.write_async(buffer, offset)
+        self.writes[offset] = (offset + buffer.nbytes, request)
+        return request
+
+    def _after_writes(self, offset: int, nbytes: int) -> None:
+        for start, (stop, request) in list(self.writes.items()):
+            if start < offset + nbytes and offset < stop and not request.done:
+                self.stall(request)
+            if request.done:
+                request.wait()  # raises what went wrong
+                del self.writes[start]
+
+    def stall(self, request: Request) -> None:
+        """Wait, and count the time."""
+        start = time.perf_counter()
+        try:
+            request.wait()
+        finally:
+            self.traffic.stall_ms += (time.perf_counter() - start) * 1e3
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Host memory that the buffers take."""
+        return sum(buffers.touched for buffers in self.buffers)
+
+    def close(self) -> None:
+        """Wait for what is under way and close the file."""
+        if self.file is not None:
+            self.file.close()
+
+
+class Buffers:
+    """A bounded number of buffers for pieces of up to ``nbytes`` bytes.
+
+    Args:
+        spill: whose pieces.
+        nbytes: of each buffer; its pages exist once they are used.
+        count: how many. ``open`` never needs more than one beyond those in use.
+    """
+
+    def __init__(self, spill: Spill, nbytes: int, count: int) -> None:
+        self.spill, self.nbytes, self.count = spill, round_up(nbytes), count
+        self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
+        self.free: list[Tensor] = []
+        self.made = self.largest = 0
+        spill.buffers.append(self)
+
+    @property
+    def touched(self) -> int:
+        """Bytes of host memory in use."""
+        return self.made * self.largest
+
+    # ---- buffers -------------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Free the buffers of writes that are done."""
+        for offset, slot in list(self.slots.items()):
+            if slot.state is State.EVICTING and slot.request is not None and slot.request.done:
+                slot.request.wait()
+                self._free(offset)
+
+    def _free(self, offset: int) -> None:
+        self.free.append(self.slots.pop(offset).buffer)
+
+    def _take(self, patient: bool) -> Tensor | None:
+        """A free buffer; None where there is none without waiting, and ``patient`` is False."""
+        self._settle()
+        if self.free:
+            return self.free.pop()
+        if self.made < self.count:
+            self.made += 1
+            return aligned(self.nbytes)
+        if not patient:
+            return None
+        for state in (State.EVICTING, State.FETCHING, State.KEPT):
+            for offset, slot in self.slots.items():
+                if slot.state is state:
+                    if state is State.KEPT:
+                        self.evict(slot.piece, changed=True)
+                    assert slot.request is not None
+                    self.spill.stall(slot.request)
+                    self._free(offset)
+                    return self.free.pop()
+        raise AssertionError(f"all {self.count} buffers of {self.nbytes} bytes are in use")
+
+    # ---- the life of a piece -------------------------------------------------------------------------------------------------
+
+    def fetch(self, piece: Piece) -> bool:
+        """Ask for a piece. False if no buffer is free to read it into; then ask again later, or just open it."""
+        slot = self.slots.get(piece.offset)
+        if slot is None:
+            buffer = self._take(patient=False)
+            if buffer is None:
+                return False
+            self._read(piece, buffer)
+        return True
+
+    def _read(self, piece: Piece, buffer: Tensor) -> _Slot:
+        slot = _Slot(piece, buffer, State.FETCHING)
+        try:
+            slot.request = self.spill.read(buffer[: piece.nbytes], piece.offset)
+        except BaseException:
+            self.free.append(buffer)
+            raise
+        self.slots[piece.offset] = slot
+        self.largest = max(self.largest, piece.nbytes)
+        return slot
+
+    def open(self, piece: Piece, read: bool = True) -> Tensor:
+        """The bytes of a piece (nbytes,) uint8, to work on until it is put back. ``read=False`` if all of it is to be overwritten."""
+        slot = self.slots.get(piece.offset)
+        if slot is not None and slot.state is State.EVICTING:
+            # what is in the buffer is what is in the file, but a write is reading it
+            assert slot.request is not None
+            if not slot.request.done:
+                self.spill.stall(slot.request)
+            slot.request.wait()
+        elif slot is None and not read:
+            buffer = self._take(patient=True)
+            assert buffer is not None
+            self.slots[piece.offset] = slot = _Slot(piece, buffer, State.OPEN)
+            self.largest = max(self.largest, piece.nbytes)
+        if read:
+            self.spill.traffic.fetches += 1
+            self.spill.traffic.hits += slot is not None and (slot.request is None or slot.request.done)
+        if slot is None:
+            buffer = self._take(patient=True)
+            assert buffer is not None
+            slot = self._read(piece, buffer)
+        if slot.state is State.FETCHING:
+            assert slot.request is not None
+            try:
+                self.spill.stall(slot.request)
+            except BaseException:
+                self._free(piece.offset)
+                raise
+        assert slot.state is not State.OPEN or not read, f"the piece at {piece.offset} is open already"
+        slot.state, slot.request = State.OPEN, None
+        self.slots[piece.offset] = self.slots.pop(piece.offset)
+        return slot.buffer[: piece.nbytes]
+
+    def evict(self, piece: Piece, changed: bool) -> None:
+        """Put an open or kept piece back: write it behind if it was ``changed``, else drop it."""
+        slot = self.slots[piece.offset]
+        if not changed:
+            self._free(piece.offset)
+            return
+        slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset)
+        slot.state = State.EVICTING
+
+    def drop_fetches(self) -> None:
+        """Give up what was asked for and not opened; the file may change under it."""
+        for offset, slot in list(self.slots.items()):
+            if slot.state is State.FETCHING:
+                assert slot.request is not None
+                slot.request.wait()
+                self._free(offset)
+
+    def keep(self, piece: Piece) -> None:
+        """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
+        self.slots[piece.offset].state = State.KEPT
+
+
+# elements of one chunk of the update: big enough that one transfer runs at the drive's full speed, small enough that a few fit anywhere
+CHUNK_NUMEL = 1 << 21
+
+
+def chunks_of(numel: int) -> list[slice]:
+    """``numel`` elements in even chunks of at most about CHUNK_NUMEL, each whole pages in 16 bits."""
+    per_page = ALIGN // 2
+    count = max(1, -(-numel // CHUNK_NUMEL))
+    size = -(-numel // count // per_page) * per_page or per_page
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+
+class FileStore:
+    """Flat fields (numel,) of one shard in the file; one chunk of all fields is one piece, moved at once.
+
+    Args:
+        spill: the file; room is reserved here.
+        chunks: slices of the fields, in order and without gaps.
+        fields: name -> dtype.
+    """
+
+    resident = False
+
+    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> None:
+        self.chunks, self.fields = chunks, fields
+        self.buffers: Buffers | None = None
+        self.pieces = []
+        for chunk in chunks:
+            nbytes = round_up(sum((chunk.stop - chunk.start) * dtype.itemsize for dtype in fields.values()))
+            self.pieces.append(Piece(spill.reserve(nbytes), nbytes))
+        self.largest = max((piece.nbytes for piece in self.pieces), default=0)
+
+    def fetch(self, index: int) -> bool:
+        """Ask for chunk ``index``; False if there is no buffer for it now."""
+        assert self.buffers is not None
+        return not self.fields or self.buffers.fetch(self.pieces[index])
+
+    def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
+        """The fields of chunk ``index``: name -> (chunk's elements,), to work on in place."""
+        assert self.buffers is not None
+        if not self.fields:  # plain SGD in fp32 keeps nothing
+            return {}
+        data = self.buffers.open(self.pieces[index], read)
+        numel, start, views = self.chunks[index].stop - self.chunks[index].start, 0, {}
+        for name, dtype in self.fields.items():
+            stop = start + numel * dtype.itemsize
+            views[name] = data[start:stop].view(dtype)
+            start = stop
+        return views
+
+    def close(self, index: int, changed: bool, keep: bool = False) -> None:
+        """Put chunk ``index`` back; ``keep`` it in memory, unwritten, if it is among the first to be used next time."""
+        assert self.buffers is not None
+        if not self.fields:
+            return
+        if changed and keep:
+            self.buffers.keep(self.pieces[index])
+        else:
+            self.buffers.evict(self.pieces[index], changed)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a field."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks) * self.fields[name].itemsize
+
+
+class FileHome:
+    """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, spill: Spill, chunks: Sequence[slice], dtype: torch.dtype) -> None:
+        self.dtype, self.numel = dtype, chunks[-1].stop if chunks else 0
+        self.store = FileStore(spill, chunks, {"param": dtype})
+        self.buffers: Buffers | None = None
+        self.piece = Piece(self.store.pieces[0].offset, round_up(self.numel * dtype.itemsize))
+
+    def fetch(self) -> bool:
+        """Ask for the slice; False if there is no buffer for it now."""
+        assert self.buffers is not None
+        return self.buffers.fetch(self.piece)
+
+    def open(self) -> Tensor:
+        """The slice (numel,), readable until ``close``."""
+        assert self.buffers is not None
+        return self._view(self.buffers.open(self.piece))
+
+    def close(self) -> None:
+        """Done with what ``open`` gave."""
+        assert self.buffers is not None
+        self.buffers.evict(self.piece, changed=False)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the slice by ``values`` (numel,)."""
+        assert self.buffers is not None
+        self._view(self.buffers.open(self.piece, read=False)).copy_(values)
+        self.buffers.evict(self.piece, changed=True)
+
+    def _view(self, data: Tensor) -> Tensor:
+        return data[: self.numel * self.dtype.itemsize].view(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        nbytes: int = self.numel * self.dtype.itemsize
+        return nbytes
+
+
+class FileGrads:
+    """The reduced gradient of a shard (numel,), in the file between backward and update; 16 bits, or fp32 once it is accumulated.
+
+    The sum of squares is taken while the gradient passes through memory.
+    """
+
+    def __init__(self, spill: Spill, chunks: Sequence[slice], num_threads: int) -> None:
+        self.chunks, self.num_threads = chunks, num_threads
+        self.numel = chunks[-1].stop if chunks else 0
+        self.offset = spill.reserve(self.numel * torch.float32.itemsize)
+        self.whole: Buffers | None = None  # for pieces of numel elements
+        self.parts: Buffers | None = None  # for chunks
+        self.dtype: torch.dtype | None = None
+        self.sum = 0.0
+
+    def add(self, grad: Tensor) -> bool:
+        """Take (numel,) ``grad``, or add it in fp32 to what is there. False: the caller may use its memory again."""
+        assert self.whole is not None
+        if self.dtype is not None:
+            piece = self._piece(slice(0, self.numel))
+            before = self.whole.open(piece)[: self.numel * self.dtype.itemsize].view(self.dtype)
+            grad = before.to(torch.float32, copy=True).add_(grad)
+            self.whole.evict(piece, changed=False)
+        self.dtype = grad.dtype
+        piece = self._piece(slice(0, self.numel))
+        here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
+        here.copy_(grad)
+        self.sum = sum_of_squares(here, self.num_threads)
+        self.whole.evict(piece, changed=True)
+        return False
+
+    def _piece(self, chunk: slice) -> Piece:
+        assert self.dtype is not None
+        size = self.dtype.itemsize
+        return Piece(self.offset + chunk.start * size, round_up((chunk.stop - chunk.start) * size))
+
+    def fetch(self, index: int) -> bool:
+        """Ask for chunk ``index``; False if there is no buffer for it now."""
+        assert self.parts is not None
+        return self.parts.fetch(self._piece(self.chunks[index]))
+
+    def open(self, index: int) -> Tensor:
+        """Chunk ``index`` of the gradient."""
+        assert self.parts is not None and self.dtype is not None
+        chunk = self.chunks[index]
+        return self.parts.open(self._piece(chunk))[: (chunk.stop - chunk.start) * self.dtype.itemsize].view(self.dtype)
+
+    def close(self, index: int) -> None:
+        """Done with chunk ``index``."""
+        assert self.parts is not None
+        self.parts.evict(self._piece(self.chunks[index]), changed=False)
+
+    def sum_of_squares(self) -> float:
+        """Of the gradient, in float64; 0 without one."""
+        return self.sum if self.dtype is not None else 0.0
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        if self.parts is not None and self.dtype is not None:
+            self.parts.drop_fetches()
+        self.dtype = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.dtype is None else self.numel * self.dtype.itemsize
