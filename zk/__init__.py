@@ -2,7 +2,8 @@
 
 from zk.access import gather
 from zk.config import DynamicLossScale, ZeroConfig
+from zk.materialize import deferred_init, load_pretrained
 from zk.optimizer import ZeroOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["DynamicLossScale", "ZeroConfig", "ZeroOptimizer", "gather"]
+__all__ = ["DynamicLossScale", "ZeroConfig", "ZeroOptimizer", "deferred_init", "gather", "load_pretrained"]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zk.config import ZeroConfig
+from zk.materialize import can_make, compute_device, give_memory, values_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Run, Task
@@ -90,7 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
         _check_params(model, self.param_groups)
 
-        device = next(model.parameters()).device
+        device = compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, device)
         self.num_threads = self.config.num_threads or default_threads()
         self.steps: dict[nn.Parameter, int] = {}
@@ -118,7 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
         config, dtype = self.config, self.config.dtype
         assert dtype is None or isinstance(dtype, torch.dtype)
-        units = find_units(self.model, self._groups(), dtype, config.units)
+        units = find_units(self.model, self._groups(), dtype, config.units, device)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
         self._place(units, layouts, device)
@@ -126,6 +127,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         alone, elsewhere = self.comm.world == 1, any(tier.name == "nvme" or tier.device != device for _, tier, _ in self.rooms.values())
         self.grads = GradReducer(self.comm, elsewhere if alone else config.stage != 1, config.stage == 0, self._check_arrival)
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_meta:
+                give_memory(buffer, values_of(buffer, name).to(device))
         if dtype is not None:
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
@@ -195,8 +199,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _hold(self, unit: Unit, layout: Layout, param_tier: Tier, optimizer_tier: Tier, room: Room) -> None:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
         index = len(self.held)
-        initial = flatten_params(unit, layout)
+        initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
         self.comm.broadcast(index, initial)
+        for param in unit.params:
+            if param.is_meta:
+                give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
         numel = layout.numel // (self.comm.world if self.config.stage > 0 else 1)
         if self.config.stage == 3 and (self.comm.world > 1 or param_tier.device != unit.device or room.home is not None):
             home = room.home or param_tier.home(numel, unit.dtype)
@@ -562,6 +569,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 writes.append(lambda key=key, value=value: shard.set_state(key, mine, value))  # type: ignore[misc]
         return writes
 
+    def overwrite(self, held: Held, values: dict[int, Callable[[], Tensor]]) -> None:
+        """Replace parameters of a unit, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
+        self._check_open()
+        params = held.params
+        if held.shard is None:
+            params.hold()
+            for index, make in values.items():
+                params.full[held.layout.whole(index)] = make().reshape(-1)
+            if isinstance(params, PartitionedParams):
+                params.home.write(params.full[params.held])
+            params.let_go()
+            return
+        self._adopt_writes(held)
+        for index, make in values.items():
+            mine, piece = held.layout.part(index, params.held)
+            held.shard.set_master(mine, make().reshape(-1)[piece])
+        pending = params.publish()
+        if pending is not None:
+            pending.wait()
+
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind."""
         sizes: dict[str, float] = {}
@@ -639,8 +666,12 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for name, param in model.named_parameters():
         if param in OWNERS:
             raise ValueError(f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first")
-        if param.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values; materialize the model first (model.to_empty and an init)")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not can_make(tensor):
+            raise ValueError(
+                f"{name!r} is on the meta device and nothing says what its values are; build the model within zk.deferred_init(), or call "
+                "zk.load_pretrained(model, path) first"
+            )
 
 
 def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
@@ -658,7 +689,7 @@ def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
         for param, name in names.items()
-        if param.is_contiguous() and param.numel()
+        if param.is_contiguous() and param.numel() and not param.is_meta
     )
     for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
         if start < stop and OWNERS.get(model.get_parameter(name)) is None:

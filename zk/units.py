@@ -58,6 +58,7 @@ def find_units(
     groups: Mapping[nn.Parameter, int],
     dtype: torch.dtype | None = None,
     wanted: Sequence[str | type[nn.Module]] | None = None,
+    device: torch.device | None = None,
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -66,6 +67,7 @@ def find_units(
         groups: the parameters that the optimizer updates, and the index of each one's group: members of a group lie side by side.
         dtype: what floating point parameters are to be stored in; None keeps their own.
         wanted: names or classes of the modules that become units; None takes the blocks of the model's outermost ModuleLists.
+        device: where parameters that have no memory yet will compute.
     """
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
     owner: dict[int, str] = {}  # id of a module -> path of the block it is part of
@@ -81,12 +83,13 @@ def find_units(
             if param not in home:
                 is_trained = param in groups and param.requires_grad
                 stored = dtype if dtype is not None and param.is_floating_point() else param.dtype
-                key = (path, is_trained, stored, param.device)
+                place = device if param.is_meta and device is not None else param.device
+                key = (path, is_trained, stored, place)
                 if key not in units:
                     label = path or "rest"
                     if any(unit.name == label for unit in units.values()):
                         label += f" ({'trained' if is_trained else 'frozen'}, {str(stored).removeprefix('torch.')})"
-                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, stored, param.device)
+                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, stored, place)
                 units[key].params.append(param)
                 units[key].names.append(f"{module_path}.{name}" if module_path else name)
                 home[param] = units[key]

@@ -88,21 +88,36 @@ def fsdp2(model: nn.Module) -> Step:
     return step
 
 
-def deepspeed(model: nn.Module, stage: int) -> Step:
-    """DeepSpeed ZeRO with the optimizer (and at stage 3 the parameters) offloaded to the CPU."""
+def nvme_path() -> str:
+    """The folder for the NVMe tiers: $ZK_BENCH_NVME, or one under the current folder."""
+    folder = os.environ.get("ZK_BENCH_NVME", "runs/nvme")
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
+    """DeepSpeed ZeRO with the optimizer (and at stage 3 the parameters) offloaded to the CPU or to NVMe."""
     import deepspeed as ds
 
     one_rank_environment()
-    zero: dict[str, object] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    place: dict[str, object] = {"device": tier}
+    if tier == "nvme":
+        place |= {"nvme_path": nvme_path(), "pin_memory": True}
+    zero: dict[str, object] = {"stage": stage, "offload_optimizer": place}
     if stage == 3:
-        zero["offload_param"] = {"device": "cpu"}
-    config = {
+        zero["offload_param"] = place
+    if tier == "nvme":  # what its own tuner proposes: O_DIRECT through libaio, reads and writes overlapped with the update
+        zero["offload_optimizer"] = {**place, "pipeline_read": True, "pipeline_write": True, "buffer_count": 4}
+        zero["offload_param"] = {**place, "buffer_count": 5, "buffer_size": 1 << 24, "max_in_cpu": 0}
+    config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": BETAS, "weight_decay": DECAY}},
         "zero_optimization": zero,
     }
+    if tier == "nvme":
+        config["aio"] = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True}
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(ids: Tensor, targets: Tensor) -> float:
@@ -114,14 +129,15 @@ def deepspeed(model: nn.Module, stage: int) -> Step:
     return step
 
 
-def zk_stage(model: nn.Module, stage: int) -> Step:
-    """zk with the optimizer (and at stage 3 the parameters) on the host tier."""
-    import zk
+def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
+    """zk with the optimizer (and at stage 3 the parameters) on the host or NVMe tier."""
+    from zk import ZeroOptimizer
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
-    optimizer = zk.ZeroOptimizer(
-        model, optimizer, stage=stage, dtype="bf16", optimizer_tier="host", param_tier="host" if stage == 3 else "device", clip_grad_norm=CLIP
-    )
+    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
+    tiers = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device"}
+    if tier == "nvme":
+        options["nvme_path"] = nvme_path()
+    optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP, **tiers, **options)
 
     def step(ids: Tensor, targets: Tensor) -> float:
         loss = model(ids, targets)
@@ -139,8 +155,12 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "fsdp2": fsdp2,
     "deepspeed_zero2": lambda model: deepspeed(model, 2),
     "deepspeed_zero3": lambda model: deepspeed(model, 3),
-    "zk_stage2": lambda model: zk_stage(model, 2),
-    "zk_stage3": lambda model: zk_stage(model, 3),
+    "deepspeed_zero3_nvme": lambda model: deepspeed(model, 3, "nvme"),
+    "zk_stage2": lambda model: zk(model, 2),
+    "zk_stage3": lambda model: zk(model, 3),
+    "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
+    "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.5GiB"),
+    "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.5GiB", state_dtype="bf16"),
 }
 
 

@@ -310,7 +310,8 @@ class FileStore:
 
     def nbytes(self, name: str) -> int:
         """Bytes of a field."""
-        return sum(chunk.stop - chunk.start for chunk in self.chunks) * self.fields[name].itemsize
+        numel: int = sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return numel * self.fields[name].itemsize
 
 
 class FileHome:
@@ -319,7 +320,8 @@ class FileHome:
     device = torch.device("cpu")
 
     def __init__(self, spill: Spill, chunks: Sequence[slice], dtype: torch.dtype) -> None:
-        self.dtype, self.numel = dtype, chunks[-1].stop if chunks else 0
+        self.dtype = dtype
+        self.numel: int = chunks[-1].stop if chunks else 0
         self.store = FileStore(spill, chunks, {"param": dtype})
         self.buffers: Buffers | None = None
         self.piece = Piece(self.store.pieces[0].offset, round_up(self.numel * dtype.itemsize))
@@ -350,8 +352,7 @@ class FileHome:
 
     @property
     def nbytes(self) -> int:
-        nbytes: int = self.numel * self.dtype.itemsize
-        return nbytes
+        return self.numel * self.dtype.itemsize
 
 
 class FileGrads:
@@ -362,7 +363,7 @@ class FileGrads:
 
     def __init__(self, spill: Spill, chunks: Sequence[slice], num_threads: int) -> None:
         self.chunks, self.num_threads = chunks, num_threads
-        self.numel = chunks[-1].stop if chunks else 0
+        self.numel: int = chunks[-1].stop if chunks else 0
         self.offset = spill.reserve(self.numel * torch.float32.itemsize)
         self.whole: Buffers | None = None  # for pieces of numel elements
         self.parts: Buffers | None = None  # for chunks

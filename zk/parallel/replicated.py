@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,16 @@ from zk.parallel.layout import Layout
 from zk.units import Unit
 
 
-def flatten_params(unit: Unit, layout: Layout) -> Tensor:
-    """The unit's parameters as one new flat buffer (layout.numel,), in the widest precision among them; padding is zero."""
+def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str], Tensor] | None) -> Tensor:
+    """The unit's parameters as one new flat buffer (layout.numel,), in the widest precision among them; padding is zero.
+
+    ``values_of(param, name)`` gives each one's values; None leaves zeros, for a rank that will be sent the first rank's.
+    """
     widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
     flat = torch.zeros(layout.numel, dtype=widest, device=unit.device)
     for index, param in enumerate(unit.params):
-        flat[layout.whole(index)] = param.detach().reshape(-1)
+        if values_of is not None:
+            flat[layout.whole(index)] = values_of(param, unit.names[index]).reshape(-1)
     return flat
 
 

@@ -1,0 +1,431 @@
+"""In: a module's constructor, or safetensors files. Out: parameters whose values are made when, and where, they are first needed.
+
+``deferred_init`` runs a model's own construction on tensors without memory and writes down what was done to each. Random numbers are
+drawn and thrown away as construction goes, so each draw's generator state is known, and everything random afterwards is as it would
+have been. ZeroOptimizer then makes the values one parameter at a time, straight into the unit that is moved to its tier: the same
+bits as plain construction under the same seed.
+Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2 (initialization of models that exceed memory).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+aten = torch.ops.aten
+# in-place calls after which nothing of what was there before is left
+_FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+
+
+@dataclasses.dataclass(slots=True)
+class _Op:
+    """One call on tensors without memory, to be made again on real ones."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    reads: list[int]  # storages whose bytes it needs
+    random: Tensor | None  # the generator's state before it
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has no memory. Tensor.is_meta says no while a model is recorded."""
+    return tensor.device.type == "meta"
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is all of its storage."""
+    return tensor.storage_offset() == 0 and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+class Recording:
+    """What construction did, in order. Lives as long as one of the parameters that were registered in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # where the model will compute
+        self.ops: list[_Op] = []
+        self.writers: dict[int, list[int]] = {}  # storage -> the ops that made or changed it
+        self.tensors: dict[int, list[Tensor]] = {}  # storage -> tensors that were seen on it
+        self.versions: dict[int, set[int]] = {}  # storage -> their versions when construction was over
+
+    def add(self, op: _Op, writes: Iterable[Tensor]) -> None:
+        self.ops.append(op)
+        for storage in {_storage(tensor) for tensor in writes}:
+            self.writers.setdefault(storage, []).append(len(self.ops) - 1)
+        for tensor in writes:
+            self.tensors.setdefault(_storage(tensor), []).append(tensor)
+
+    def end(self) -> None:
+        """Construction is over."""
+        for tensors in self.tensors.values():
+            for tensor in tensors:
+                self.versions.setdefault(_storage(tensor), {0}).add(tensor._version)  # by where it lies now: .half() and .to() move it
+        self.tensors.clear()
+
+    def knows(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self.writers
+
+    def _needed(self, storage: int) -> list[int]:
+        """The ops, in order, whose effects the bytes of ``storage`` carry."""
+        needed: set[int] = set()
+        stack = [(storage, len(self.ops))]
+        seen: dict[int, int] = {}
+        while stack:
+            current, before = stack.pop()
+            if seen.get(current, -1) >= before:
+                continue
+            seen[current] = before
+            writers = self.writers.get(current, [])
+            for index in reversed(writers[: bisect.bisect_left(writers, before)]):
+                needed.add(index)
+                op = self.ops[index]
+                stack += [(read, index) for read in op.reads if read != current]
+                if current not in op.reads:
+                    break  # it overwrites everything
+        return sorted(needed)
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """The values of ``tensor`` as plain construction would have left them, in host memory."""
+        memory: dict[int, torch.UntypedStorage] = {}
+
+        def real(meta: Tensor) -> Tensor:
+            if not _is_meta(meta):
+                return meta
+            key = _storage(meta)
+            if key not in memory:
+                memory[key] = torch.UntypedStorage(meta.untyped_storage().nbytes())
+            view = torch.empty(0, dtype=meta.dtype)
+            return view.set_(memory[key], meta.storage_offset(), meta.size(), meta.stride())  # type: ignore[call-overload, no-any-return]
+
+        with torch.no_grad(), _generator_restored():
+            for index in self._needed(_storage(tensor)):
+                op = self.ops[index]
+                if op.random is not None:
+                    torch.set_rng_state(op.random)
+                args, kwargs = tree_map_only(Tensor, real, (op.args, op.kwargs))
+                result = op.func(*args, **kwargs)
+                made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                for meta, value in zip(op.outputs, made, strict=True):
+                    memory.setdefault(_storage(meta), value.untyped_storage())
+        return real(tensor.detach())
+
+
+@contextlib.contextmanager
+def _generator_restored() -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+class _Indexing(TorchFunctionMode):
+    """``tensor[indices] = number`` would make the number a tensor without memory, out of the recorder's sight; make it a real one first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
+            args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Turns every tensor that is made into one without memory, and writes down what happens to it."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        known = any(_is_meta(tensor) for tensor in tensors)
+        is_factory = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
+        if not known and not is_factory:
+            return func(*args, **kwargs)  # real values that the user brought
+        lost = next((tensor for tensor in tensors if _is_meta(tensor) and not self.recording.knows(tensor)), None)
+        if lost is not None:
+            raise NotImplementedError(f"deferred_init: {func} takes a tensor of shape {tuple(lost.shape)} without memory that was not made in it")
+        written = [
+            value
+            for argument, value in _arguments(func, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+        ]
+        if any(not _is_meta(tensor) for tensor in written):
+            # a real tensor takes values that do not exist yet: make them
+            return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
+        if is_factory and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            return func(*args, **kwargs)
+        state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            # made, or moved: where to is decided when the values are
+            meta_kwargs, kwargs = {**meta_kwargs, "device": torch.device("meta")}, {**kwargs, "device": torch.device("cpu")}
+            meta_kwargs.pop("pin_memory", None)
+            kwargs.pop("pin_memory", None)
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not tensors or written:
+                raise
+            try:  # the result depends on values: tensor.item(), nonzero() and their like
+                return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
+            except KeyError:
+                raise error from None
+        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        given = {_storage(tensor) for tensor in tensors if _is_meta(tensor)}
+        new = [tensor for tensor in outputs if _storage(tensor) not in given]
+        if written or new:
+            fills = func._schema.name.split("::")[1] in _FILLS and all(_covers(tensor) for tensor in written)
+            overwritten = {_storage(tensor) for tensor in written} if fills else set()
+            others = {_storage(tensor) for tensor in tensors if _is_meta(tensor) and not any(tensor is target for target in written)}
+            reads = [storage for storage in given if storage not in overwritten or storage in others]
+            # objects of our own: the model's parameters will be given memory
+            args, kwargs, outputs = tree_map_only(Tensor, lambda tensor: tensor.detach() if _is_meta(tensor) else tensor, (args, kwargs, outputs))
+            self.recording.add(_Op(func, args, kwargs, outputs, reads, state), [*written, *new])
+        return result
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        return self.recording.make(tensor) if _is_meta(tensor) else tensor
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
+        if kwargs.get("generator") is not None:
+            raise NotImplementedError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
+        state = torch.get_rng_state()
+        fills = func._schema.name.split("::")[1] in _FILLS
+
+        def real(tensor: Tensor) -> Tensor:
+            if not _is_meta(tensor):
+                return tensor
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype) if fills else self.recording.make(tensor)
+
+        real_args, real_kwargs = tree_map_only(Tensor, real, (args, kwargs))
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+        func(*real_args, **real_kwargs)
+        return state
+
+
+def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    if _is_meta(tensor) or tensor.ndim == 0:
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FromFile:
+    """Values that lie in a safetensors file."""
+
+    path: Path
+    key: str
+    device: torch.device  # where the model will compute
+
+    def make(self, tensor: Tensor) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            value: Tensor = file.get_tensor(self.key)
+            return value.clone()  # not a view of the mapped file
+
+
+# a storage without memory -> the recording that made it
+_RECORDINGS: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
+_SOURCE = "_zk_source"
+
+
+@contextlib.contextmanager
+def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
+    """Context: modules built inside hold no memory; ``ZeroOptimizer`` makes their values unit by unit, the same bits as plain construction.
+
+    Args:
+        device: where the model will compute; None takes a GPU where there is one.
+
+    All that a constructor does to tensors is followed (any initializer, also in place, on views, or depending on values through
+    ``item()``), with torch's default generator. After the context such a model can be given to ZeroOptimizer or load_pretrained; it
+    cannot compute, and what changes its parameters in between is refused when they are made.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    recording = Recording(torch.device(device))
+
+    def registered(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and _is_meta(tensor) and recording.knows(tensor):
+            tensor.__dict__[_SOURCE] = recording  # keeps it alive
+            recording.tensors.setdefault(_storage(tensor), []).append(tensor)
+
+    # torch's initializers look at is_meta and do nothing for tensors without memory; here they are to be followed
+    if "is_meta" in torch.Tensor.__dict__:
+        raise RuntimeError("deferred_init is entered within deferred_init; one context around all modules is enough")
+    torch.Tensor.is_meta = property(lambda tensor: False)  # type: ignore[assignment, method-assign]
+    handles = [
+        nn.modules.module.register_module_parameter_registration_hook(registered),
+        nn.modules.module.register_module_buffer_registration_hook(registered),
+    ]
+    try:
+        with _Indexing(), _Recorder(recording):
+            yield
+    finally:
+        del torch.Tensor.is_meta
+        for handle in handles:
+            handle.remove()
+        for storage in recording.writers:
+            _RECORDINGS[storage] = recording
+        recording.end()
+
+
+def _source(tensor: Tensor) -> Recording | _FromFile | None:
+    """What can make the values of a tensor without memory."""
+    source: Recording | _FromFile | None = tensor.__dict__.get(_SOURCE)
+    return source if source is not None else _RECORDINGS.get(_storage(tensor))
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where the model computes, also if its parameters do not exist yet."""
+    for param in model.parameters():
+        if not _is_meta(param):
+            return param.device
+        source = _source(param)
+        if source is not None:
+            return source.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def can_make(tensor: Tensor) -> bool:
+    """Whether the values of a tensor without memory are known."""
+    return _source(tensor) is not None
+
+
+def values_of(tensor: Tensor, name: str) -> Tensor:
+    """The values of a parameter or buffer: its own, or, where it has no memory, newly made in host memory. RuntimeError if it was changed since."""
+    if not _is_meta(tensor):
+        return tensor.detach()
+    source = _source(tensor)
+    assert source is not None
+    if isinstance(source, Recording) and tensor._version not in source.versions[_storage(tensor)]:
+        raise RuntimeError(f"{name!r} was written after deferred_init had ended, where it had no memory; initialize inside the context")
+    return source.make(tensor)
+
+
+def give_memory(tensor: Tensor, values: Tensor) -> None:
+    """Make a tensor without memory hold ``values``; it stays the same object, in every module and optimizer that has it."""
+    fresh = values.detach().requires_grad_(tensor.requires_grad)
+    # torch.utils.swap_tensors, but for its refusal of weak references: what they refer to is the object, and that stays
+    torch._C._swap_tensor_impl(tensor, fresh)
+    tensor.__dict__.pop(_SOURCE, None)
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Tensor name -> (file, shape), from a safetensors file, its index, or a folder with either."""
+    from safetensors import safe_open
+
+    if path.is_dir():
+        candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
+        found = next((candidate for candidate in candidates if candidate.exists()), None)
+        if found is None:
+            raise FileNotFoundError(f"{path} has neither model.safetensors.index.json nor model.safetensors")
+        path = found
+    if not path.exists():
+        raise FileNotFoundError(f"no such file: {path}")
+    files = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()}) if path.suffix == ".json" else [path]
+    entries = {}
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"{path} names {file.name}, which is not there")
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  (not a dict)
+                entries[key] = file, tuple(opened.get_slice(key).get_shape())
+    return entries
+
+
+def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
+    """Take the parameters and buffers of ``model`` from safetensors, with at most one unit of it in memory at once.
+
+    Args:
+        model: one from ``deferred_init`` (values are read when ZeroOptimizer makes its units), one that a ZeroOptimizer holds (on all
+            ranks; fp32 values become the masters), or any other.
+        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
+        strict: False leaves what the files do not have as it is, and ignores what the model does not have.
+
+    Raises ValueError, before anything is changed, with the names that are missing, unexpected, or of another shape.
+    """
+    entries = _files(Path(path))
+    names: dict[Tensor, list[str]] = {}
+    persistent = set(model.state_dict(keep_vars=True)) if not _is_held(model) else None
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if persistent is None or name in persistent:
+            names.setdefault(buffer, []).append(name)
+    known = {name for aliases in names.values() for name in aliases}
+    chosen = {tensor: next((name for name in aliases if name in entries), None) for tensor, aliases in names.items()}
+    missing = [names[tensor][0] for tensor, key in chosen.items() if key is None]
+    unexpected = sorted(set(entries) - known)
+    wrong = [
+        f"{key} is {entries[key][1]}, the model's {tuple(tensor.shape)}"
+        for tensor, key in chosen.items()
+        if key is not None and entries[key][1] != tuple(tensor.shape)
+    ]
+    problems = [f"other shapes: {_some(wrong)}"] if wrong else []
+    if strict:
+        problems += [f"missing: {_some(missing)}"] if missing else []
+        problems += [f"unexpected: {_some(unexpected)}"] if unexpected else []
+    if problems:
+        raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}" + ("" if wrong else " (strict=False ignores these)"))
+    device = compute_device(model)
+    _load({tensor: _FromFile(entries[key][0], key, device) for tensor, key in chosen.items() if key is not None})
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+def _is_held(model: nn.Module) -> bool:
+    from zk.optimizer import OWNERS
+
+    return any(param in OWNERS for param in model.parameters())
+
+
+@torch.no_grad()
+def _load(sources: dict[Tensor, _FromFile]) -> None:
+    from zk.optimizer import OWNERS, ZeroOptimizer
+
+    units: dict[int, tuple[ZeroOptimizer, Any, dict[int, Callable[[], Tensor]]]] = {}
+    for tensor, source in sources.items():
+        owner = OWNERS.get(tensor)
+        if owner is not None:
+            held, index = owner.units[tensor]
+            units.setdefault(id(held), (owner, held, {}))[2][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
+        elif _is_meta(tensor):
+            tensor.__dict__[_SOURCE] = source
+        else:
+            tensor.copy_(source.make(tensor))
+    for owner, held, values in units.values():
+        owner.overwrite(held, values)
