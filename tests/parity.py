@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
+from tests.adversary import adversarial_drive
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
+from zk.offload import spill
 from zk.offload.cpu_adam import CPUAdam, default_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,6 +38,7 @@ class Case:
     overlap: bool = True
     prefetch: int = 1
     tolerance: float = 0.0  # 0: bitwise
+    adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
 
     def __str__(self) -> str:
         default = Case()
@@ -83,7 +89,27 @@ def run_case(case: Case) -> str:
     return _run(case, "torch", lambda params: make_optimizer(case.optimizer, params))
 
 
+@contextlib.contextmanager
+def drive(case: Case) -> Iterator[dict[str, object]]:
+    """What ZeroOptimizer needs for the case's tier: a folder, and chunks so small that these models have several."""
+    if case.tier != "nvme":
+        yield {}
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(spill, "CHUNK_NUMEL", 2048))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if case.adversary:
+            stack.enter_context(adversarial_drive())
+        yield {"nvme_path": folder, "nvme_checksum": case.accumulation > 1}
+        assert os.listdir(folder) == [], "the scratch folder is still there"
+
+
 def _run(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> str:
+    with drive(case) as options:
+        return _run_on(case, engine, make_plain, options)
+
+
+def _run_on(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer], options: dict[str, object]) -> str:
     os.environ["ZK_CPU_ADAM"] = engine
     default_engine.cache_clear()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -117,6 +143,7 @@ def _run(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], tor
         loss_scale=scale if scale != 1 else None,
         overlap=case.overlap,
         prefetch=case.prefetch,
+        **options,
     )
     mine = []
     for step in range(case.steps):

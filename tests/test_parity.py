@@ -39,6 +39,26 @@ EXTRA = [
     )
 ] + [Case(stage=3, prefetch=prefetch, model=model) for prefetch in (0, 3) for model in ("plain", "checkpointed", "elsewhere")]
 CASES = GRID + EXTRA
+NVME = [
+    Case(stage=stage, dtype=dtype, accumulation=accumulation, tier="nvme")
+    for stage, dtype, accumulation in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 3))
+] + [
+    Case(stage=stage, tier="nvme", adversary=True, model=model, **{"dtype": "bf16", **options})
+    for stage, (model, options) in itertools.product(
+        (0, 1, 2, 3),
+        (
+            ("plain", {"accumulation": 3}),
+            ("tied", {}),
+            ("frozen", {}),
+            ("checkpointed", {"prefetch": 3}),
+            ("sometimes", {"dtype": "fp32"}),
+            ("elsewhere", {"prefetch": 0}),
+            ("plain", {"optimizer": "Adam"}),
+            ("plain", {"optimizer": "SGD"}),
+            ("plain", {"accumulation": 3, "no_sync": True}),
+        ),
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +79,13 @@ def test_trains_what_plain_torch_trains(
     if world not in results:
         results[world] = dict(zip(CASES, run_world(world, run_case, CASES), strict=True))
     assert results[world][case] == [""] * world
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_the_drive_changes_no_bit(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The NVMe tier against plain torch, also on a drive that is late and out of order; in a spawned world, as threads stay behind."""
+    table = run_world(world, run_case, NVME, timeout=120)
+    assert {str(case): rows for case, rows in zip(NVME, table, strict=True) if rows != [""] * world} == {}
 
 
 NUMBA = [Case(stage=stage, dtype=dtype, accumulation=2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16", "fp16")]

@@ -33,15 +33,21 @@ def train(
     context: Annotated[int, typer.Option(min=2, help="Bytes the model sees at once.")] = 128,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 0 nothing partitioned, 1 optimizer state, 2 and gradients, 3 and parameters.")] = 3,
-    optimizer_tier: Annotated[str, typer.Option(help="Where gradients and optimizer state live: device, host, auto.")] = "host",
+    optimizer_tier: Annotated[str, typer.Option(help="Where gradients and optimizer state live: device, host, nvme, auto.")] = "host",
     param_tier: Annotated[
-        str | None, typer.Option(help="Where parameters rest between uses: device, host (stage 3), auto. Default: host at stage 3, else device.")
+        str | None, typer.Option(help="Where parameters rest between uses: device; at stage 3 also host, nvme, auto. Default: host at stage 3.")
     ] = None,
+    nvme_path: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder on the drive, for the nvme tier; repeat it to stripe over several.", exists=True, file_okay=False),
+    ] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Host memory that training state may take, such as 4GiB.")] = None,
+    state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32, or bf16, which halves them.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
-    sample: Annotated[int, typer.Option(min=1, help="Bytes of text to generate before and after.")] = 240,
+    sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
 ) -> None:
     """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train."""
@@ -58,6 +64,9 @@ def train(
             dtype=dtype,
             param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
             optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
+            nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
+            host_budget=host_budget,
+            state_dtype=state_dtype,
             clip_grad_norm=clip or None,
             prefetch=prefetch,
         )

@@ -39,6 +39,7 @@ class _Slot:
     buffer: Tensor  # (at least piece.nbytes,) uint8
     state: State
     request: Request | None = None
+    dirty: bool = False  # the file does not have what is here
 
 
 @dataclasses.dataclass(slots=True)
@@ -227,13 +228,13 @@ class Buffers:
         return slot.buffer[: piece.nbytes]
 
     def evict(self, piece: Piece, changed: bool) -> None:
-        """Put an open or kept piece back: write it behind if it was ``changed``, else drop it."""
+        """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it."""
         slot = self.slots[piece.offset]
-        if not changed:
+        if not changed and not slot.dirty:
             self._free(piece.offset)
             return
         slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset)
-        slot.state = State.EVICTING
+        slot.state, slot.dirty = State.EVICTING, False
 
     def drop_fetches(self) -> None:
         """Give up what was asked for and not opened; the file may change under it."""
@@ -245,7 +246,8 @@ class Buffers:
 
     def keep(self, piece: Piece) -> None:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
-        self.slots[piece.offset].state = State.KEPT
+        slot = self.slots[piece.offset]
+        slot.state, slot.dirty = State.KEPT, True
 
 
 # elements of one chunk of the update: big enough that one transfer runs at the drive's full speed, small enough that a few fit anywhere

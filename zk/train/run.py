@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zk
 from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
+from zk.train.save import save_model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +127,12 @@ def train(job: Job) -> Record:
     raw = read_text(job.data)
     text = Text.of(raw, job.model.context)
     torch.manual_seed(job.seed)
-    model = GPT(job.model).to(device)
+    # a model for the drive is not built in memory first, unless plain PyTorch is to train it too
+    deferred = "nvme" in (job.zero.param_tier, job.zero.optimizer_tier) and not job.check
+    with zk.deferred_init(device) if deferred else contextlib.nullcontext():
+        model = GPT(job.model)
+    if not deferred:
+        model.to(device)
     num_params = sum(p.numel() for p in model.parameters())
     source = ", ".join(map(str, job.data)) or "Python's documentation and standard library"
     console.print(f"text      {len(raw) / 1e6:.1f} MB: {source}")
@@ -201,6 +209,8 @@ def validate(model: nn.Module, text: Text, job: Job, device: torch.device, num_b
 
 def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
     """What the model writes after a held-out line; all ranks take part, with the same random numbers."""
+    if not job.sample:
+        return ""
     prompt = text.valid[: min(64, job.model.context)].long()[None].to(device)
     ids = model.generate(prompt, job.sample, generator=torch.Generator().manual_seed(job.seed))
     return bytes(ids[0, prompt.shape[1] :].tolist()).decode("utf-8", errors="replace")
@@ -222,7 +232,7 @@ def _watch(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[
     """Note the bytes of every tier as one step goes through its phases, block by block."""
 
     def note(phase: str) -> None:
-        metrics = {key.removesuffix("_nbytes"): int(value) for key, value in optimizer.metrics().items() if key.endswith("_nbytes")}
+        metrics = {key.removesuffix("_nbytes"): int(value) for key, value in optimizer.metrics().items() if _is_tier(key)}
         sizes = {key.replace("_", " ", 1): value for key, value in metrics.items()}
         record.timeline.append((phase, sizes))
 
@@ -264,11 +274,16 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[[Record, int, z
         yield advance
 
 
+def _is_tier(key: str) -> bool:
+    """Whether a metric is bytes of training state on a tier."""
+    return key.endswith("_nbytes") and key.split("_")[0] in ("device", "host", "nvme")
+
+
 def tiers(optimizer: zk.ZeroOptimizer) -> str:
     """Bytes of training state on each tier, of this rank: "device 9.4 MiB  host 56.5 MiB"."""
     totals: dict[str, float] = {}
     for key, value in optimizer.metrics().items():
-        if key.endswith("_nbytes"):
+        if _is_tier(key):
             totals[key.split("_")[0]] = totals.get(key.split("_")[0], 0) + value
     return "  ".join(f"{tier} {nbytes / 2**20:,.1f} MiB" for tier, nbytes in totals.items() if nbytes)
 
@@ -280,19 +295,17 @@ def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimi
     for heading, justify in (("tier", "left"), ("what", "left"), ("MiB", "right"), ("bytes per parameter of the model", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for key, nbytes in metrics.items():
-        if key.endswith("_nbytes") and nbytes:
+        if _is_tier(key) and nbytes:
             tier, _, kind = key.removesuffix("_nbytes").partition("_")
             table.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
     console.print()
     console.print(table)
-    console.print("\n[bold]sample before training[/bold]\n" + _printable(before), markup=True)
-    console.print("\n[bold]sample after training[/bold]\n" + _printable(after))
+    if job.sample:
+        console.print("\n[bold]sample before training[/bold]\n" + _printable(before))
+        console.print("\n[bold]sample after training[/bold]\n" + _printable(after))
 
-    with zk.gather(model.parameters()):
-        state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()} if rank == 0 else {}
+    saved = save_model(model, job.out, {"gpt": repr(dataclasses.asdict(job.model))}, write=rank == 0)
     if rank == 0:
-        job.out.mkdir(parents=True, exist_ok=True)
-        save_file(state, job.out / "model.safetensors", metadata={"gpt": repr(dataclasses.asdict(job.model))})
         from zk.train import picture
 
         drawn = picture.draw(record, job.out / "training.png")
@@ -301,11 +314,17 @@ def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimi
         console.print(f"step             {steps[len(steps) // 2]:.0f} ms (median); {int(metrics['skipped_steps'])} of {job.steps} steps skipped")
         if metrics["gathers"]:
             console.print(f"gathers          {int(metrics['gathers'])}, {metrics['prefetch_hits'] / metrics['gathers']:.0%} asked for ahead of use")
+        if "fetches" in metrics:
+            read, wrote = metrics["fetched_nbytes"] / 2**30, metrics["evicted_nbytes"] / 2**30
+            waited = f"{metrics['stall_ms'] / 1e3:.1f} s of waiting for it"
+            console.print(f"drive            {read:.2f} GiB read, {wrote:.2f} GiB written, {metrics['fetch_hit_rate']:.0%} ahead of use, {waited}")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        console.print(f"host memory      {peak / 2**30:.2f} GiB at most, all of this process")
         if record.check_losses:
             worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
             both = f"last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}"
             console.print(f"check            {both}; largest difference of any step {worst:.2g}")
-        console.print(f"saved            {job.out / 'model.safetensors'}" + (f", {drawn}" if drawn else " (no picture: matplotlib is not installed)"))
+        console.print(f"saved            {saved}" + (f", {drawn}" if drawn else " (no picture: matplotlib is not installed)"))
 
 
 def _printable(text: str) -> str:

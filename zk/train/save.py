@@ -1,0 +1,71 @@
+"""In: a model, held by ZeroOptimizer or not. Out: its parameters and buffers as safetensors, never more than one file of them in memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zk
+from zk.optimizer import OWNERS
+
+
+def _unit_of(param: Tensor) -> int:
+    owner = OWNERS.get(param)
+    return id(owner.units[param][0]) if owner is not None else 0
+
+
+def save_model(model: nn.Module, folder: Path, metadata: dict[str, str], write: bool, max_file_nbytes: int = 1 << 29) -> Path:
+    """Write ``model.safetensors``, or several files and their index if it is larger than ``max_file_nbytes``. On all ranks; one writes.
+
+    What an earlier run left under these names is replaced. Returns the file, or the index.
+    """
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()
+    written: list[list[str]] = []
+    batch: dict[str, Tensor] = {}
+    nbytes = total = 0
+
+    def flush() -> None:
+        nonlocal nbytes
+        if batch:
+            if write:
+                save_file(batch, folder / f"part-{len(written)}.tmp", metadata=metadata)
+            written.append(list(batch))
+            batch.clear()
+            nbytes = 0
+
+    named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if buffer.numel())]
+    for _, members in itertools.groupby(named, key=lambda item: _unit_of(item[1])):
+        group = list(members)
+        with zk.gather([param for _, param in group if isinstance(param, nn.Parameter)]), torch.no_grad():
+            for name, tensor in group:
+                if nbytes + tensor.nbytes > max_file_nbytes:
+                    flush()
+                if write:
+                    batch[name] = tensor.detach().cpu().clone().contiguous()
+                else:
+                    batch[name] = torch.empty(0)
+                nbytes += tensor.nbytes
+                total += tensor.nbytes
+    flush()
+    if not write:
+        return folder
+    if len(written) == 1:
+        path = folder / "model.safetensors"
+        (folder / "part-0.tmp").rename(path)
+        return path
+    where = {}
+    for index, names in enumerate(written):
+        file = f"model-{index + 1:05d}-of-{len(written):05d}.safetensors"
+        (folder / f"part-{index}.tmp").rename(folder / file)
+        where.update(dict.fromkeys(names, file))
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1))
+    return path
