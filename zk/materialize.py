@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-aten = torch.ops.aten
+from zk.memory import aligned
+
 # in-place calls after which nothing of what was there before is left
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 
@@ -86,14 +87,14 @@ class Recording:
         """The ops, in order, whose effects the bytes of ``storage`` carry."""
         needed: set[int] = set()
         stack = [(storage, len(self.ops))]
-        seen: dict[int, int] = {}
+        followed: set[tuple[int, int]] = set()
         while stack:
             current, before = stack.pop()
-            if seen.get(current, -1) >= before:
-                continue
-            seen[current] = before
             writers = self.writers.get(current, [])
             for index in reversed(writers[: bisect.bisect_left(writers, before)]):
+                if (current, index) in followed:
+                    break  # and with it all that is before
+                followed.add((current, index))
                 needed.add(index)
                 op = self.ops[index]
                 stack += [(read, index) for read in op.reads if read != current]
@@ -110,7 +111,7 @@ class Recording:
                 return meta
             key = _storage(meta)
             if key not in memory:
-                memory[key] = torch.UntypedStorage(meta.untyped_storage().nbytes())
+                memory[key] = aligned(meta.untyped_storage().nbytes()).untyped_storage()
             view = torch.empty(0, dtype=meta.dtype)
             return view.set_(memory[key], meta.storage_offset(), meta.size(), meta.stride())  # type: ignore[call-overload, no-any-return]
 
@@ -214,7 +215,10 @@ class _Recorder(TorchDispatchMode):
         def real(tensor: Tensor) -> Tensor:
             if not _is_meta(tensor):
                 return tensor
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype) if fills else self.recording.make(tensor)
+            if not fills:
+                return self.recording.make(tensor)
+            scratch = aligned(tensor.untyped_storage().nbytes()).view(tensor.dtype)
+            return scratch.as_strided(tensor.size(), tensor.stride())
 
         real_args, real_kwargs = tree_map_only(Tensor, real, (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import socket
 import statistics
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zk.memory import peak_nbytes
 from zk.train.gpt import GPT, GPTConfig
 
 LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
@@ -185,7 +185,7 @@ def main() -> None:
         start = time.perf_counter()
         losses.append(step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_nbytes()
     warm = seconds[options.warmup :]
     report = {"system": options.system, "params": num_params, "seconds": warm, "median": statistics.median(warm), "losses": losses, "peak_rss": peak}
     sys.stdout.write("\nRESULT " + json.dumps(report) + "\n")

@@ -31,9 +31,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zk.memory import aligned
+
 log = logging.getLogger("zk")
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096
+__all__ = ["Engine", "File", "Request", "aligned"]
 
 
 class System:
@@ -45,11 +48,6 @@ class System:
 
 
 SYSTEM = System()
-
-
-def aligned(nbytes: int) -> Tensor:
-    """An uninitialized, page-aligned buffer of host memory: (nbytes,) uint8. Its pages exist once they are written."""
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 def round_up(nbytes: int, multiple: int = ALIGN) -> int:
@@ -139,7 +137,7 @@ class Engine:
         self.jobs.put((request, move))
 
     def _run(self) -> None:
-        bounce = memoryview(mmap.mmap(-1, self.block_nbytes))
+        bounce = aligned(self.block_nbytes).numpy().data
         while (job := self.jobs.get()) is not None:
             request, move = job
             error: BaseException | None = None

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zk.memory import aligned
 from zk.offload.cpu_adam import sum_of_squares
-from zk.offload.nvme import ALIGN, File, Request, aligned, round_up
+from zk.offload.nvme import ALIGN, File, Request, round_up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,13 +237,13 @@ class Buffers:
         slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset)
         slot.state, slot.dirty = State.EVICTING, False
 
-    def drop_fetches(self) -> None:
-        """Give up what was asked for and not opened; the file may change under it."""
-        for offset, slot in list(self.slots.items()):
-            if slot.state is State.FETCHING:
-                assert slot.request is not None
-                slot.request.wait()
-                self._free(offset)
+    def forget(self, piece: Piece) -> None:
+        """Give up what was asked for and not opened: the file changes under it."""
+        slot = self.slots.get(piece.offset)
+        if slot is not None and slot.state is State.FETCHING:
+            assert slot.request is not None
+            self.spill.stall(slot.request)
+            self._free(piece.offset)
 
     def keep(self, piece: Piece) -> None:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
@@ -316,6 +317,17 @@ class FileStore:
         return numel * self.fields[name].itemsize
 
 
+class _ParamStore(FileStore):
+    """The chunks of a FileHome: what was read ahead of the whole slice is out of date when one changes."""
+
+    home: FileHome
+
+    def close(self, index: int, changed: bool, keep: bool = False) -> None:
+        super().close(index, changed)
+        if changed:
+            self.home.forget()
+
+
 class FileHome:
     """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk."""
 
@@ -324,7 +336,8 @@ class FileHome:
     def __init__(self, spill: Spill, chunks: Sequence[slice], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.numel: int = chunks[-1].stop if chunks else 0
-        self.store = FileStore(spill, chunks, {"param": dtype})
+        self.store = _ParamStore(spill, chunks, {"param": dtype})
+        self.store.home = self
         self.buffers: Buffers | None = None
         self.piece = Piece(self.store.pieces[0].offset, round_up(self.numel * dtype.itemsize))
 
@@ -343,9 +356,15 @@ class FileHome:
         assert self.buffers is not None
         self.buffers.evict(self.piece, changed=False)
 
+    def forget(self) -> None:
+        """Drop what ``fetch`` has brought, as the file changes."""
+        assert self.buffers is not None
+        self.buffers.forget(self.piece)
+
     def write(self, values: Tensor) -> None:
         """Replace the slice by ``values`` (numel,)."""
         assert self.buffers is not None
+        self.forget()
         self._view(self.buffers.open(self.piece, read=False)).copy_(values)
         self.buffers.evict(self.piece, changed=True)
 
@@ -416,7 +435,8 @@ class FileGrads:
     def clear(self) -> None:
         """Forget the gradient."""
         if self.parts is not None and self.dtype is not None:
-            self.parts.drop_fetches()
+            for chunk in self.chunks:
+                self.parts.forget(self._piece(chunk))
         self.dtype = None
 
     @property

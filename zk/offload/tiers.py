@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from zk.memory import zeros
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
@@ -167,12 +168,12 @@ class MemoryTier:
 
     def home(self, numel: int, dtype: torch.dtype) -> MemoryHome:
         """Room for parameters."""
-        return MemoryHome(torch.empty(numel, dtype=dtype, device=self.device), self.chunks(numel))
+        return MemoryHome(zeros(numel, dtype, self.device), self.chunks(numel))
 
     def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> MemoryStore:
         """Room for optimizer state, zeroed."""
         numel = chunks[-1].stop if chunks else 0
-        return MemoryStore(chunks, {name: torch.zeros(numel, dtype=dtype, device=self.device) for name, dtype in fields.items()})
+        return MemoryStore(chunks, {name: zeros(numel, dtype, self.device) for name, dtype in fields.items()})
 
     def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads:
         """Room for a gradient."""

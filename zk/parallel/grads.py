@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from zk.memory import zeros
 from zk.parallel.comm import STATE, Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.units import Unit
@@ -139,7 +140,7 @@ class GradReducer:
     def _take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
         free = self.pool.get((numel, dtype))
-        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=device)
+        return free.pop() if free else zeros(numel, dtype, device)
 
     def _give(self, bucket: Tensor) -> None:
         free = self.pool.setdefault((bucket.numel(), bucket.dtype), [])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zk.memory import Lease
 from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.prefetch import Prefetcher
@@ -74,7 +75,8 @@ class PartitionedParams:
         self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
         self.held = layout.shard(comm.rank)
         self.home = home
-        self.full = torch.empty(layout.numel, dtype=unit.dtype, device=unit.device)
+        self.lease = Lease(layout.numel, unit.dtype, unit.device)
+        self.full = self.lease.tensor
         view_params(unit, layout, self.full)
         self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
         self.pending: Pending | None = None
@@ -83,7 +85,7 @@ class PartitionedParams:
         self._free()
 
     def _free(self) -> None:
-        self.full.untyped_storage().resize_(0)
+        self.lease.give_back()
         for param in self.unit.params:
             mark(param, lambda: self.on_use(self))
         self.state = State.RELEASED
@@ -98,7 +100,7 @@ class PartitionedParams:
         if self.state is not State.RELEASED:
             return
         source = self.home.open()
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        self.lease.take()
         if source.device != self.full.device:
             source = source.to(self.full.device)
         self.pending = self.comm.all_gather(self.index, self.full, source)
@@ -145,7 +147,7 @@ class PartitionedParams:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {"param": self.home.nbytes, "gathered": self.full.untyped_storage().nbytes()}
+        return {"param": self.home.nbytes, "gathered": 0 if self.state is State.RELEASED else self.full.nbytes}
 
 
 def _tensors(value: Any) -> list[Tensor]:

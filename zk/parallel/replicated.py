@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from zk.memory import zeros
 from zk.parallel.comm import Done, Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.units import Unit
@@ -18,7 +18,7 @@ def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str]
     ``values_of(param, name)`` gives each one's values; None leaves zeros, for a rank that will be sent the first rank's.
     """
     widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
-    flat = torch.zeros(layout.numel, dtype=widest, device=unit.device)
+    flat = zeros(layout.numel, widest, unit.device)
     for index, param in enumerate(unit.params):
         if values_of is not None:
             flat[layout.whole(index)] = values_of(param, unit.names[index]).reshape(-1)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zk.train.run import Record
 
-_COLORS = {"param": "#4477aa", "gathered": "#66ccee", "grad": "#ee6677", "master": "#228833", "moments": "#ccbb44", "param copy": "#aa3377", "buffer": "#999933"}
+_COLORS = {
+    "param": "#4477aa",
+    "gathered": "#66ccee",
+    "grad": "#ee6677",
+    "master": "#228833",
+    "moments": "#ccbb44",
+    "param copy": "#aa3377",
+    "buffer": "#999933",
+}
 
 
 def draw(record: Record, path: Path) -> Path | None:

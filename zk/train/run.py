@@ -7,8 +7,6 @@ import copy
 import dataclasses
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zk
+from zk.memory import peak_nbytes
 from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
 from zk.train.save import save_model
@@ -318,8 +317,7 @@ def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimi
             read, wrote = metrics["fetched_nbytes"] / 2**30, metrics["evicted_nbytes"] / 2**30
             waited = f"{metrics['stall_ms'] / 1e3:.1f} s of waiting for it"
             console.print(f"drive            {read:.2f} GiB read, {wrote:.2f} GiB written, {metrics['fetch_hit_rate']:.0%} ahead of use, {waited}")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        console.print(f"host memory      {peak / 2**30:.2f} GiB at most, all of this process")
+        console.print(f"host memory      {peak_nbytes() / 2**30:.2f} GiB at most, all of this process")
         if record.check_losses:
             worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
             both = f"last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}"

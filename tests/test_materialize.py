@@ -1,0 +1,267 @@
+"""Models that never exist whole: the same initial bits as plain construction, and weights from files, unit by unit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.world import run_world
+from zk.materialize import values_of
+from zk.train.save import save_model
+
+
+class Everything(nn.Module):
+    """torch's modules and initializers, and what else constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 8, padding_idx=2)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)  # deep copies
+        self.lstm = nn.LSTM(8, 8)
+        self.conv, self.norm, self.groups = nn.Conv2d(3, 4, 3), nn.BatchNorm1d(4), nn.GroupNorm(2, 4)
+        self.attention, self.bilinear = nn.MultiheadAttention(8, 2), nn.Bilinear(3, 4, 5)
+        self.scaled = nn.Parameter(torch.randn(7, 5) * 0.02)
+        self.transposed, self.sliced = nn.Parameter(torch.randn(5, 4).t()), nn.Parameter(torch.eye(4)[1:3])
+        self.scalar = nn.Parameter(torch.tensor(0.3))
+        for name in ("orthogonal_", "trunc_normal_", "kaiming_normal_", "xavier_uniform_", "dirac_", "eye_"):
+            weight = torch.zeros(6, 6, 3) if name == "dirac_" else torch.zeros(6, 6)
+            self.register_parameter(name, nn.Parameter(getattr(nn.init, name)(weight)))
+        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(8, 8), 0.3))
+        self.register_buffer("angles", torch.arange(10).float() / 3)
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]  # a value that construction looks at
+        self.half = nn.Linear(8, 8).half()
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.table.weight
+        self.apply(self.initialize)
+        with torch.no_grad():
+            self.layers[1].weight[0, 1] = 7.0
+            self.layers[2].weight *= 0.5
+
+    def initialize(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The module built plainly and deferred, under one seed; random numbers afterwards must agree too."""
+    torch.manual_seed(3)
+    plain = make()
+    after = torch.rand(4)
+    torch.manual_seed(3)
+    with zk.deferred_init():
+        deferred = make()
+    assert torch.equal(torch.rand(4), after)
+    return plain, deferred
+
+
+def test_every_initializer_gives_the_same_bits() -> None:
+    plain, deferred = both(Everything)
+    assert deferred.rates == plain.rates
+    made, want = tensors(deferred), tensors(plain)
+    assert sum(tensor.nbytes for tensor in made.values() if not tensor.is_meta) < 100
+    assert set(made) == set(want)
+    for name, tensor in want.items():
+        value = values_of(made[name], name)
+        assert value.dtype == tensor.dtype and torch.equal(value, tensor), name
+        assert made[name].requires_grad == tensor.requires_grad
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_zero_optimizer_makes_them_in_place(stage: int, tmp_path: Path) -> None:
+    plain, deferred = both(Everything)
+    objects = {name: id(tensor) for name, tensor in deferred.named_parameters()}
+    state = torch.get_rng_state()
+    options = {"param_tier": "nvme"} if stage == 3 else {}
+    optimizer = torch.optim.AdamW(deferred.parameters())
+    with zk.ZeroOptimizer(deferred, optimizer, stage=stage, optimizer_tier="nvme", nvme_path=tmp_path, **options):
+        assert torch.equal(torch.get_rng_state(), state)
+        assert {name: id(tensor) for name, tensor in deferred.named_parameters()} == objects
+        assert deferred.head.weight is deferred.table.weight
+        with zk.gather(deferred.parameters()):
+            for name, tensor in tensors(plain).items():
+                assert torch.equal(tensors(deferred)[name], tensor), name
+
+
+def train(model: nn.Module, **options: object) -> list[float]:
+    losses = []
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+        for seed in range(4):
+            loss = loss_of(model, batch(seed))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_deferred_model_trains_as_the_plain_one_does(tmp_path: Path) -> None:
+    plain, deferred = both(GPT)
+    want = train(plain, stage=3, dtype="bf16", param_tier="host", optimizer_tier="host")
+    assert train(deferred, stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) == want
+
+
+def deferred_on_two_ranks(case: object) -> str:
+    plain, deferred = both(GPT)
+    options = {"stage": 3, "dtype": "bf16", "param_tier": "host", "optimizer_tier": "host"}
+    want, got = train(plain, **options), train(deferred, **options)
+    return "" if want == got else f"{got} instead of {want}"
+
+
+def test_on_two_ranks_the_first_one_makes_the_values() -> None:
+    assert run_world(2, deferred_on_two_ranks, [None]) == [["", ""]]
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        stranger = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device .* zk\.deferred_init\(\)"):
+        zk.ZeroOptimizer(stranger, torch.optim.AdamW(stranger.parameters()))
+    with zk.deferred_init():
+        model = nn.Linear(4, 4)
+    nn.init.zeros_(model.bias)  # torch skips tensors without memory, so this is caught only where something was written
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"'weight' was written after deferred_init had ended"):
+        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(NotImplementedError, match="without memory that was not made in it"), zk.deferred_init():
+        stranger.weight * 2
+    with pytest.raises(NotImplementedError, match="generator of its own"), zk.deferred_init():
+        torch.randn(3, generator=torch.Generator())
+    with pytest.raises(RuntimeError, match="within deferred_init"), zk.deferred_init(), zk.deferred_init():
+        pass
+    assert not torch.ones(1).is_meta and stranger.weight.is_meta  # and torch is as it was
+
+
+# ---- weights from files ----------------------------------------------------------------------------------------------------------------
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors(model).items()}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[dict[str, Tensor], dict[str, Path]]:
+    """Weights of a GPT with tied embeddings, as one file, as several with an index, and as a folder."""
+    torch.manual_seed(5)
+    model = GPT("tied")
+    save_model(model, tmp_path / "one", {}, write=True)
+    save_model(model, tmp_path / "many", {}, write=True, max_file_nbytes=10_000)
+    index = tmp_path / "many" / "model.safetensors.index.json"
+    assert len(set(json.loads(index.read_text())["weight_map"].values())) > 2
+    return weights(model), {"file": tmp_path / "one" / "model.safetensors", "index": index, "folder": tmp_path / "many"}
+
+
+@pytest.mark.parametrize("form", ("file", "index", "folder"))
+@pytest.mark.parametrize("kind", ("plain", "deferred", "stage 2", "stage 3", "nvme", "frozen"))
+def test_pretrained_weights_reach_every_kind_of_model(form: str, kind: str, saved: tuple[dict[str, Tensor], dict[str, Path]], tmp_path: Path) -> None:
+    want, paths = saved
+    if kind == "deferred":
+        with zk.deferred_init():
+            model = GPT("tied")
+        zk.load_pretrained(model, paths[form])
+        assert all(param.is_meta for param in model.parameters())
+    else:
+        model = GPT("tied")
+    if kind == "frozen":
+        model.requires_grad_(False)
+        model.norm.requires_grad_(True)
+    options: dict[str, object] = {"stage": 2}
+    if kind in ("stage 3", "frozen"):
+        options = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
+    elif kind == "nvme":
+        options = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    if kind == "plain":
+        zk.load_pretrained(model, paths[form])
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    if kind not in ("plain", "deferred"):
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        zk.load_pretrained(model, paths[form])
+    with zk.gather(model.parameters()):
+        for name, tensor in want.items():
+            assert torch.equal(tensors(model)[name], tensor), name
+    optimizer.close()
+
+
+def test_masters_take_the_full_precision_of_the_file(tmp_path: Path) -> None:
+    model = GPT()
+    want = {name: torch.randn_like(param) for name, param in model.named_parameters()}
+    save_file(want, tmp_path / "x.safetensors")
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0), dtype="bf16")
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    zk.load_pretrained(model, tmp_path / "x.safetensors")
+    state = optimizer.state_dict()["state"]
+    for index, (name, param) in enumerate(model.named_parameters()):
+        assert torch.equal(state[index]["master"], want[name]) and torch.equal(param, want[name].bfloat16())
+
+
+def test_files_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    model = GPT()
+    before = weights(model)
+    good = weights(GPT())
+    save_file({name: tensor for name, tensor in good.items() if name != "norm.weight"} | {"extra": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"missing: norm\.weight; unexpected: extra \(strict=False ignores these\)"):
+        zk.load_pretrained(model, tmp_path / "a.safetensors")
+    save_file(good | {"norm.weight": torch.zeros(3)}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"other shapes: norm\.weight is \(3,\), the model's \(24,\)"):
+        zk.load_pretrained(model, tmp_path / "b.safetensors", strict=False)
+    for path in ("none.safetensors", "."):
+        with pytest.raises(FileNotFoundError):
+            zk.load_pretrained(model, tmp_path / path)
+    (tmp_path / "i.json").write_text(json.dumps({"weight_map": {"norm.weight": "gone.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"names gone\.safetensors, which is not there"):
+        zk.load_pretrained(model, tmp_path / "i.json")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(model).items())
+    zk.load_pretrained(model, tmp_path / "a.safetensors", strict=False)
+    assert torch.equal(model.norm.weight, before["norm.weight"]) and torch.equal(model.head.weight, good["head.weight"])
+
+
+BIG = """
+import sys, torch, zk
+from torch import nn
+from zk.memory import peak_nbytes
+class Big(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1448, 1448) for _ in range(60))  # 126M parameters, 0.5 GB in fp32, 2 GB of training state
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+torch.ones(8).sum(); nn.Linear(1448, 1448)(torch.ones(2, 1448)).sum().backward()
+with zk.deferred_init():
+    model = Big()
+optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=sys.argv[1])
+for _ in range(2):
+    model(torch.ones(2, 1448)).sum().backward()
+    optimizer.step()
+print(peak_nbytes())
+"""
+
+
+def test_a_model_larger_than_its_memory_is_trained(tmp_path: Path) -> None:
+    """Less memory than the parameters alone would take in fp32."""
+    done = subprocess.run([sys.executable, "-c", BIG, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    nothing = BIG.split("with zk")[0] + "import numba\nprint(peak_nbytes())"
+    idle = subprocess.run([sys.executable, "-c", nothing], capture_output=True, text=True, timeout=300)
+    assert int(done.stdout) - int(idle.stdout) < 400e6, (int(done.stdout), int(idle.stdout))
