@@ -242,7 +242,7 @@ from zk.memory import peak_nbytes
 class Big(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1448, 1448) for _ in range(60))  # 126M parameters, 0.5 GB in fp32, 2 GB of training state
+        self.layers = nn.ModuleList(nn.Linear(1448, 1448) for _ in range(100))  # 210M parameters, 0.84 GB in fp32, 3.4 GB of training state
     def forward(self, x):
         for layer in self.layers:
             x = layer(x).relu()
@@ -259,9 +259,9 @@ print(peak_nbytes())
 
 
 def test_a_model_larger_than_its_memory_is_trained(tmp_path: Path) -> None:
-    """Less memory than the parameters alone would take in fp32."""
+    """In less memory than the parameters alone would take in fp32."""
     done = subprocess.run([sys.executable, "-c", BIG, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     nothing = BIG.split("with zk")[0] + "import numba\nprint(peak_nbytes())"
     idle = subprocess.run([sys.executable, "-c", nothing], capture_output=True, text=True, timeout=300)
-    assert int(done.stdout) - int(idle.stdout) < 400e6, (int(done.stdout), int(idle.stdout))
+    assert int(done.stdout) - int(idle.stdout) < 500e6, (int(done.stdout), int(idle.stdout))

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from zk.optimizer import OWNERS, Held, ZeroOptimizer
-from zk.parallel.partitioned import PartitionedParams
+from zk.optimizer import Held, ZeroOptimizer, owner_of
 
 
 @contextlib.contextmanager
@@ -25,7 +24,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
     held: dict[int, tuple[ZeroOptimizer, Held, list[int]]] = {}
     for param in wanted:
-        owner = OWNERS.get(param)
+        owner = owner_of(param)
         if owner is not None:
             unit, index = owner.units[param]
             held.setdefault(id(unit), (owner, unit, []))[2].append(index)
@@ -37,12 +36,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
         yield
         if write:
             for owner, unit, indices in held.values():
-                owner.comm.broadcast(unit.params.index, unit.params.full)
-                if isinstance(unit.params, PartitionedParams):
-                    unit.params.home.write(unit.params.full[unit.params.held])
-                if unit.shard is not None:
-                    for index in indices:
-                        unit.shard.adopt(unit.layout.part(index, unit.params.held)[0])
+                owner.keep_written(unit, indices)
     finally:
         for unit in entered:
             unit.params.let_go()

@@ -31,7 +31,7 @@ def train(
     width: Annotated[int, typer.Option(min=1)] = 256,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     context: Annotated[int, typer.Option(min=2, help="Bytes the model sees at once.")] = 128,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 0 nothing partitioned, 1 optimizer state, 2 and gradients, 3 and parameters.")] = 3,
     optimizer_tier: Annotated[str, typer.Option(help="Where gradients and optimizer state live: device, host, nvme, auto.")] = "host",
     param_tier: Annotated[

@@ -136,6 +136,10 @@ class ZeroConfig:
         for name in ("device_budget", "host_budget"):
             if getattr(self, name) is not None:
                 normalize(name, parse_nbytes(getattr(self, name), name))
+        if not isinstance(self.clip_grad_norm, (int, float, type(None))):
+            raise TypeError(f"clip_grad_norm must be a number or None; got {self.clip_grad_norm!r}")
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"overlap must be True or False; got {self.overlap!r}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be more than 0, or None for no clipping; got {self.clip_grad_norm!r}")
         if self.loss_scale == "dynamic":
@@ -150,9 +154,13 @@ class ZeroConfig:
             raise ValueError("overlap_step=True is not available in this version: step() runs the whole update; leave it False")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch must be a number of units, 0 or more; got {self.prefetch!r}")
-        if self.num_threads is not None and (not isinstance(self.num_threads, int) or self.num_threads < 1):
+        if self.prefetch != type(self).__dataclass_fields__["prefetch"].default and self.stage != 3:
+            raise ValueError(f"prefetch={self.prefetch} has no effect at stage {self.stage}, where parameters are never gathered; remove it")
+        if self.num_threads is not None and (isinstance(self.num_threads, bool) or not isinstance(self.num_threads, int) or self.num_threads < 1):
             raise ValueError(f"num_threads must be at least 1, or None for cores / local ranks; got {self.num_threads!r}")
         if self.units is not None:
+            if not isinstance(self.units, (str, type, Sequence)):
+                raise TypeError(f"units must be a sequence of module names or nn.Module classes; got {self.units!r}")
             entries = (self.units,) if isinstance(self.units, (str, type)) else tuple(self.units)
             for entry in entries:
                 if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):

@@ -412,20 +412,20 @@ def _some(items: list[str]) -> str:
 
 
 def _is_held(model: nn.Module) -> bool:
-    from zk.optimizer import OWNERS
+    from zk.optimizer import owner_of
 
-    return any(param in OWNERS for param in model.parameters())
+    return any(owner_of(param) is not None for param in model.parameters())
 
 
 @torch.no_grad()
 def _load(sources: dict[Tensor, _FromFile]) -> None:
-    from zk.optimizer import OWNERS, ZeroOptimizer
+    from zk.optimizer import ZeroOptimizer, owner_of
 
     units: dict[int, tuple[ZeroOptimizer, Any, dict[int, Callable[[], Tensor]]]] = {}
     for tensor, source in sources.items():
-        owner = OWNERS.get(tensor)
+        owner = owner_of(tensor)
         if owner is not None:
-            held, index = owner.units[tensor]
+            held, index = owner.units[tensor]  # type: ignore[index]
             units.setdefault(id(held), (owner, held, {}))[2][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
         elif _is_meta(tensor):
             tensor.__dict__[_SOURCE] = source

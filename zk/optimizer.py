@@ -8,16 +8,18 @@ import itertools
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zk.config import ZeroConfig
+from zk.hooks import CastInputs, Hook
 from zk.materialize import can_make, compute_device, give_memory, values_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
@@ -35,8 +37,14 @@ from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_
 from zk.units import Unit, find_units
 
 log = logging.getLogger("zk")
-# every parameter that some ZeroOptimizer holds -> that optimizer
-OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# every parameter that some ZeroOptimizer holds -> a weak reference to that optimizer
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def owner_of(param: Tensor) -> ZeroOptimizer | None:
+    """The ZeroOptimizer that holds ``param``."""
+    reference = _OWNERS.get(param)
+    return reference() if reference is not None else None
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,15 +89,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     _built = False
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then comes to step(), which can say what to do instead
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig | None = None, **overrides: Any) -> None:
+        if config is not None and not isinstance(config, ZeroConfig):
+            raise TypeError(f"config must be a zk.ZeroConfig, or options be given by name (stage=2); got {config!r}")
         self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
         self.model, self.inner, self.closed = model, optimizer, False
         _check_arguments(model, optimizer)
         self.rule = rule_for(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
-        _check_params(model, self.param_groups)
+        _check_params(model, self.param_groups, self.config.dtype is not None)
+        if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
+            raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
         device = compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, device)
@@ -123,10 +136,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
         self._place(units, layouts, device)
-        self.partition = Partition(self.model, config.prefetch)
+        self.partition = Partition(self.model, config.prefetch, _weakly(self._written))
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         alone, elsewhere = self.comm.world == 1, any(tier.name == "nvme" or tier.device != device for _, tier, _ in self.rooms.values())
-        self.grads = GradReducer(self.comm, elsewhere if alone else config.stage != 1, config.stage == 0, self._check_arrival)
+        self.grads = GradReducer(self.comm, elsewhere if alone else config.stage != 1, config.stage == 0, _weakly(self._check_arrival))
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
                 give_memory(buffer, values_of(buffer, name).to(device))
@@ -134,7 +147,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(dtype)
-        self.handles = [self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)] if dtype is not None else []
+        self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
+        if dtype is not None:
+            self.handles.append(self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
             self._hold(unit, layout, *self.rooms.pop(index))
         if self.partition.params:
@@ -144,6 +159,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     "the model has no ModuleList or Sequential, so all of it is one unit and is gathered at once: stage 3 saves memory between "
                     "steps only. Name the blocks, by class or path, with units="
                 )
+        self.handles += [*self.grads.handles, *self.partition.handles]
+        self.handles.append(self.inner.register_step_pre_hook(_inner_step))
+        self._finalizer = weakref.finalize(self, _remove, self.handles)  # an optimizer that is dropped takes no gradients away any more
+        self._finalizer.atexit = False
         if isinstance(self.comm, Group):
             for buffer in self.model.buffers():
                 self.comm.broadcast(-1, buffer.data)
@@ -240,7 +259,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for position, param in enumerate(unit.params):
             self.units[param] = (held, position)
             self.versions[param] = param._version
-            OWNERS[param] = self
+            _OWNERS[param] = weakref.ref(self)
 
     @staticmethod
     def _members(group: dict[str, Any]) -> set[nn.Parameter]:
@@ -255,7 +274,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
         super().add_param_group(param_group)
         try:
-            _check_params(self.model, self.param_groups)
+            _check_params(self.model, self.param_groups, self.config.dtype is not None)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -270,20 +289,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 where = held.layout.whole(index)
                 exact = self._full(held, held.shard.get_master) if held.shard else held.params.full
                 masters[param] = exact[where].view(param.shape).clone()
-        self._detach()
+        self._finalizer()
         self._close_files()
         for param, master in masters.items():
             param.data = master
         self.held, self.units, self.used = [], {}, []
         self._build(next(iter(masters.values())).device)
-
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        dtype = self.config.dtype
-
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
@@ -303,6 +314,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A step whose gradients hold NaN or inf changes nothing, lowers a dynamic loss scale, and is counted in ``metrics()``.
         """
         self._check_open()
+        if getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
+                "and optimizer.backward(loss) applies it"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -359,7 +375,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet."""
-        self._check_unfrozen()
+        self._check_groups()
         for used, new in zip(self.used, self.grads.finish(), strict=True):
             used |= new
         self.partition.reset()
@@ -425,6 +441,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.shard.adopt(held.layout.part(index, held.params.held)[0])
                 self.versions[param] = param._version
 
+    def _written(self, params: PartitionedParams, indices: list[int]) -> None:
+        """Parameters of a held unit were overwritten on every rank: the first rank's values stay, and masters follow."""
+        self.keep_written(self.held[params.index], indices)
+
+    def keep_written(self, held: Held, indices: Sequence[int]) -> None:
+        """As ``_written``, for a unit at any stage."""
+        self.comm.broadcast(held.params.index, held.params.full)
+        if isinstance(held.params, PartitionedParams):
+            held.params.home.write(held.params.full[held.params.held])
+        if held.shard is not None:
+            for index in indices:
+                held.shard.adopt(held.layout.part(index, held.params.held)[0])
+
     def _clear(self) -> None:
         for held in self.held:
             if held.shard is not None and held.grads is not None:
@@ -454,15 +483,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "loss_scale=None to train without one"
             )
 
-    def _check_unfrozen(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                held, index = self.units[param]
-                if held.shard is None and param.grad is not None:
+    def _check_groups(self) -> None:
+        """What the user did to param_groups and parameters since the start; the same on all ranks, before any collective."""
+        grouped = {param for group in self.param_groups for param in group["params"]}
+        for held in self.held:
+            for name, param in zip(held.unit.names, held.unit.params, strict=True):
+                if held.shard is not None and param not in grouped:
+                    raise ValueError(f"parameter {name!r} is in no param_group any more; to stop training it set requires_grad=False")
+                if held.shard is None and param in grouped and param.grad is not None:
                     raise RuntimeError(
-                        f"parameter {held.unit.names[index]!r} was frozen when ZeroOptimizer was made and has a gradient now; unfreeze before, "
-                        "or close() this optimizer and make a new one"
+                        f"parameter {name!r} was frozen when ZeroOptimizer was made and has a gradient now; unfreeze before, "
+                        "or close(gather=True) this optimizer and make a new one"
                     )
+        for group in self.param_groups:
+            self._check_group(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """That there is room for the state that the group's options ask for."""
+        for param in group["params"]:
+            if param not in self.units:
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group, before a step")
+            shard = self.units[param][0].shard
+            missing = set(self.rule.state_names(group)) - set(shard.names) if shard is not None else None
+            if missing:
+                raise ValueError(
+                    f"the options of a param_group ask for {', '.join(sorted(missing))}, which the optimizer had not when ZeroOptimizer was made; "
+                    "set amsgrad or momentum before"
+                )
 
     # ---- state ---------------------------------------------------------------------------------------------------------------
 
@@ -516,21 +563,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state from ``state_dict()`` of this class or of the plain torch optimizer.
 
-        Without a ``master`` the parameters' own values are widened. Raises ValueError, before anything is changed, if groups or shapes differ.
+        Without a ``master`` the masters stay as they are. Raises ValueError, before anything is changed, if groups or shapes differ.
         """
         self._check_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        if not {"state", "param_groups"} <= set(state_dict):
+            raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
                 f"{[len(g['params']) for g in self.param_groups]}; build the same groups in the same order first"
             )
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            self._check_group({**group, **saved, "params": group["params"]})
         params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
         plan = [entry for key, saved in state_dict["state"].items() for entry in self._import_plan(params[key], saved)]
+        absent = [param for key, param in params.items() if key not in state_dict["state"] and param in self.steps]
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        for param in absent:  # as before its first step
+            held, index = self.units[param]
+            mine = held.layout.part(index, held.params.held)[0]
+            del self.steps[param]
+            for name in held.shard.names if held.shard is not None else ():
+                assert held.shard is not None
+                held.shard.set_state(name, mine, torch.zeros(mine.stop - mine.start))
         for write in plan:
             write()
         if "zk" in state_dict:
@@ -624,21 +683,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tiers = [held.param_tier if kind == "param" else held.tier for held in self.held]
         return "+".join(sorted({tier.name for tier in tiers if tier is not None}))
 
-    def _detach(self) -> None:
-        self.grads.detach()
-        self.partition.detach()
-        for handle in self.handles:
-            handle.remove()
+    def close(self, *, gather: bool = False) -> None:
+        """Remove all hooks, and the files of the NVMe tier.
 
-    def close(self) -> None:
-        """Remove all hooks. Parameters that are full stay usable; what stage 3 partitioned can be read no more."""
+        Parameters that are full stay usable. What stage 3 partitioned can be read no more, unless ``gather`` (on all ranks, and with
+        memory for all of it) makes it full once more.
+        """
         if not self.closed:
             self.grads.forget()
-            self._detach()
+            if gather:
+                self.partition.gather_all()
+            self._finalizer()
             self.partition.closed = self.closed = True
             for param in self.units:
-                OWNERS.pop(param, None)
+                _OWNERS.pop(param, None)
             self._close_files()
+            self.comm.close()
 
     def _close_files(self) -> None:
         nvme = self.tiers.get("nvme")
@@ -650,6 +710,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _inner_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise RuntimeError(f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its gradients; call step() of that one")
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls ``method`` as long as its object lives, and does not keep it alive: the model's hooks would."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _forward_begins(grads: GradReducer, *_: Any) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        grads.begin()
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -664,8 +750,10 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if next(model.parameters(), None) is None:
         raise ValueError("model has no parameters")
     for name, param in model.named_parameters():
-        if param in OWNERS:
-            raise ValueError(f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first")
+        if owner_of(param) is not None:
+            raise ValueError(
+                f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first (with gather=True, if it partitions parameters)"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and not can_make(tensor):
             raise ValueError(
@@ -674,8 +762,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             )
 
 
-def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
-    """Every trained parameter is the model's, floating point, and shares memory with no other."""
+def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: bool) -> None:
+    """Every trained parameter is the model's, floating point (of a dtype we train, if not ``converted``), and shares memory with no other."""
     names = {param: name for name, param in model.named_parameters()}
     for index, group in enumerate(groups):
         for param in group["params"]:
@@ -684,7 +772,8 @@ def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
                     f"a parameter of shape {tuple(param.shape)} in group {index} is not one of model.parameters(); make the optimizer from "
                     "the model that is passed (after any .to() that replaces parameters)"
                 )
-            if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            known = param.is_floating_point() if converted else param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            if param.requires_grad and not known:
                 raise ValueError(f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
@@ -692,7 +781,7 @@ def _check_params(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
         if param.is_contiguous() and param.numel() and not param.is_meta
     )
     for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
-        if start < stop and OWNERS.get(model.get_parameter(name)) is None:
+        if start < stop and owner_of(model.get_parameter(name)) is None:
             raise ValueError(
                 f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
                 f"assigning one object to both modules"

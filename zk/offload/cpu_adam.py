@@ -134,6 +134,11 @@ def _check(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, 
     for name, tensor in (("grad", grad), ("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if tensor is not None and (tensor.shape != param.shape or tensor.ndim != 1 or not tensor.is_contiguous()):
             raise ValueError(f"{name} must be flat, contiguous and as long as param {tuple(param.shape)}; got {tuple(tensor.shape)}")
+    for name, tensor in (("param", param), ("grad", grad)):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name} must be fp32, bf16 or fp16; got {tensor.dtype}")
+    if master is not None and master.dtype not in (torch.float32, torch.int16):
+        raise ValueError(f"master must be fp32, or int16 (split); got {master.dtype}")
     if (master is None) != (param.dtype == torch.float32):
         raise ValueError(f"a master goes with a 16-bit parameter, and only with one; got param {param.dtype}, master {master is not None}")
     if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
@@ -156,6 +161,7 @@ def update_chunks(
     """Call ``update(x, g, piece)`` for each cache-sized piece: x the fp32 master, changed in place, g the scaled fp32 gradient.
 
     Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master.
+    Where a parameter is not its master rounded, somebody wrote it, and the master follows.
     """
     chunk = CHUNK if param.device.type == "cpu" else CHUNK << 8  # an accelerator wants few, long launches
     for start in range(0, param.numel(), chunk):
@@ -166,8 +172,11 @@ def update_chunks(
         if master is None:
             update(param[piece], g, piece)
         elif master.dtype == torch.float32:
-            update(master[piece], g, piece)
-            param[piece] = master[piece]
+            x = master[piece]
+            written = x.to(param.dtype) != param[piece]  # from outside, since the last update
+            x.copy_(torch.where(written, param[piece].float(), x))
+            update(x, g, piece)
+            param[piece] = x
         else:
             assert exp_avg_sq is not None
             x = join(param[piece], master[piece], exp_avg_sq[piece])
@@ -251,20 +260,26 @@ class CPUAdam(torch.optim.Optimizer):
         if engine not in (None, "numba", "torch"):
             raise ValueError(f"engine must be 'numba', 'torch' or None; got {engine!r}")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
+            if not isinstance(value, (int, float, Tensor)) or not value >= 0:
                 raise ValueError(f"{name} must be 0 or more; got {value!r}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be at least 0 and less than 1; got {betas!r}")
         self.decoupled, self.split_master, self.state_dtype = decoupled, split_master, state_dtype
         self.engine, self.num_threads = engine, num_threads
+        if num_threads is not None and (isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1):
+            raise ValueError(f"num_threads must be at least 1, or None for all cores; got {num_threads!r}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.device.type != "cpu" or not param.is_contiguous() or param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                    raise ValueError(
-                        f"CPUAdam takes contiguous fp32, bf16 or fp16 parameters in host memory; got {param.dtype} of shape "
-                        f"{tuple(param.shape)} on {param.device}, contiguous={param.is_contiguous()}"
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ValueError for parameters that are not as ``params`` must be."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.device.type != "cpu" or not param.is_contiguous() or param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"CPUAdam takes contiguous fp32, bf16 or fp16 parameters in host memory; got {param.dtype} of shape "
+                    f"{tuple(param.shape)} on {param.device}, contiguous={param.is_contiguous()}"
+                )
 
     def _start(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
@@ -287,6 +302,8 @@ class CPUAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                if param.grad.layout is not torch.strided:
+                    raise TypeError(f"CPUAdam takes dense gradients; got {param.grad.layout} for a parameter of shape {tuple(param.shape)}")
                 state = self.state[param] or self.state.setdefault(param, {})
                 if not state:
                     state.update(self._start(param))

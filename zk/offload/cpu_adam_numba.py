@@ -80,6 +80,7 @@ def _round_to_bf16(x):
 
 def _load(array, i): ...
 def _store(array, i, x): ...
+def _rounded_as(array, x): ...
 def _load_second(array, i): ...
 def _store_second(array, i, v, flag): ...
 def _load_master(param, master, i, flag): ...
@@ -107,6 +108,14 @@ def _(array, i, x):
         array[i] = _float_to_half(x)
 
     return {types.float32: store_float, types.uint16: store_bf16}.get(array.dtype, store_half)
+
+
+@overload(_rounded_as, inline="always")
+def _(array, x):
+    """x in the precision of ``array``, as a float."""
+    if array.dtype == types.uint16:
+        return lambda array, x: _as_float(_round_to_bf16(x) << U32(16))
+    return lambda array, x: _half_to_float(_float_to_half(x))
 
 
 @overload(_load_second, inline="always")
@@ -142,11 +151,14 @@ def _(param, master, i, flag):
         rounded_up = (lower >> U32(15)) & (U32(1) ^ flag)
         return _as_float(((U32(param[i]) - rounded_up) << U32(16)) | lower)
 
+    def load_separate(param, master, i, flag):
+        # a parameter that is not its master rounded was written from outside: the master follows
+        x, p = master[i], _load(param, i)
+        return x if _rounded_as(param, x) == p else p
+
     if isinstance(master, types.NoneType):
         return lambda param, master, i, flag: param[i]
-    if master.dtype == types.float32:
-        return lambda param, master, i, flag: master[i]
-    return load_split
+    return load_separate if master.dtype == types.float32 else load_split
 
 
 @overload(_store_master, inline="always")

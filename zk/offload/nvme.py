@@ -16,6 +16,7 @@ Sources: ZeRO-Infinity, arXiv 2104.07857, section 6.3; open(2) on O_DIRECT.
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import contextlib
 import errno
@@ -25,6 +26,7 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -148,18 +150,20 @@ class Engine:
                 error = failure
             request._piece_ended(error)
 
-    def close(self) -> None:
-        """End the threads once all that was submitted is done."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the threads once all that was submitted is done; with ``timeout_s``, wait no longer than that for each."""
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:
-            thread.join()
+            thread.join(timeout_s)
 
 
 @functools.cache
 def default_engine() -> Engine:
     """The engine of files that are not given one."""
-    return Engine()
+    engine = Engine()
+    atexit.register(engine.close, 10.0)  # a thread that is still in a call when Python goes away would end the process with SIGABRT
+    return engine
 
 
 class _Checksums:
@@ -200,6 +204,14 @@ class _Checksums:
                 )
 
 
+def _close_all(direct: list[int], cached: list[int]) -> None:
+    for descriptor in (*direct, *cached):
+        if descriptor >= 0:
+            os.close(descriptor)
+    direct.clear()
+    cached.clear()
+
+
 class File:
     """One file, or one striped over several, read and written by tensors at byte offsets.
 
@@ -237,6 +249,7 @@ class File:
         self.checksums = _Checksums() if checksum else None
         self.direct: list[int] = []  # descriptors with O_DIRECT, one for each path; -1 without
         self.cached: list[int] = []  # descriptors that go through the page cache, for what is not aligned
+        self._close_descriptors = weakref.finalize(self, _close_all, self.direct, self.cached)
         self.closed = False
         self.lock, self.pending = threading.Lock(), set[Request]()
         self.read_nbytes = self.written_nbytes = 0
@@ -399,12 +412,6 @@ class File:
             self.checksums.note(offset, data)
 
     # ---- closing -------------------------------------------------------------------------------------------------------------
-
-    def _close_descriptors(self) -> None:
-        for descriptor in (*self.direct, *self.cached):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.direct, self.cached = [], []
 
     def close(self) -> None:
         """Wait for what is under way and close. Raises what went wrong in it."""

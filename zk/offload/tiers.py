@@ -265,6 +265,14 @@ class Needs:
     optimizer_nbytes: int  # gradients, masters and moments; 0 for a frozen unit
 
 
+def readable(nbytes: int) -> str:
+    """As a person would say it: "1.50 GiB", "20.00 MiB", "10 bytes"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
 def free_nbytes(device: torch.device) -> int:
     """Bytes that can still be allocated on ``device``."""
     if device.type == "cuda":
@@ -318,7 +326,7 @@ def place(
                 "more ranks, or 'nvme' tiers with nvme_path"
             )
             raise ValueError(
-                f"this rank's training state needs {used[name] / 2**30:.3f} GiB on the {name} tier, and {name}_budget is "
-                f"{budget / 2**30:.3f} GiB; raise the budget, or choose a higher stage ({remedy})"
+                f"this rank's training state needs {readable(used[name])} on the {name} tier, and {name}_budget is "
+                f"{readable(budget)}; raise the budget, or choose a higher stage ({remedy})"
             )
     return list(zip(params, states, strict=True))

@@ -11,11 +11,14 @@ not depend on the backend's algorithm; all-gather as one broadcast for each rank
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +48,9 @@ class Solo:
     rank, world = 0, 1
 
     def name_units(self, names: Sequence[str], digest: str) -> None:
+        return
+
+    def close(self) -> None:
         return
 
     def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Pending:
@@ -88,7 +94,7 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True) -> None:
-        self.group = process_group or dist.distributed_c10d._get_default_group()
+        self.group: Any = process_group or dist.distributed_c10d._get_default_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.gloo = dist.get_backend(self.group) == "gloo"
         self.overlap = overlap
@@ -96,8 +102,15 @@ class Group:
         self.count = 0
         ranks = dist.get_process_group_ranks(self.group)
         # announcements and small host values travel over gloo, whatever carries the data
-        self.control = self.group if self.gloo else dist.new_group(ranks, backend="gloo")
+        self.control: Any = self.group if self.gloo else dist.new_group(ranks, backend="gloo")
         self.ranks = ranks
+        if not _GROUPS:
+            atexit.register(_leave)
+        _GROUPS.add(self)
+
+    def close(self) -> None:
+        """Let go of the process groups, so that destroying them ends their threads."""
+        self.group = self.control = None
 
     def name_units(self, names: Sequence[str], digest: str) -> None:
         """Agree on the units: ``names`` for error messages, ``digest`` (names and shapes) equal on all ranks or RuntimeError."""
@@ -233,6 +246,18 @@ def _reduce_scatter(shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> 
     call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     work: dist.Work = call(shard, bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
     return work
+
+
+_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    """At exit: end gloo's threads while Python can still take back the tensors they hold; later, that ends the process with SIGABRT."""
+    for group in _GROUPS:
+        group.close()
+    # after an error peers may be waiting in a collective, and ending the threads would wait for them
+    if dist.is_initialized() and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
 
 
 def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device) -> Solo | Group:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -41,6 +43,13 @@ class UnitGrads:
     used: set[int] = dataclasses.field(default_factory=set)  # parameters seen since the last step
 
 
+def _arrived(reference: weakref.ref[GradReducer], position: int, index: int, param: nn.Parameter) -> None:
+    """The hook of one parameter; weak, as the parameter would keep alive what keeps it alive."""
+    reducer = reference()
+    if reducer is not None:
+        reducer._arrived(position, index, param)
+
+
 class GradReducer:
     """Hooks on every trained parameter.
 
@@ -62,7 +71,6 @@ class GradReducer:
         self.pool: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
-        self.leftover = False  # a backward under no_sync left unreduced gradients
         self.task = -1
 
     def add(self, unit: UnitGrads) -> None:
@@ -73,7 +81,7 @@ class GradReducer:
         self.order = sorted(range(len(self.units)), key=lambda i: (self.units[i].unit.name.startswith("rest"), -i))
         self.learned = False
         for index, param in enumerate(unit.unit.params):
-            arrived = torch.compiler.disable(lambda p, position=position, index=index: self._arrived(position, index, p))
+            arrived = torch.compiler.disable(functools.partial(_arrived, weakref.ref(self), position, index))
             self.handles.append(param.register_post_accumulate_grad_hook(arrived))
 
     def detach(self) -> None:
@@ -200,11 +208,8 @@ class GradReducer:
                     self._reduce(position)
             while self.queue:
                 self._complete()
-            self.leftover = False
             if not self.learned:
                 self._learn()
-        else:
-            self.leftover = True
         self.started, self.completed = set(), []
         for unit in self.units:
             unit.arrived.clear()
@@ -223,8 +228,8 @@ class GradReducer:
             for index, param in enumerate(unit.unit.params):
                 if param.grad is not None:
                     self.collect(unit, index, param)
-                    self.leftover = True
-        used = torch.tensor([float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))] + [float(self.leftover)])
+        leftover = any(unit.bucket is not None for unit in self.units)  # of no_sync, of a backward that was interrupted, or by hand
+        used = torch.tensor([float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))] + [float(leftover)])
         self.comm.all_reduce(used)
         flags = [flag > 0 for flag in used.tolist()]
         for position in self.order if flags.pop() else ():
@@ -253,7 +258,14 @@ class GradReducer:
             unit.bucket, unit.present, unit.accumulated = None, set(), False
             unit.arrived.clear()
             unit.used.clear()
-        self.started, self.completed, self.leftover, self.task = set(), [], False, -1
+        self.started, self.completed, self.task = set(), [], -1
+
+    def begin(self) -> None:
+        """A forward of the model begins. If a backward is still recorded as under way, an error ended it: what it left counts with the next."""
+        if self.task != -1:
+            self.started, self.completed, self.task = set(), [], -1
+            for unit in self.units:
+                unit.arrived.clear()
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zk.hooks import Hook
 from zk.memory import Lease
 from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.layout import Layout
@@ -87,7 +89,7 @@ class PartitionedParams:
     def _free(self) -> None:
         self.lease.give_back()
         for param in self.unit.params:
-            mark(param, lambda: self.on_use(self))
+            mark(param, functools.partial(_used, weakref.ref(self)))  # weak: a parameter must not keep its own unit alive
         self.state = State.RELEASED
 
     def fetch(self) -> None:
@@ -150,6 +152,20 @@ class PartitionedParams:
         return {"param": self.home.nbytes, "gathered": 0 if self.state is State.RELEASED else self.full.nbytes}
 
 
+def _used(reference: weakref.ref[PartitionedParams]) -> None:
+    params = reference()
+    if params is None:
+        raise RuntimeError("this parameter was partitioned by a ZeroOptimizer that is gone, and its values too; keep the optimizer with its model")
+    params.on_use(params)
+
+
+def _tell(method: weakref.WeakMethod[Callable[[int, object], None]], index: int, call: object, *_: Any) -> None:
+    """A hook on the graph; weak, as graphs and what hangs on them are not seen by Python's collector."""
+    alive = method()
+    if alive is not None:
+        alive(index, call)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
     found = []
@@ -161,31 +177,43 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def export_hooks(units: list[PartitionedParams], by_storage: Mapping[int, PartitionedParams]) -> list[RemovableHandle]:
-    """Make ``state_dict()`` of the model and its parts work: each unit is gathered while it is copied, and what is returned is a copy."""
-    owners: dict[nn.Module, list[PartitionedParams]] = {}
+def state_dict_hooks(
+    units: list[PartitionedParams], by_storage: Mapping[int, PartitionedParams], written: Callable[[PartitionedParams, list[int]], None]
+) -> list[RemovableHandle]:
+    """Make ``state_dict()`` and ``load_state_dict()`` of the model and its parts work, on all ranks: each unit is gathered meanwhile.
+
+    What ``state_dict()`` returns is a copy; ``written(params, indices)`` keeps what was loaded.
+    """
+    owners: dict[nn.Module, list[tuple[PartitionedParams, list[int]]]] = {}
     for params in units:
         for anchor in params.unit.anchors:
             for module in anchor.modules():
-                owns = any(own is param for own in module._parameters.values() for param in params.unit.params)
-                if owns and params not in owners.setdefault(module, []):
-                    owners[module].append(params)
+                own = [index for index, param in enumerate(params.unit.params) if any(param is p for p in module._parameters.values())]
+                if own and not any(other is params for other, _ in owners.get(module, ())):
+                    owners.setdefault(module, []).append((params, own))
 
-    def gather(held: list[PartitionedParams], *_: Any) -> None:
-        for params in held:
+    def gather(held: list[tuple[PartitionedParams, list[int]]], *_: Any) -> None:
+        for params, _own in held:
             params.hold()
 
-    def copy(held: list[PartitionedParams], _module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    def copy(held: list[tuple[PartitionedParams, list[int]]], _module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.untyped_storage()._cdata in by_storage:
                 state[key] = value.detach().clone()
-        for params in held:
+        for params, _own in held:
+            params.let_go()
+
+    def keep(held: list[tuple[PartitionedParams, list[int]]], *_: Any) -> None:
+        for params, own in held:
+            written(params, own)
             params.let_go()
 
     handles: list[RemovableHandle] = []
     for module, held in owners.items():
-        handles.append(module.register_state_dict_pre_hook(functools.partial(gather, held)))
-        handles.append(module.register_state_dict_post_hook(functools.partial(copy, held)))
+        handles.append(module.register_state_dict_pre_hook(Hook(functools.partial(gather, held))))
+        handles.append(module.register_state_dict_post_hook(Hook(functools.partial(copy, held))))
+        handles.append(module.register_load_state_dict_pre_hook(Hook(functools.partial(gather, held))))
+        handles.append(module.register_load_state_dict_post_hook(Hook(functools.partial(keep, held))))
     return handles
 
 
@@ -195,10 +223,11 @@ class Partition:
     Args:
         model: the module that was given to ZeroOptimizer.
         ahead: units to gather ahead of use.
+        written: called with a held unit of which some parameters (by number) were overwritten on every rank; makes that last.
     """
 
-    def __init__(self, model: nn.Module, ahead: int) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, ahead: int, written: Callable[[PartitionedParams, list[int]], None]) -> None:
+        self.model, self.written = model, written
         self.params: list[PartitionedParams] = []
         self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
         self.by_storage: dict[int, PartitionedParams] = {}
@@ -221,17 +250,17 @@ class Partition:
     def attach(self) -> None:
         """Put hooks on the modules; again after ``add``."""
         self.detach()
-        self.handles += export_hooks(self.params, self.by_storage)
+        self.handles += state_dict_hooks(self.params, self.by_storage, self.written)
         by_module: dict[nn.Module, list[PartitionedParams]] = {self.model: []}
         for params in self.params:
             for anchor in params.unit.anchors:
                 by_module.setdefault(anchor, []).append(params)
         for module, units in by_module.items():
             calls: list[object] = []  # the stack of calls of this module in progress
-            before = torch.compiler.disable(lambda _module, args, kwargs, u=units, c=calls, m=module: self._before(m, u, c, args, kwargs))
-            after = torch.compiler.disable(lambda _module, args, output, u=units, c=calls, m=module: self._after(m, u, c, output))
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self.handles.append(module.register_forward_hook(after, always_call=True))
+            before = functools.partial(self._before, units, calls)
+            after = functools.partial(self._after, units, calls)
+            self.handles.append(module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True))
+            self.handles.append(module.register_forward_hook(Hook(after), always_call=True))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -247,9 +276,12 @@ class Partition:
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, units: list[PartitionedParams], calls: list[object], args: Any, kwargs: Any) -> None:
+    def _before(self, units: list[PartitionedParams], calls: list[object], module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if self.depth == 0 and not in_backward:
+            if self.task != -1:  # an error ended the last backward
+                self.reset()
+                self.prefetcher.begin("train")
             mode = "train" if torch.is_grad_enabled() else "infer"
             if mode == "infer" or self.prefetcher.mode != mode:
                 self.prefetcher.begin(mode)
@@ -263,11 +295,13 @@ class Partition:
             params.depth += 1
             self._use(params)
             is_rest = self.model in params.unit.anchors
-            inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() and not is_rest else []
+            # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
+            inputs = [t for t in _tensors((args, kwargs)) if t.grad_fn is not None] if torch.is_grad_enabled() and not is_rest else []
             if inputs:
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _grads, p=params, c=call: self._inputs_done(p, c))
+                done = functools.partial(_tell, weakref.WeakMethod(self._inputs_done), params.index, call)
+                torch.autograd.graph.register_multi_grad_hook(inputs, done)
 
-    def _after(self, module: nn.Module, units: list[PartitionedParams], calls: list[object], output: Any) -> None:
+    def _after(self, units: list[PartitionedParams], calls: list[object], module: nn.Module, _args: Any, output: Any) -> None:
         if not calls:
             return  # the hook before it failed
         call = calls.pop()
@@ -278,7 +312,8 @@ class Partition:
         for params in units:
             params.depth -= 1
             if outputs:
-                torch.autograd.graph.register_multi_grad_hook(outputs, lambda _grad, p=params, c=call: self._output_grad(p, c), mode="any")
+                arrives = functools.partial(_tell, weakref.WeakMethod(self._output_grad), params.index, call)
+                torch.autograd.graph.register_multi_grad_hook(outputs, arrives, mode="any")
             is_rest = self.model in params.unit.anchors
             if params.depth or in_backward or (is_rest and (self.root_depth or outputs)):
                 continue  # still in use, or about to be: what is left over opens the backward
@@ -299,8 +334,8 @@ class Partition:
         """A released parameter is read. Inside a forward or backward that is a use like any other."""
         if self.closed:
             raise RuntimeError(
-                f"the parameters of unit {params.unit.name!r} were partitioned when the optimizer was closed; read them before close(), "
-                "within zk.gather"
+                f"the parameters of unit {params.unit.name!r} were partitioned when the optimizer was closed; "
+                "close(gather=True) leaves them full"
             )
         if self.depth or torch._C._current_graph_task_id() != -1:
             self._use(params)
@@ -319,12 +354,14 @@ class Partition:
             self.task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)  # type: ignore[attr-defined]
 
-    def _output_grad(self, params: PartitionedParams, call: object) -> None:
+    def _output_grad(self, index: int, call: object) -> None:
+        params = self.by_index[index]
         self._watch_backward()
         params.calls.add(call)
         self._use(params)
 
-    def _inputs_done(self, params: PartitionedParams, call: object) -> None:
+    def _inputs_done(self, index: int, call: object) -> None:
+        params = self.by_index[index]
         self._watch_backward()
         if call in params.calls:
             params.calls.discard(call)
@@ -359,6 +396,11 @@ class Partition:
             params.calls.clear()
             if not params.depth:
                 params.release()
+
+    def gather_all(self) -> None:
+        """Every unit becomes full, for good."""
+        for params in self.params:
+            params.hold()
 
     def reset(self) -> None:
         """Between steps: nothing is under way, whatever was interrupted."""

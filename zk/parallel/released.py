@@ -27,7 +27,7 @@ _METHODS = frozenset(
     (
         "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
         "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "untyped_storage",
-        "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "zero_grad",
+        "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "zero_grad", "_has_compatible_shallow_copy_type",
     )
 )
 # released parameter -> what to call with its name when values are needed
@@ -41,13 +41,29 @@ def _is_metadata(function: Any) -> bool:
     return name in _METHODS
 
 
+# what takes parameters as the places where gradients go
+_ENGINE = (torch.autograd.grad, torch.autograd.backward)
+_DATA = Tensor.data
+
+
+def _stays(param: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether ``param.to(*args, **kwargs)`` is ``param``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty(0, dtype=param.dtype, device=param.device)
+        return like.to(*args, **kwargs) is like
+
+
 class Released(nn.Parameter):
     """A parameter without memory. Never constructed: the class of existing parameters is set to a subclass of it."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_metadata(func):
+        if func is Tensor.to and isinstance(args[0], Released) and _stays(args[0], args[1:], kwargs):
+            return args[0]  # model.to(where it is): nothing to do
+        if getattr(func, "__self__", None) is _DATA and len(args) == 2 and args[1] is args[0]:
+            return None
+        if not _is_metadata(func) and func not in _ENGINE:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Released):
                     _on_use[leaf]()

@@ -47,7 +47,7 @@ class Text:
 
     @classmethod
     def of(cls, raw: bytes, context: int) -> Text:
-        everything = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        everything = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         pieces = everything.split(1 << 16)
         text = cls(torch.cat([p[: len(p) * 9 // 10] for p in pieces]), torch.cat([p[len(p) * 9 // 10 :] for p in pieces]))
         if len(text.valid) <= context + 1:

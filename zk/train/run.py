@@ -123,6 +123,8 @@ def train(job: Job) -> Record:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     console = Console(quiet=rank != 0, highlight=False)
+    if rank == 0:
+        job.out.mkdir(parents=True, exist_ok=True)  # find out now that it cannot be written
     raw = read_text(job.data)
     text = Text.of(raw, job.model.context)
     torch.manual_seed(job.seed)
@@ -186,9 +188,11 @@ def train(job: Job) -> Record:
             if plain is not None:
                 record.check_losses.append(plain.step(everyones))
             advance(record, job.batch * world * job.accumulate * job.model.context, optimizer)
+    # the model first: what follows only tells about it
+    saved = save_model(model, job.out, {"gpt": repr(dataclasses.asdict(job.model))}, write=rank == 0)
     record.valid[job.steps] = validate(model, text, job, device)
     after = sample(model, text, job, device)
-    _report(console, job, record, optimizer, before, after, rank, model)
+    _report(console, job, record, optimizer, before, after, rank, model, saved)
     optimizer.close()
     if world > 1:
         torch.distributed.destroy_process_group()
@@ -287,7 +291,9 @@ def tiers(optimizer: zk.ZeroOptimizer) -> str:
     return "  ".join(f"{tier} {nbytes / 2**20:,.1f} MiB" for tier, nbytes in totals.items() if nbytes)
 
 
-def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, before: str, after: str, rank: int, model: GPT) -> None:
+def _report(
+    console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, before: str, after: str, rank: int, model: GPT, saved: Path
+) -> None:
     metrics = optimizer.metrics()
     num_params = sum(p.numel() for p in model.parameters())
     table = Table(title="training state of this rank", title_justify="left", box=None, pad_edge=False)
@@ -300,10 +306,9 @@ def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimi
     console.print()
     console.print(table)
     if job.sample:
-        console.print("\n[bold]sample before training[/bold]\n" + _printable(before))
-        console.print("\n[bold]sample after training[/bold]\n" + _printable(after))
-
-    saved = save_model(model, job.out, {"gpt": repr(dataclasses.asdict(job.model))}, write=rank == 0)
+        for when, text in (("before", before), ("after", after)):
+            console.print(f"\n[bold]sample {when} training[/bold]")
+            console.print(_printable(text), markup=False)
     if rank == 0:
         from zk.train import picture
 
@@ -327,4 +332,4 @@ def _report(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimi
 
 def _printable(text: str) -> str:
     lines = "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "·" for c in text).splitlines()
-    return "\n".join("  | " + line for line in lines).replace("[", "\\[")
+    return "\n".join("  | " + line for line in lines)

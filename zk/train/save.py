@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zk
-from zk.optimizer import OWNERS
+from zk.optimizer import owner_of
 
 
 def _unit_of(param: Tensor) -> int:
-    owner = OWNERS.get(param)
-    return id(owner.units[param][0]) if owner is not None else 0
+    owner = owner_of(param) if isinstance(param, nn.Parameter) else None
+    return id(owner.units[param][0]) if owner is not None else 0  # type: ignore[index]
 
 
 def save_model(model: nn.Module, folder: Path, metadata: dict[str, str], write: bool, max_file_nbytes: int = 1 << 29) -> Path:

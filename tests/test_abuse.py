@@ -1,0 +1,318 @@
+"""What people do to optimizers and models besides training: errors half-way, copies, late changes. All right, or refused with a remedy."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.world import run_world
+from zk.offload.cpu_adam import CPUAdam
+
+ROOT = Path(__file__).parent.parent
+
+
+def wrap(model: nn.Module, stage: int = 3, **options: object) -> zk.ZeroOptimizer:
+    tier = {"param_tier": "host"} if stage == 3 else {}
+    return zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **{"stage": stage, "optimizer_tier": "host", **tier, **options})
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    loss = loss_of(model, batch(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    with zk.gather(model.parameters()):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = GPT(layers=3)
+    return model, copy.deepcopy(model)
+
+
+class Fuse(torch.autograd.Function):
+    """The identity, whose backward fails when it is lit."""
+
+    lit = False
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        if Fuse.lit:
+            raise RuntimeError("out of memory")
+        return grad
+
+
+def fail_in_backward(model: nn.Module, seed: int) -> None:
+    handle = model.blocks[1].register_forward_hook(lambda _module, _args, output: Fuse.apply(output))
+    loss = loss_of(model, batch(seed))
+    Fuse.lit = True
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loss.backward()
+    finally:
+        Fuse.lit = False
+        handle.remove()
+
+
+# ---- cases for any number of ranks -------------------------------------------------------------------------------------------------
+
+
+def errors_in_backward_lose_nothing() -> None:
+    """torch keeps the gradients that an interrupted backward has made; the next backward adds to them, or a step uses them."""
+    for stage in (0, 1, 2, 3):
+        for again in (True, False):
+            model, other = pair()
+            with wrap(model, stage) as optimizer:
+                plain = torch.optim.AdamW(other.parameters(), lr=1e-2)
+                for trained, update in ((model, optimizer), (other, plain)):
+                    step(trained, update, 1)
+                    fail_in_backward(trained, 2)
+                    if again:
+                        loss_of(trained, batch(3)).backward()
+                    update.step()
+                    update.zero_grad()
+                    step(trained, update, 4)
+                for got, want in zip(weights(model), weights(other), strict=True):
+                    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def state_from_before_the_first_step_starts_anew() -> None:
+    for stage in (0, 1, 2, 3):
+        model, other = pair()
+        with wrap(model, stage) as optimizer:
+            plain = torch.optim.AdamW(other.parameters(), lr=1e-2)
+            for trained, update in ((model, optimizer), (other, plain)):
+                saved = copy.deepcopy(update.state_dict())
+                step(trained, update, 1)
+                step(trained, update, 2)
+                update.load_state_dict(saved)
+                step(trained, update, 3)
+            for got, want in zip(weights(model), weights(other), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def closing_with_gather_gives_the_model_back() -> None:
+    model, _ = pair()
+    optimizer = wrap(model, 3)
+    step(model, optimizer)
+    want = weights(model)
+    optimizer.close(gather=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want, strict=True))
+    with wrap(model, 3) as again:
+        step(model, again)
+
+
+def gradients_of_inputs_and_parameters_can_be_asked_for() -> None:
+    model, other = pair()
+    with wrap(model, 3):
+        x, y = (torch.ones(2, 4, 24, requires_grad=True) for _ in range(2))
+        (got,) = torch.autograd.grad(model.blocks[0](x).sum(), x)
+        (want,) = torch.autograd.grad(other.blocks[0](y).sum(), y)
+        assert torch.equal(got, want)
+        grads = torch.autograd.grad(loss_of(model, batch(0)), list(model.parameters()))
+        wanted = torch.autograd.grad(loss_of(other, batch(0)), list(other.parameters()))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(grads, wanted, strict=True))
+
+
+def a_model_loads_and_stays_where_it_is() -> None:
+    model, other = pair()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    with wrap(model, 3, dtype="bf16") as optimizer:
+        step(model, optimizer)
+        assert model.load_state_dict(other.state_dict()).missing_keys == []
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(weights(model), other.parameters(), strict=True))
+        before = weights(model)
+        step(model, optimizer, 1)
+        assert any(not torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+        assert model.to("cpu") is model
+
+
+def changed_groups_are_refused_on_every_rank() -> None:
+    model, _ = pair()
+    with wrap(model, 2) as optimizer:
+        step(model, optimizer)
+        loss_of(model, batch(1)).backward()
+        params = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = params[:-1]
+        with pytest.raises(ValueError, match=r"'head\.weight' is in no param_group any more"):
+            optimizer.step()
+        optimizer.param_groups[0]["params"] = params
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(ValueError, match="ask for max_exp_avg_sq"):
+            optimizer.step()
+        optimizer.param_groups[0]["amsgrad"] = False
+        optimizer.step()
+
+
+CASES = (
+    errors_in_backward_lose_nothing,
+    state_from_before_the_first_step_starts_anew,
+    closing_with_gather_gives_the_model_back,
+    gradients_of_inputs_and_parameters_can_be_asked_for,
+    a_model_loads_and_stays_where_it_is,
+    changed_groups_are_refused_on_every_rank,
+)
+
+
+def call(case: Callable[[], None]) -> str:
+    case()
+    return ""
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_any_number_of_ranks(world: int) -> None:
+    assert dict(zip([case.__name__ for case in CASES], run_world(world, call, CASES), strict=True)) == {
+        case.__name__: [""] * world for case in CASES
+    }
+
+
+def nothing_stays_behind(_: object) -> str:
+    """Models and optimizers are collected, closed or not, at every stage."""
+    for stage in (2, 3):
+        for close in (True, False):
+            model = GPT()
+            optimizer = wrap(model, stage, dtype="bf16")
+            loss_of(model, batch(0)).backward()
+            optimizer.step()
+            if close:
+                optimizer.close()
+            dead = weakref.ref(model), weakref.ref(optimizer)
+            del model, optimizer
+            gc.collect()
+            if any(reference() is not None for reference in dead):
+                return f"stage {stage}, close={close}: {dead} on rank {dist.get_rank() if dist.is_initialized() else 0}"
+    return ""
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_models_are_collected(world: int) -> None:
+    assert run_world(world, nothing_stays_behind, [None]) == [[""] * world]
+
+
+def test_a_dropped_optimizer_lets_the_model_go() -> None:
+    model, other = pair()
+    optimizer = wrap(model, 2)
+    del optimizer
+    gc.collect()
+    loss_of(model, batch(0)).backward()
+    assert model.head.weight.grad is not None  # nobody takes gradients away any more
+    model.zero_grad()
+    step(model, wrap(model, 2))
+    assert not torch.equal(model.head.weight, other.head.weight)
+
+
+# ---- copies ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (None, "bf16"))
+def test_averaged_and_pickled_copies_are_plain_models(dtype: str | None, tmp_path: Path) -> None:
+    model, _ = pair()
+    optimizer = wrap(model, 2, dtype=dtype)
+    average = AveragedModel(model)
+    step(model, optimizer)
+    average.update_parameters(model)
+    ids = batch(0)
+    torch.testing.assert_close(average(ids), model(ids))
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(again(ids), model(ids))
+    loss_of(again, ids).backward()
+    assert again.head.weight.grad is not None and pickle.dumps(again)
+    optimizer.step if dtype else step(model, optimizer)
+
+
+def test_the_wrapped_optimizer_says_who_steps() -> None:
+    model, _ = pair()
+    inner = torch.optim.AdamW(model.parameters())
+    with zk.ZeroOptimizer(model, inner), pytest.raises(RuntimeError, match="call step\\(\\) of that one"):
+        inner.step()
+    inner.step()
+    with wrap(model, 2, dtype="fp16") as optimizer:
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer.backward(loss_of(model, batch(0)))
+        with pytest.raises((RuntimeError, AssertionError), match="GradScaler does not see"):
+            optimizer.grad_scale = scaler.scale(torch.ones(()))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", ("fp16", "bf16"))
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.SGD))
+def test_writes_through_data_are_kept(dtype: str, kind: type[torch.optim.Optimizer]) -> None:
+    model, _ = pair()
+    with zk.ZeroOptimizer(model, kind(model.parameters(), lr=1e-9, weight_decay=0), dtype=dtype, loss_scale=None) as optimizer:
+        for param in model.parameters():
+            param.data.clamp_(-0.01, 0.01)
+        step(model, optimizer)
+        assert max(param.abs().max().item() for param in model.parameters()) <= 0.0101
+
+
+# ---- CPUAdam alone -----------------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_adam_checks_groups_that_come_later() -> None:
+    optimizer = CPUAdam([nn.Parameter(torch.zeros(3))])
+    for bad in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 4).t()):
+        with pytest.raises(ValueError, match="contiguous fp32, bf16 or fp16"):
+            optimizer.add_param_group({"params": [nn.Parameter(bad)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(3).to_sparse()
+    with pytest.raises(TypeError, match="dense gradients"):
+        optimizer.step()
+    for options, match in (({"num_threads": 0}, "num_threads"), ({"num_threads": True}, "num_threads"), ({"lr": "a"}, "lr must be")):
+        with pytest.raises(ValueError, match=match):
+            CPUAdam([nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize(("dtype", "split"), ((torch.float16, True), (torch.bfloat16, False)))
+@pytest.mark.parametrize("engine", ("numba", "torch"))
+def test_cpu_adam_keeps_what_the_user_wrote(dtype: torch.dtype, split: bool, engine: str) -> None:
+    param = nn.Parameter(torch.randn(1000).to(dtype))
+    optimizer = CPUAdam([param], lr=1e-3, split_master=split, engine=engine)
+    for value in (None, 3.0):
+        if value is not None:
+            param.data[::2] = value
+        before = param.detach().float()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert (param.detach().float() - before).abs().max() < 0.02
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_end_well_without_any_farewell(tmp_path: Path) -> None:
+    """No close(), no destroy_process_group(): several times, as what went wrong went wrong in one of three."""
+    program = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0].replace('stage=3, dtype="bf16", param_tier="host"', "stage=2")
+    (tmp_path / "program.py").write_text(program)
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    for _ in range(4):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *rendezvous, str(tmp_path / "program.py")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stderr
