@@ -142,7 +142,7 @@ def _run_on(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], 
         clip_grad_norm=case.clip,
         loss_scale=scale if scale != 1 else None,
         overlap=case.overlap,
-        prefetch=case.prefetch,
+        prefetch=case.prefetch if case.stage == 3 else 1,
         **options,
     )
     mine = []

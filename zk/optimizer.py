@@ -116,7 +116,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
-        self._build(device)
+        self.tiers: dict[str, Tier] = {}
+        try:
+            self._build(device)
+        except BaseException:
+            self._close_files()
+            raise
         scale = self.config.loss_scale
         if scale == "auto":
             scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
@@ -194,7 +199,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         needs = [self._needs(unit, layout) for unit, layout in zip(units, layouts, strict=True)]
         budgets = config.device_budget, config.host_budget
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
-        self.tiers: dict[str, Tier] = {"device": MemoryTier("device", device), "host": MemoryTier("host", torch.device("cpu"))}
+        self.tiers = {"device": MemoryTier("device", device), "host": MemoryTier("host", torch.device("cpu"))}
         placed = place(config.param_tier, config.optimizer_tier, needs, config.stage, device, *budgets, bool(paths))  # type: ignore[arg-type]
         nvme: NVMeTier | None = None
         if any("nvme" in names for names in placed):

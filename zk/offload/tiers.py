@@ -8,6 +8,7 @@ same memory and do nothing. On NVMe a chunk is fetched, worked on, and evicted (
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, chunks_of
 
+log = logging.getLogger("zk")
 # chunks of the update in host buffers at once, on NVMe: being read, worked on, written, and kept for the next step
 CHUNKS_IN_MEMORY = 6
 # of these, kept: the last ones of a step are the first ones of the next, which goes the other way
@@ -247,9 +249,11 @@ class NVMeTier:
         }
 
     def close(self) -> None:
-        """Wait for what is under way, and remove the files."""
+        """Wait for what is under way, and remove the files. What fails now is of no consequence, and logged."""
         try:
             self.spill.close()
+        except OSError as error:
+            log.warning("while closing the nvme tier: %s", error)
         finally:
             self.scratch.close()
 
