@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from zk.optimizer import Held, ZeroOptimizer, owner_of
+from zk.held import Held, owner_of
 
 
 @contextlib.contextmanager
@@ -22,21 +22,21 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
     """
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
-    held: dict[int, tuple[ZeroOptimizer, Held, list[int]]] = {}
+    held: dict[int, tuple[Held, list[int]]] = {}
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
             unit, index = owner.units[param]
-            held.setdefault(id(unit), (owner, unit, []))[2].append(index)
+            held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[Held] = []
     try:
-        for _, unit, _ in held.values():
+        for unit, _ in held.values():
             unit.params.hold()
             entered.append(unit)
         yield
         if write:
-            for owner, unit, indices in held.values():
-                owner.keep_written(unit, indices)
+            for unit, indices in held.values():
+                unit.keep_written(indices)
     finally:
         for unit in entered:
             unit.params.let_go()

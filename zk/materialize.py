@@ -412,24 +412,24 @@ def _some(items: list[str]) -> str:
 
 
 def _is_held(model: nn.Module) -> bool:
-    from zk.optimizer import owner_of
+    from zk.held import owner_of
 
     return any(owner_of(param) is not None for param in model.parameters())
 
 
 @torch.no_grad()
 def _load(sources: dict[Tensor, _FromFile]) -> None:
-    from zk.optimizer import ZeroOptimizer, owner_of
+    from zk.held import Held, owner_of
 
-    units: dict[int, tuple[ZeroOptimizer, Any, dict[int, Callable[[], Tensor]]]] = {}
+    units: dict[int, tuple[Held, dict[int, Callable[[], Tensor]]]] = {}
     for tensor, source in sources.items():
         owner = owner_of(tensor)
         if owner is not None:
             held, index = owner.units[tensor]  # type: ignore[index]
-            units.setdefault(id(held), (owner, held, {}))[2][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
+            units.setdefault(id(held), (held, {}))[1][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
         elif _is_meta(tensor):
             tensor.__dict__[_SOURCE] = source
         else:
             tensor.copy_(source.make(tensor))
-    for owner, held, values in units.values():
-        owner.overwrite(held, values)
+    for held, values in units.values():
+        held.overwrite(values)

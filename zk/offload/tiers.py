@@ -292,18 +292,28 @@ def place(
     device: torch.device,
     device_budget: int | None,
     host_budget: int | None,
-    has_path: bool,
+    buffer_nbytes: int | None,
 ) -> list[tuple[str, str]]:
     """For each unit, the tiers of its parameters and of its optimizer state.
 
     "auto" fills the device up to its budget, then the host, then NVMe. What "nvme" is asked for stays in the host's memory as far as a
     host_budget is given. Parameters go first: they are used twice in every step, optimizer state once.
+    ``buffer_nbytes`` is what moving to and from NVMe takes of the host; None where there is no path for it.
     Raises ValueError if the state does not fit in the budgets, with what it needs and the remedy.
     """
     room = {
         "device": device_budget if device_budget is not None else int(0.9 * free_nbytes(device)),
         "host": host_budget if host_budget is not None else int(0.9 * free_nbytes(torch.device("cpu"))),
     }
+    may_spill = buffer_nbytes is not None
+    needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.optimizer_nbytes for need in needs)
+    if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
+        if buffer_nbytes > host_budget:
+            raise ValueError(
+                f"the nvme tier needs {readable(buffer_nbytes)} of host memory for its buffers, and host_budget is {readable(host_budget)}; "
+                "raise it, use prefetch=0, or make units smaller (units=)"
+            )
+        room["host"] -= buffer_nbytes
     shared = device.type == "cpu" and device_budget is None  # the device is the host: what one takes the other has not
     used = {"device": 0, "host": 0, "nvme": 0}
 
@@ -314,7 +324,7 @@ def place(
     def choose(wanted: str, nbytes: int, may_leave: bool) -> str:
         if wanted == "auto":
             order = ["device", "host"] if may_leave else ["device"]
-            tier = next((tier for tier in order if fits(tier, nbytes)), "nvme" if has_path and may_leave else order[-1])
+            tier = next((tier for tier in order if fits(tier, nbytes)), "nvme" if may_spill and may_leave else order[-1])
         elif wanted == "nvme" and host_budget is not None and fits("host", nbytes):
             tier = "host"
         else:

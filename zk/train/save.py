@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zk
-from zk.optimizer import owner_of
+from zk.held import owner_of
 
 
 def _unit_of(param: Tensor) -> int:

@@ -1,0 +1,96 @@
+"""In: a model, its optimizer and groups, as the user gave or changed them. Out: nothing, or an error with rule, value and remedy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zk.held import Held, owner_of
+from zk.materialize import can_make
+from zk.offload.rules import Rule
+
+
+def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already: type) -> None:
+    """``already`` is what a wrapped optimizer is an instance of."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    if isinstance(optimizer, already):
+        raise ValueError("the optimizer is a ZeroOptimizer already; wrap the torch optimizer once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("model is wrapped in DistributedDataParallel, which would reduce gradients a second time; pass model.module")
+    if next(model.parameters(), None) is None:
+        raise ValueError("model has no parameters")
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise ValueError(
+                f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first (with gather=True, if it partitions parameters)"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not can_make(tensor):
+            raise ValueError(
+                f"{name!r} is on the meta device and nothing says what its values are; build the model within zk.deferred_init(), or call "
+                "zk.load_pretrained(model, path) first"
+            )
+
+
+def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: bool) -> None:
+    """Every trained parameter is the model's, floating point (of a dtype we train, if not ``converted``), and shares memory with no other."""
+    names = {param: name for name, param in model.named_parameters()}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in names:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} in group {index} is not one of model.parameters(); make the optimizer from "
+                    "the model that is passed (after any .to() that replaces parameters)"
+                )
+            known = param.is_floating_point() if converted else param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            if param.requires_grad and not known:
+                raise ValueError(f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
+        for param, name in names.items()
+        if param.is_contiguous() and param.numel() and not param.is_meta
+    )
+    for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
+        if start < stop and owner_of(model.get_parameter(name)) is None:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
+                f"assigning one object to both modules"
+            )
+
+
+def check_groups(held: Sequence[Held], groups: Sequence[dict[str, Any]], rule: Rule) -> None:
+    """What the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
+    units = {param: unit for unit in held for param in unit.unit.params}
+    grouped = {param for group in groups for param in group["params"]}
+    for unit in held:
+        for name, param in zip(unit.unit.names, unit.unit.params, strict=True):
+            if unit.shard is not None and param not in grouped:
+                raise ValueError(f"parameter {name!r} is in no param_group any more; to stop training it set requires_grad=False")
+            if unit.shard is None and param in grouped and param.grad is not None:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when ZeroOptimizer was made and has a gradient now; unfreeze before, "
+                    "or close(gather=True) this optimizer and make a new one"
+                )
+    for group in groups:
+        check_group(units, group, rule)
+
+
+def check_group(units: Mapping[nn.Parameter, Held], group: Mapping[str, Any], rule: Rule) -> None:
+    """That there is room for the state that the group's options ask for."""
+    for param in group["params"]:
+        if param not in units:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group, before a step")
+        shard = units[param].shard
+        missing = set(rule.state_names(group)) - set(shard.names) if shard is not None else None
+        if missing:
+            raise ValueError(
+                f"the options of a param_group ask for {', '.join(sorted(missing))}, which the optimizer had not when ZeroOptimizer was made; "
+                "set amsgrad or momentum before"
+            )

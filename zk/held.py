@@ -1,0 +1,207 @@
+"""In: one unit. Out: Held, the unit and everything zk keeps for it, and what is done to that unit alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zk.offload.pipeline import Run
+from zk.offload.state import OptimizerShard
+from zk.offload.tiers import Tier
+from zk.parallel.comm import Group, Solo
+from zk.parallel.grads import UnitGrads
+from zk.parallel.layout import Layout
+from zk.parallel.partitioned import PartitionedParams
+from zk.parallel.replicated import ReplicatedParams
+from zk.units import Unit
+
+if TYPE_CHECKING:
+    from zk.optimizer import ZeroOptimizer
+
+# every parameter that some ZeroOptimizer holds -> a weak reference to that optimizer
+OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def owner_of(param: Tensor) -> ZeroOptimizer | None:
+    """The ZeroOptimizer that holds ``param``."""
+    reference: weakref.ref[ZeroOptimizer] | None = OWNERS.get(param)
+    return reference() if reference is not None else None
+
+
+@dataclasses.dataclass(slots=True)
+class Held:
+    """One unit and everything zk keeps for it. Frozen units have parameters only."""
+
+    unit: Unit
+    layout: Layout
+    comm: Solo | Group
+    params: ReplicatedParams | PartitionedParams
+    param_tier: Tier
+    tier: Tier | None = None  # of gradients, masters and moments
+    shard: OptimizerShard | None = None
+    grads: UnitGrads | None = None
+    used: set[int] = dataclasses.field(default_factory=set)  # parameters with a gradient, on any rank, since the last step
+    steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of the parameters that were updated: how often
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the parameters, when zk last wrote them
+
+    def mine(self, index: int) -> slice:
+        """What this rank's slice has of parameter ``index``."""
+        return self.layout.part(index, self.params.held)[0]
+
+    # ---- the step ------------------------------------------------------------------------------------------------------------
+
+    def count_step(self) -> None:
+        """The parameters in use are about to be updated."""
+        for index in self.used:
+            self.steps[index] = self.steps.get(index, 0) + 1
+
+    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> Iterator[Run]:
+        """Neighbours of one group and step count, merged; parameters without a gradient are left out, as torch leaves them alone."""
+        run: Run | None = None
+        for index, param in enumerate(self.unit.params):
+            part = self.mine(index)
+            if index in self.used and part.stop > part.start:
+                group, step = group_of[param], self.steps[index]
+                if run is not None and run[1] is group and run[2] == step:
+                    run = slice(run[0].start, part.stop), group, step
+                    continue
+                if run is not None:
+                    yield run
+                run = part, group, step
+            elif run is not None and index not in self.used:
+                yield run
+                run = None
+        if run is not None:
+            yield run
+
+    def updated(self) -> None:
+        """The parameters in use have new values, as autograd should know."""
+        changed = [self.unit.params[index] for index in self.used]
+        torch.autograd.graph.increment_version(changed)
+        for index in self.used:
+            self.versions[index] = self.unit.params[index]._version
+
+    # ---- values from outside -------------------------------------------------------------------------------------------------
+
+    def adopt_writes(self) -> None:
+        """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""
+        if isinstance(self.params, PartitionedParams):
+            return
+        assert self.shard is not None
+        for index, param in enumerate(self.unit.params):
+            place = self.params.full[self.layout.whole(index)]
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                raise RuntimeError(
+                    f"parameter {self.unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
+                    ".data); move the model first, then wrap it, and use dtype= to convert"
+                )
+            if param._version != self.versions[index]:
+                self.shard.adopt(self.mine(index))
+                self.versions[index] = param._version
+
+    def keep_written(self, indices: Sequence[int]) -> None:
+        """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
+        self.comm.broadcast(self.params.index, self.params.full)
+        if isinstance(self.params, PartitionedParams):
+            self.params.home.write(self.params.full[self.params.held])
+        if self.shard is not None:
+            for index in indices:
+                self.shard.adopt(self.mine(index))
+
+    def overwrite(self, values: Mapping[int, Callable[[], Tensor]]) -> None:
+        """Replace parameters, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
+        if self.shard is None:
+            self.params.hold()
+            for index, make in values.items():
+                self.params.full[self.layout.whole(index)] = make().reshape(-1)
+            if isinstance(self.params, PartitionedParams):
+                self.params.home.write(self.params.full[self.params.held])
+            self.params.let_go()
+            return
+        self.adopt_writes()
+        for index, make in values.items():
+            mine, piece = self.layout.part(index, self.params.held)
+            self.shard.set_master(mine, make().reshape(-1)[piece])
+        pending = self.params.publish()
+        if pending is not None:
+            pending.wait()
+
+    # ---- optimizer state -----------------------------------------------------------------------------------------------------
+
+    def full(self, read: Callable[[slice], Tensor]) -> Tensor:
+        """The whole flat buffer (layout.numel,) of something that each rank holds a slice of; a collective where there are several ranks."""
+        mine = read(slice(0, self.params.held.stop - self.params.held.start))
+        if mine.numel() == self.layout.numel:
+            return mine
+        full = torch.empty(self.layout.numel, dtype=mine.dtype, device=mine.device)
+        self.comm.all_gather(self.params.index, full, mine.contiguous()).wait()
+        return full
+
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """Copies of the parameters in full precision."""
+        self.params.hold()
+        exact = self.full(self.shard.get_master) if self.shard is not None else self.params.full
+        return {param: exact[self.layout.whole(index)].view(param.shape).clone() for index, param in enumerate(self.unit.params)}
+
+    def export_state(self, own_part: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``."""
+        state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        if self.shard is None:
+            return state
+        readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(self.shard.get_state, name) for name in self.shard.names}
+        if self.shard.has_master:
+            readers["master"] = self.shard.get_master
+        for name, read in readers.items():
+            full = None if own_part else self.full(read)
+            for index, step in sorted(self.steps.items()):
+                param = self.unit.params[index]
+                entry = state.setdefault(param, {"step": torch.tensor(float(step))})
+                entry[name] = read(self.mine(index)) if full is None else full[self.layout.whole(index)].view(param.shape)
+        if not readers:
+            for index, step in sorted(self.steps.items()):
+                state[self.unit.params[index]] = {"step": torch.tensor(float(step))}
+        return state
+
+    def forget_state(self, index: int) -> None:
+        """Parameter ``index`` becomes as before its first step; its master stays."""
+        self.steps.pop(index, None)
+        if self.shard is not None:
+            mine = self.mine(index)
+            for name in self.shard.names:
+                self.shard.set_state(name, mine, torch.zeros(mine.stop - mine.start))
+
+    def import_plan(self, index: int, saved: Mapping[str, Any]) -> list[Callable[[], None]]:
+        """What loading one parameter's state will write, after checking that it fits."""
+        shard, name, param = self.shard, self.unit.names[index], self.unit.params[index]
+        if shard is None:
+            raise ValueError(f"the state holds entries for {name!r}, which is frozen here")
+        mine, piece = self.layout.part(index, self.params.held)
+        writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(index, int(saved.get("step", 1)))]
+        for key in [*shard.names, "master"]:
+            value = saved.get(key)
+            if key == "master":
+                if value is None or not shard.has_master:
+                    continue
+            elif value is None:
+                if key == "momentum_buffer":
+                    continue  # torch keeps None there before the first step
+                raise ValueError(f"the state of {name!r} has no {key!r}; it has {sorted(saved)}")
+            if tuple(value.shape) == tuple(param.shape):
+                value = value.detach().reshape(-1)[piece]
+            elif tuple(value.shape) != (mine.stop - mine.start,):
+                raise ValueError(
+                    f"{key!r} of {name!r} has shape {tuple(value.shape)}; this parameter is {tuple(param.shape)} and this rank holds "
+                    f"{mine.stop - mine.start} elements of it"
+                )
+            if key == "master":
+                writes.append(lambda value=value: shard.set_master(mine, value))  # type: ignore[misc]
+            else:
+                writes.append(lambda key=key, value=value: shard.set_state(key, mine, value))  # type: ignore[misc]
+        return writes
