@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test bench bench-peers lint clean
+.PHONY: train test bench bench-peers bench-nvme lint clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -24,6 +24,13 @@ lint: $(READY)
 # DeepSpeed beside zk in one table; installs DeepSpeed into an environment of its own
 bench-peers: $(READY) $(VENV)/.peers
 	$(BIN)/python benchmarks/peers/compare.py $(ARGS)
+
+# file I/O against fio (which must be installed), and a step with everything on the drive against DeepSpeed
+NVME ?= runs/nvme
+bench-nvme: $(READY) $(VENV)/.peers
+	mkdir -p $(NVME)
+	$(BIN)/python benchmarks/nvme_vs_fio.py $(NVME)
+	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

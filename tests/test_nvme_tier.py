@@ -234,7 +234,8 @@ def test_a_folder_removed_under_a_run_is_no_loss(tmp_path: Path, caplog: pytest.
 
 
 RUN = """
-import sys, torch, zk
+import signal, sys, torch, zk
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may have it ignored
 from tests.models import GPT, batch, loss_of
 torch.manual_seed(0)
 model = GPT(width=96, layers=4)

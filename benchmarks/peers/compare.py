@@ -27,6 +27,9 @@ RATIOS = (
     ("zk_stage2", "torch_autocast"),
     ("zk_stage3", "torch_autocast"),
     ("zk_stage2", "fsdp2"),
+    ("zk_stage3_nvme", "deepspeed_zero3_nvme"),
+    ("zk_stage3_nvme_cached", "deepspeed_zero3_nvme"),
+    ("zk_stage3_nvme_bf16_moments", "deepspeed_zero3_nvme"),
 )
 WHAT = {
     "torch_autocast": "plain torch, fp32 weights, autocast, fused AdamW",
@@ -36,6 +39,10 @@ WHAT = {
     "deepspeed_zero3": "DeepSpeed ZeRO-3, optimizer and parameters on CPU",
     "zk_stage2": "zk stage 2, optimizer on host",
     "zk_stage3": "zk stage 3, optimizer and parameters on host",
+    "deepspeed_zero3_nvme": "DeepSpeed ZeRO-3, optimizer and parameters on NVMe",
+    "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",
+    "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.5 GiB",
+    "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.5 GiB, bf16 moments",
 }
 
 
@@ -78,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--systems", nargs="+", choices=ORDER, default=list(ORDER))
+    parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(ORDER))
     parser.add_argument("--out", type=Path)
     options, rest = parser.parse_known_args()
     systems = [s for s in options.systems if not s.startswith("deepspeed") or importlib.util.find_spec("deepspeed")]
@@ -96,7 +103,7 @@ def main() -> None:
     text = (
         f"# One training step, {datetime.date.today()}\n\nGPT of {params / 1e6:.1f}M parameters, clip 1.0, {processor()}; {packages}. "
         f"{options.rounds} interleaved rounds of {options.steps} warm steps after 2, each run in its own process. "
-        f"Command: `make bench-peers`\n\n{table(runs)}\n"
+        f"Command: `make {'bench-nvme' if any('nvme' in system for system in systems) else 'bench-peers'}`\n\n{table(runs)}\n"
     )
     print(text)
     if options.out:
