@@ -41,8 +41,8 @@ WHAT = {
     "zk_stage3": "zk stage 3, optimizer and parameters on host",
     "deepspeed_zero3_nvme": "DeepSpeed ZeRO-3, optimizer and parameters on NVMe",
     "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",
-    "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.5 GiB",
-    "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.5 GiB, bf16 moments",
+    "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.75 GiB",
+    "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.75 GiB, bf16 moments",
 }
 
 

@@ -108,7 +108,8 @@ def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
         zero["offload_param"] = place
     if tier == "nvme":  # what its own tuner proposes: O_DIRECT through libaio, reads and writes overlapped with the update
         zero["offload_optimizer"] = {**place, "pipeline_read": True, "pipeline_write": True, "buffer_count": 4}
-        zero["offload_param"] = {**place, "buffer_count": 5, "buffer_size": 1 << 24, "max_in_cpu": 0}
+        # as many buffers as parameters that may be in flight, each for the largest; with fewer it ends with "Not enough buffers"
+        zero["offload_param"] = {**place, "buffer_count": 64, "buffer_size": 1 << 23}
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": CLIP,
@@ -159,8 +160,8 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage2": lambda model: zk(model, 2),
     "zk_stage3": lambda model: zk(model, 3),
     "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
-    "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.5GiB"),
-    "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.5GiB", state_dtype="bf16"),
+    "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB"),
+    "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", state_dtype="bf16"),
 }
 
 
