@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zk.offload import cpu_adam
-from zk.offload.cpu_adam import AdamStep, CPUAdam, adam_, sum_of_squares
+from zk.kernels import reference
+from zk.kernels.adam import AdamStep
+from zk.kernels.split import join, split_
+from zk.offload.cpu_adam import CPUAdam, adam_, sum_of_squares
 from zk.offload.cpu_adam_numba import BLOCK
-from zk.offload.split import join, split_
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (1, 31, 32, 33, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17, cpu_adam.CHUNK + 5)
+SIZES = (1, 31, 32, 33, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17, reference.CHUNK + 5)
 
 
 def gradients(steps: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -82,7 +83,7 @@ def test_split_master_has_the_bits_of_the_separate_master(numel: int, engine: st
 def test_bits_depend_on_neither_threads_nor_chunks_nor_slices(dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 3 * BLOCK + 11
     param, want = run(dtype, numel, steps=5, engine=engine, num_threads=1)
-    monkeypatch.setattr(cpu_adam, "CHUNK", 1000)
+    monkeypatch.setattr(reference, "CHUNK", 1000)
     again, got = run(dtype, numel, steps=5, engine=engine, num_threads=2)
     assert torch.equal(again, param)
     assert all(torch.equal(got[name], want[name]) for name in want)

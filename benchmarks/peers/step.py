@@ -22,6 +22,7 @@ from zk.train.gpt import GPT, GPTConfig
 
 LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
 Step = Callable[[Tensor, Tensor], float]
+METERS: list[Callable[[], dict[str, float]]] = []  # of systems that count what they move
 
 
 def one_rank_environment() -> None:
@@ -139,6 +140,7 @@ def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> S
     if tier == "nvme":
         options["nvme_path"] = nvme_path()
     optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP, **tiers, **options)
+    METERS.append(optimizer.metrics)
 
     def step(ids: Tensor, targets: Tensor) -> float:
         loss = model(ids, targets)
@@ -182,13 +184,20 @@ def main() -> None:
     draws = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 4096, (options.batch, options.context + 1), generator=draws) for _ in range(options.warmup + options.steps)]
     seconds, losses = [], []
-    for ids in batches:
+    before: list[dict[str, float]] = []
+    for number, ids in enumerate(batches):
+        if number == options.warmup:
+            before = [meter() for meter in METERS]
         start = time.perf_counter()
         losses.append(step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
         seconds.append(time.perf_counter() - start)
     peak = peak_nbytes()
     warm = seconds[options.warmup :]
     report = {"system": options.system, "params": num_params, "seconds": warm, "median": statistics.median(warm), "losses": losses, "peak_rss": peak}
+    for earlier, meter in zip(before, METERS, strict=True):
+        later = meter()
+        for name in ("fetched_nbytes", "evicted_nbytes", "stall_ms"):
+            report[name] = (later.get(name, 0) - earlier.get(name, 0)) / options.steps
     sys.stdout.write("\nRESULT " + json.dumps(report) + "\n")
     sys.stdout.flush()
     if torch.distributed.is_initialized():

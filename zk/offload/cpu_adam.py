@@ -1,7 +1,8 @@
 """In: gradients, parameters and Adam's state in host memory. Out: all updated, bitwise the same for any number of threads and any chunking.
 
 Two engines under one function, ``adam_``: "numba", one pass over memory (cpu_adam_numba.py), and "torch", foreach-style torch ops over
-chunks that fit the cache, which runs wherever torch does (any device) and is bitwise equal to torch.optim.Adam and AdamW.
+chunks that fit the cache, which runs wherever torch does (any device) and is bitwise equal to torch.optim.Adam and AdamW. State on a GPU
+goes to the kernel in zk.kernels.adam.
 Layouts of the fp32 master, told apart by what is passed as ``master``: None (the parameter is fp32 and is the master), fp32
 (a separate master), int16 (a split master: see split.py). Moments are fp32, or bf16 by choice.
 Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101; the CPU update of ZeRO-Offload, arXiv 2101.06840, section 5.
@@ -9,9 +10,7 @@ Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101; the CPU
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -20,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk.offload.split import join, split_
+from zk.kernels import reference
+from zk.kernels.adam import AdamStep, adam, check_adam
+from zk.kernels.split import join, split_
 
-Engine = Literal["numba", "torch"]
-# elements of one chunk of the torch engine: six fp32 arrays of it fit in a core's L2 cache
-CHUNK = 1 << 16
+Engine = Literal["numba", "torch", "triton"]
 
 
 @functools.cache
@@ -49,34 +48,6 @@ def default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdamStep:
-    """The scalars of one update. ``step`` counts from 1; ``grad_scale`` multiplies the gradient (clipping, loss scale)."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool  # AdamW rather than Adam
-    step: int
-    grad_scale: float = 1.0
-    maximize: bool = False
-    amsgrad: bool = False
-
-    @property
-    def bias_corrections(self) -> tuple[float, float]:
-        return 1 - self.beta1**self.step, 1 - self.beta2**self.step
-
-    @property
-    def step_size(self) -> float:
-        return (self.lr / self.bias_corrections[0]) * -1
-
-    @property
-    def signed_scale(self) -> float:
-        return -self.grad_scale if self.maximize else self.grad_scale
-
-
 def adam_(
     param: Tensor,
     grad: Tensor,
@@ -98,53 +69,26 @@ def adam_(
         exp_avg, exp_avg_sq: (n,) fp32 or bf16, both alike. With a split master the sign of exp_avg_sq carries a bit.
         step: the scalars.
         max_exp_avg_sq: (n,) fp32, for amsgrad; it runs on the torch engine.
-        engine: None takes ``default_engine()`` for host memory, "torch" elsewhere.
+        engine: None takes ``default_engine()`` for host memory, "triton" on a GPU.
         num_threads: of the numba engine; None takes ``default_threads()``. The torch engine uses torch's.
 
     Raises ValueError on sizes or dtypes that do not fit together.
     """
-    _check(param, grad, master, exp_avg, exp_avg_sq)
+    check_adam(param, grad, master, exp_avg, exp_avg_sq)
     if param.numel() == 0:
         return
     if engine is None:
-        engine = default_engine() if param.device.type == "cpu" else "torch"
+        engine = default_engine() if param.device.type == "cpu" else "triton" if param.device.type == "cuda" else "torch"
     if engine == "torch" or step.amsgrad:
-        _adam_torch(param, grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, step)
+        reference.adam(param, grad, master, exp_avg, exp_avg_sq, step, max_exp_avg_sq)
+        return
+    if engine == "triton":
+        adam(param, grad, master, exp_avg, exp_avg_sq, step)
         return
     from zk.offload import cpu_adam_numba
 
-    weight = 1 - step.beta1
-    scalars = (
-        np.float32(step.signed_scale),
-        np.float32(0 if step.decoupled else step.weight_decay),
-        np.float32(1 - step.lr * step.weight_decay if step.decoupled else 1),
-        np.float32(weight) if weight < 0.5 else np.float32(weight) - np.float32(1),
-        weight >= 0.5,
-        np.float32(step.beta2),
-        np.float32(1 - step.beta2),
-        np.float32(math.sqrt(step.bias_corrections[1])),
-        np.float32(step.eps),
-        np.float32(step.step_size),
-    )
     arrays = [as_numpy(tensor) if tensor is not None else None for tensor in (param, grad, master, exp_avg, exp_avg_sq)]
-    cpu_adam_numba.adam(*arrays, scalars, num_threads or default_threads())  # type: ignore[call-arg, arg-type]
-
-
-def _check(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    for name, tensor in (("grad", grad), ("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if tensor is not None and (tensor.shape != param.shape or tensor.ndim != 1 or not tensor.is_contiguous()):
-            raise ValueError(f"{name} must be flat, contiguous and as long as param {tuple(param.shape)}; got {tuple(tensor.shape)}")
-    for name, tensor in (("param", param), ("grad", grad)):
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} must be fp32, bf16 or fp16; got {tensor.dtype}")
-    if master is not None and master.dtype not in (torch.float32, torch.int16):
-        raise ValueError(f"master must be fp32, or int16 (split); got {master.dtype}")
-    if (master is None) != (param.dtype == torch.float32):
-        raise ValueError(f"a master goes with a 16-bit parameter, and only with one; got param {param.dtype}, master {master is not None}")
-    if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
-        raise ValueError(f"a split master needs a bf16 parameter; got {param.dtype}")
-    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"moments must both be fp32 or both bf16; got {exp_avg.dtype} and {exp_avg_sq.dtype}")
+    cpu_adam_numba.adam(*arrays, step.scalars(), num_threads or default_threads())  # type: ignore[call-arg, arg-type]
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
@@ -153,61 +97,6 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
         return tensor.numpy()
     bits: np.ndarray = tensor.view(torch.int16).numpy()
     return bits if tensor.dtype == torch.float16 else bits.view(np.uint16)
-
-
-def update_chunks(
-    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg_sq: Tensor | None, scale: float, update: Callable[[Tensor, Tensor, slice], None]
-) -> None:
-    """Call ``update(x, g, piece)`` for each cache-sized piece: x the fp32 master, changed in place, g the scaled fp32 gradient.
-
-    Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master.
-    Where a parameter is not its master rounded, somebody wrote it, and the master follows.
-    """
-    chunk = CHUNK if param.device.type == "cpu" else CHUNK << 8  # an accelerator wants few, long launches
-    for start in range(0, param.numel(), chunk):
-        piece = slice(start, start + chunk)
-        g = grad[piece].to(torch.float32, copy=True)
-        if scale != 1.0:
-            g.mul_(scale)
-        if master is None:
-            update(param[piece], g, piece)
-        elif master.dtype == torch.float32:
-            x = master[piece]
-            written = x.to(param.dtype) != param[piece]  # from outside, since the last update
-            x.copy_(torch.where(written, param[piece].float(), x))
-            update(x, g, piece)
-            param[piece] = x
-        else:
-            assert exp_avg_sq is not None
-            x = join(param[piece], master[piece], exp_avg_sq[piece])
-            exp_avg_sq[piece].abs_()
-            update(x, g, piece)
-            split_(x, param[piece], master[piece], exp_avg_sq[piece])
-
-
-def _adam_torch(
-    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, max_exp_avg_sq: Tensor | None, step: AdamStep
-) -> None:
-    bc2_sqrt = step.bias_corrections[1] ** 0.5
-
-    def update(x: Tensor, g: Tensor, piece: slice) -> None:
-        if step.weight_decay != 0 and step.decoupled:
-            x.mul_(1 - step.lr * step.weight_decay)
-        elif step.weight_decay != 0:
-            g = g.add(x, alpha=step.weight_decay)
-        m, v = exp_avg[piece].float(), exp_avg_sq[piece].float()
-        m.lerp_(g, 1 - step.beta1)
-        v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
-        largest = v
-        if step.amsgrad:
-            assert max_exp_avg_sq is not None
-            largest = max_exp_avg_sq[piece]
-            torch.maximum(largest, v, out=largest)
-        x.addcdiv_(m, (largest.sqrt() / bc2_sqrt).add_(step.eps), value=step.step_size)
-        if exp_avg.dtype != torch.float32:
-            exp_avg[piece], exp_avg_sq[piece] = m, v
-
-    update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
 
 
 def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float:
@@ -219,7 +108,7 @@ def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float:
 
         return cpu_adam_numba.sum_of_squares(as_numpy(grad), num_threads or default_threads())
     total = torch.zeros((), dtype=torch.float64, device=grad.device)
-    for piece in grad.split(CHUNK):
+    for piece in grad.split(reference.CHUNK if grad.device.type == "cpu" else reference.CHUNK << 8):
         wide = piece.double()
         total += torch.dot(wide, wide)
     return float(total)

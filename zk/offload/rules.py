@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zk.offload.cpu_adam import AdamStep, adam_, update_chunks
+from zk.kernels.adam import AdamStep
+from zk.kernels.reference import update_chunks
+from zk.offload.cpu_adam import adam_
 
 
 class Rule(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zk.kernels.split import join, split_
 from zk.offload.rules import Rule
-from zk.offload.split import join, split_
 from zk.offload.tiers import Grads, Store
 
 Fields = dict[str, Tensor]

@@ -1,0 +1,96 @@
+"""A step with everything on the drive, against its floor: the bytes it moved at the drive's rate, or its compute, whichever is longer.
+
+usage: python benchmarks/nvme_floor.py FOLDER [--rounds 3] [--steps 5] [--out FILE.md]      fio must be installed. `make bench-nvme`
+Compute is the same step with host tiers. The drive's rate is measured in the same rounds, on whole passes over 4 GiB, reads and writes
+apart: once by fio, and once by zk.offload.nvme, whose buffers in huge pages make the same drive faster. Both floors assume that all
+I/O hides behind compute, which clipping forbids: no state may be updated before the last gradient is known. What can be had without
+breaking that is the last column, compute and then the update's bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from nvme_vs_fio import with_fio, with_zk
+from peers.compare import WHAT, run_once
+
+from zk.offload.nvme import File, aligned
+
+SYSTEMS = ("zk_stage3_nvme", "zk_stage3_nvme_cached", "zk_stage3_nvme_bf16_moments")
+DEPTH, BLOCK, NBYTES = 4, 4 << 20, 4 << 30
+
+
+def rates(folder: Path) -> dict[str, float]:
+    """Bytes per second of whole passes, by system and direction."""
+    path = folder / "zk-bench.bin"
+    buffers = [aligned(64 << 20).fill_(index + 1) for index in range(8)]
+    try:
+        with File(path, NBYTES) as file:
+            for offset in range(0, NBYTES, buffers[0].nbytes):
+                file.write(buffers[0], offset)
+        found = {}
+        for write in (True, False):
+            direction = "write" if write else "read"
+            found[f"fio {direction}"] = NBYTES / with_fio(path, NBYTES, write, DEPTH, BLOCK)
+            found[f"zk {direction}"] = NBYTES / with_zk(path, NBYTES, write, DEPTH, BLOCK, buffers)
+        return found
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if shutil.which("fio") is None:
+        sys.exit("fio is not installed (Debian: apt install fio)")
+    os.environ["ZK_BENCH_NVME"] = str(options.folder)
+    passes: list[dict[str, float]] = []
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in ("zk_stage3", *SYSTEMS)}
+    for number in range(options.rounds):
+        passes.append(rates(options.folder))
+        for system, results in runs.items():
+            results.append(run_once(system, options.steps, []))
+            print(f"round {number + 1}/{options.rounds}  {system:28} {results[-1]['median']:.2f} s", file=sys.stderr, flush=True)
+    rate = {name: statistics.median(one[name] for one in passes) for name in passes[0]}
+    seconds = {system: statistics.median(s for run in results for s in run["seconds"]) for system, results in runs.items()}
+    compute = seconds["zk_stage3"]
+    lines = [
+        f"# A step with everything on the drive, against its floor, {datetime.date.today()}",
+        "",
+        f"GPT of {runs['zk_stage3'][0]['params'] / 1e6:.1f}M parameters, {platform.machine()}, {len(os.sched_getaffinity(0))} cores; "
+        f"{options.rounds} rounds of {options.steps} warm steps. Command: `make bench-nvme`",
+        "",
+        f"Compute (the same step with host tiers): {compute:.2f} s. The drive, GB/s: fio reads {rate['fio read'] / 1e9:.2f} and writes "
+        f"{rate['fio write'] / 1e9:.2f}, zk reads {rate['zk read'] / 1e9:.2f} and writes {rate['zk write'] / 1e9:.2f}.",
+        "",
+        "| system | s/step | GB read | GB written | floor, fio's rates | times | floor, zk's rates | times | compute + I/O, zk's rates | times |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for system in SYSTEMS:
+        read = statistics.median(run["fetched_nbytes"] for run in runs[system])
+        written = statistics.median(run["evicted_nbytes"] for run in runs[system])
+        moving = {who: read / rate[f"{who} read"] + written / rate[f"{who} write"] for who in ("fio", "zk")}
+        row = f"| {WHAT[system]} | {seconds[system]:.2f} | {read / 1e9:.2f} | {written / 1e9:.2f} "
+        for floor in (max(compute, moving["fio"]), max(compute, moving["zk"]), compute + moving["zk"]):
+            row += f"| {floor:.2f} | {seconds[system] / floor:.2f} "
+        lines.append(row + "|")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Compiles every kernel, in the forms that its launcher asks for, for GPUs that need not be there; prints what came out as JSON.
+
+usage: TRITON_INTERPRET=0 python tests/compile_kernels.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from zk.kernels.adam import _adam_kernel
+from zk.kernels.cast import _cast_kernel
+from zk.kernels.flatten import _move_kernel
+from zk.kernels.launch import BLOCK
+from zk.kernels.tiled_matmul import CONFIGS, _matmul_kernel
+
+ARCHITECTURES = (80, 90, 100)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """Name, kernel, types of its arguments in order, its constants, and the compiler's options."""
+    found = []
+    for source, out, partials in (("fp32", "bf16", "*fp64"), ("fp32", "fp16", None), ("bf16", "fp32", None)):
+        types = {"source": f"*{source}", "out": f"*{out}", "partials": partials, "scale": "fp32", "numel": "i64"}
+        found.append((f"cast {source} to {out}{', statistics' if partials else ''}", _cast_kernel, types, {"BLOCK": BLOCK}, {"num_warps": 4}))
+    for tensor, flat, into in (("bf16", "bf16", True), ("fp32", "bf16", True), ("bf16", "fp32", False)):
+        types = {"base": f"*{tensor}", "flat": f"*{flat}", "table": "*i64", "partials": "*fp64" if into else None, "scale": "fp32"}
+        name = f"{'flatten' if into else 'unflatten'} {tensor}, flat {flat}"
+        found.append((name, _move_kernel, types, {"INTO_FLAT": into, "BLOCK": BLOCK}, {"num_warps": 4}))
+    scalars = dict.fromkeys(("scale", "l2", "decay", "lerp", "beta2", "one_minus_beta2", "bc2_sqrt", "eps", "step_size"), "fp32")
+    for param, grad, master, moments in (
+        ("fp32", "fp32", None, "fp32"),
+        ("bf16", "bf16", "*fp32", "fp32"),
+        ("bf16", "bf16", "*i16", "fp32"),
+        ("bf16", "fp32", "*i16", "bf16"),
+    ):
+        types = {"param": f"*{param}", "grad": f"*{grad}", "master": master, "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", **scalars}
+        constants = {"FROM_GRAD": False, "L2": False, "SPLIT": master == "*i16", "BLOCK": BLOCK}
+        name = f"adam {param}, gradient {grad}, master {master}, moments {moments}"
+        found.append((name, _adam_kernel, {**types, "numel": "i64"}, constants, {"num_warps": 8}))
+    for a, out, plus, bias, transposed in (
+        ("bf16", "fp32", "*fp32", None, False),
+        ("bf16", "bf16", "*fp32", "*bf16", False),
+        ("bf16", "bf16", None, None, True),
+    ):
+        for m, n, k, warps, stages in CONFIGS:
+            types = {"a": f"*{a}", "b": f"*{a}", "out": f"*{out}", "plus": plus, "bias": bias, "M": "i32", "N": "i32", "K": "i32"}
+            # x (m, k) row by row, weight (n, k) as its transpose; or dy^T (m, k) with x (k, n), both rows by rows in memory
+            types |= {"stride_am": "i32", "stride_ak": 1, "stride_bk": 1, "stride_bn": "i32", "stride_om": "i32", "stride_on": 1}
+            if transposed:
+                types |= {"stride_am": 1, "stride_ak": "i32", "stride_bk": "i32", "stride_bn": 1}
+            types |= {"stride_pm": "i32", "stride_pn": 1 if plus else None}
+            constants = {"ACTIVATION": "", "PRECISION": "ieee", "EVEN_K": True, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8}
+            name = f"tiled_matmul {a} to {out}{', plus' if plus else ''}{', bias' if bias else ''}{', transposed' if transposed else ''} {m}x{n}x{k}"
+            found.append((name, _matmul_kernel, types, constants, {"num_warps": warps, "num_stages": stages}))
+    return found
+
+
+def compile_case(kernel: Any, types: dict[str, Any], constants: dict[str, Any], options: dict[str, int], architecture: int) -> Any:
+    """The compiled kernel, pointers and sizes multiples of 16 as the launcher finds them for whole tensors."""
+    signature, fixed, attributes = {}, dict(constants), {}
+    for position, (name, kind) in enumerate(types.items()):
+        if kind is None or isinstance(kind, int):
+            signature[name], fixed[name] = "constexpr", kind
+        else:
+            signature[name] = kind
+            if kind.startswith(("*", "i")):
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def main() -> None:
+    only = sys.argv[1:]  # words of names, such as "adam" or "sm_90"
+    for name, kernel, types, constants, options in cases():
+        for architecture in ARCHITECTURES:
+            if only and not any(word in f"{name} sm_{architecture}" for word in only):
+                continue
+            compiled = compile_case(kernel, types, constants, options, architecture)
+            ptx = compiled.asm["ptx"]
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+                cubin.write(compiled.asm["cubin"])
+                cubin.flush()
+                usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+                code = subprocess.run([CUOBJDUMP, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
+            found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+            print(
+                json.dumps(
+                    {
+                        "name": name,
+                        "architecture": architecture,
+                        "registers": found["REG"],
+                        "stack": found["STACK"] + found["LOCAL"],
+                        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+                        "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg\.shared\.global", ptx)),
+                        "wide_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
+                        "rounding": sorted(set(re.findall(r"cvt\.\w+(?:\.satfinite)?\.(?:bf16|f16)(?:x2)?\.f32", ptx))),
+                        "shared": compiled.metadata.shared,
+                        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+                        "loose_products": len(re.findall(r"\bmul\.f32|\bfma\.f32|\bmad\.f32", ptx)),
+                        "divisions": sorted(set(re.findall(r"(?:div|sqrt|rcp|rsqrt)\.\w+(?:\.ftz)?\.f32", ptx))),
+                    }
+                ),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

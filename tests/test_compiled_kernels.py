@@ -1,0 +1,54 @@
+"""What the compiler makes of the kernels, for GPUs that need not be there: read from the code that they would run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "compile_kernels.py"
+ARCHITECTURES = (80, 90, 100)
+
+
+@functools.cache
+def compiled() -> list[dict[str, Any]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(PROGRAM.parent.parent)}
+    done = subprocess.run([sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def of(kind: str) -> list[dict[str, Any]]:
+    found = [one for one in compiled() if kind in one["name"]]
+    assert {one["architecture"] for one in found} == set(ARCHITECTURES)
+    return found
+
+
+@pytest.mark.parametrize("kind", ("cast", "flatten", "unflatten", "adam", "tiled_matmul"))
+def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(kind):
+    for one in of(kind):
+        assert one["spills"] == 0 and one["stack"] == 0, one
+        assert one["shared"] <= 99 * 1024, one  # the smallest among GPUs of these generations: compute capability 8.6
+
+
+@pytest.mark.parametrize("kind", ("cast", "flatten", "unflatten", "adam", "tiled_matmul"))
+def test_aligned_memory_moves_16_bytes_at_a_time(kind):
+    for one in of(kind):
+        assert one["wide_loads"] > 0 and one["wide_stores"] > 0, one
+
+
+def test_16_bit_results_are_rounded_to_nearest_even():
+    for one in of("to bf16") + of("to fp16") + of("flat bf16"):
+        assert one["rounding"] and all(instruction.startswith("cvt.rn.") for instruction in one["rounding"]), one
+
+
+def test_adam_divides_and_takes_roots_with_correct_rounding_and_leaves_no_product_to_be_fused():
+    for one in of("adam"):
+        assert one["divisions"] == ["div.rn.f32", "sqrt.rn.f32"], one
+        assert one["loose_products"] == 0 and one["fused"] > 0, one

@@ -1,0 +1,402 @@
+"""Kernels against their references. Without a GPU they are interpreted on host memory; with one they run on it. Outputs are poisoned first."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from zk import kernels
+from zk.kernels import reference
+from zk.kernels.adam import AdamStep
+from zk.kernels.adam import _launch as launch_adam
+from zk.kernels.cast import _launch as launch_cast
+from zk.kernels.launch import BLOCK, cdiv
+from zk.kernels.split import split_
+from zk.kernels.tiled_matmul import _launch as launch_matmul
+from zk.offload.cpu_adam import adam_
+
+flatten_module = sys.modules["zk.kernels.flatten"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = (0, 1, 31, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17)
+
+
+def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Over many orders of magnitude, with zeros, ties of rounding to bf16, subnormals, and both infinities and NaN where there is room."""
+    draws = torch.Generator().manual_seed(seed + numel)
+    x = torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-4, 4, generator=draws)
+    special = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 1e-40, float("inf"), float("-inf"), float("nan"), 65520.0, 3.4e38])
+    x[: min(numel, len(special))] = special[:numel]
+    return x.to(dtype).to(DEVICE)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same bits, any NaN being any other."""
+    numbers = ~b.isnan()
+    return torch.equal(a.isnan(), ~numbers) and torch.equal(a[numbers], b[numbers]) and torch.equal(a[numbers].signbit(), b[numbers].signbit())
+
+
+# ---- cast --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("source_dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("out_dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("scale", (1.0, 0.3))
+def test_cast_rounds_every_value_as_torch_does_and_counts_what_it_saw(numel, source_dtype, out_dtype, scale):
+    source = values(numel, source_dtype)
+    out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
+    rows = max(1, cdiv(numel, BLOCK))
+    partials, expected = torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE), torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE)
+    launch_cast(source, out, partials, scale)
+    reference.cast(source, want, expected, scale)
+    assert same(out, want)
+    assert same(want, (source.float() * scale).to(out_dtype))
+    assert partials.sum(0)[1] == expected.sum(0)[1]
+    assert torch.isfinite(partials.sum(0)[0]) == torch.isfinite(expected.sum(0)[0])
+
+
+def test_cast_adds_up_squares_that_fp32_could_not_hold():
+    source = torch.full((BLOCK + 3,), 3e30, device=DEVICE)
+    partials = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+    launch_cast(source, torch.empty_like(source), partials, 1.0)
+    assert partials.sum(0)[0].item() == pytest.approx((BLOCK + 3) * float(source[0]) ** 2, rel=1e-12)
+    assert partials.sum(0)[1] == 0
+
+
+@pytest.mark.parametrize("offset", (1, 3, 8))
+def test_cast_of_memory_that_starts_anywhere(offset):
+    source = values(BLOCK + 40, F32)[offset : BLOCK + 20]
+    whole = poisoned(BLOCK + 60, dtype=BF16)
+    out = whole[offset + 1 : offset + 1 + source.numel()]
+    launch_cast(source, out, None, 1.0)
+    assert same(out, source.bfloat16())
+    assert whole[: offset + 1].isnan().all() and whole[offset + 1 + source.numel() :].isnan().all()
+
+
+def test_cast_in_place_and_its_statistics_through_the_public_door():
+    x = torch.linspace(-2, 2, 1001, device=DEVICE)
+    x[7] = float("inf")
+    stats = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    want = x * 0.5
+    assert kernels.cast(x, x, scale=0.5, stats=stats) is x
+    assert torch.equal(x, want)
+    assert stats[1] == 1 and stats[0] == float("inf")
+    stats.zero_()
+    y = kernels.cast(torch.ones(3, 5, device=DEVICE), dtype=BF16, scale=2.0, stats=stats)
+    assert y.dtype == BF16 and y.shape == (3, 5) and stats.tolist() == [60.0, 0.0]
+
+
+def test_cast_of_a_transposed_tensor_keeps_its_order():
+    x = torch.randn(6, 10, device=DEVICE).t()
+    assert torch.equal(kernels.cast(x, dtype=BF16), x.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (lambda: (torch.ones(4),), ValueError, "either out or dtype"),
+        (lambda: (torch.ones(4, dtype=torch.int32), torch.ones(4)), TypeError, "source must be fp32"),
+        (lambda: (torch.ones(4), torch.ones(5)), ValueError, "must match"),
+        (lambda: (torch.ones(8)[::2], torch.ones(4)), ValueError, "dense"),
+        (lambda: (torch.ones(2, 3).t(), torch.ones(3, 2)), ValueError, "same strides"),
+    ],
+)
+def test_cast_refuses_what_it_cannot_do(arguments, error, says):
+    with pytest.raises(error, match=says):
+        kernels.cast(*arguments())
+
+
+def test_cast_refuses_an_output_that_overlaps_its_input():
+    x = torch.ones(16)
+    with pytest.raises(ValueError, match="overlaps"):
+        kernels.cast(x[:8], x[4:12])
+    with pytest.raises(ValueError, match="overlaps"):
+        kernels.cast(x[:8], x.view(BF16)[:8])
+
+
+# ---- flatten -----------------------------------------------------------------------------------------------------------------
+
+
+def layout(numels: list[int], align: int) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end = cdiv(end + numel, align) * align
+    return offsets, end + 2 * align
+
+
+@pytest.mark.parametrize("tensor_dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("flat_dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("align", (1, 32))
+def test_flatten_and_back(tensor_dtype, flat_dtype, align):
+    numels = [1, 0, 31, BLOCK - 1, BLOCK, 7, BLOCK + 1, 2 * BLOCK + 17, 64]
+    offsets, numel = layout(numels, align)
+    tensors = [values(n, tensor_dtype, seed) for seed, n in enumerate(numels)]
+    bounds = torch.tensor([*zip(offsets, [*offsets[1:], numel], strict=True)])
+    rows = int((-(-(bounds[:, 1] - bounds[:, 0]) // BLOCK)).sum())
+    flat, want = poisoned(numel, dtype=flat_dtype), poisoned(numel, dtype=flat_dtype)
+    partials, expected = torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE), torch.zeros(1, 2, dtype=torch.float64, device=DEVICE)
+    flatten_module._launch_flatten(tensors, flat, bounds, partials, 0.5)
+    reference.flatten(tensors, want, bounds, expected, 0.5)
+    assert same(flat, want)
+    assert partials.sum(0)[1] == expected[0, 1]
+    back = [poisoned(n, dtype=tensor_dtype) for n in numels]
+    again = [poisoned(n, dtype=tensor_dtype) for n in numels]
+    flatten_module._launch_unflatten(flat, back, bounds, None, 2.0)
+    reference.unflatten(flat, again, bounds, None, 2.0)
+    assert all(same(a, b) for a, b in zip(back, again, strict=True))
+
+
+def test_flatten_of_very_many_tensors_in_one_launch(monkeypatch):
+    launches = []
+    grid = flatten_module.grid
+    monkeypatch.setattr(flatten_module, "grid", lambda kernel, *programs: launches.append(programs) or grid(kernel, *programs))
+    tensors = [torch.full((index % 5 + 1,), float(index), device=DEVICE) for index in range(3000)]
+    offsets, numel = layout([t.numel() for t in tensors], 1)
+    flat = poisoned(numel)
+    bounds = torch.tensor([*zip(offsets, [*offsets[1:], numel], strict=True)])
+    flatten_module._launch_flatten(tensors, flat, bounds, None, 1.0)
+    assert len(launches) == 1
+    assert torch.equal(flat[:-2], torch.cat(tensors)) and not flat[-2:].any()
+
+
+def test_flatten_through_the_public_door():
+    tensors = [torch.ones(2, 3, device=DEVICE), None, torch.full((4,), 2.0, dtype=BF16, device=DEVICE), torch.ones(4, 2, device=DEVICE).t()]
+    flat = poisoned(40, dtype=BF16)
+    stats = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    kernels.flatten(tensors, flat, [2, 9, 16, 24], scale=3.0, stats=stats)
+    want = torch.zeros(40, device=DEVICE)
+    want[2:8], want[16:20], want[24:32] = 3, 6, 3
+    assert torch.equal(flat.float(), want)
+    assert stats.tolist() == [14 * 9 + 4 * 36, 0]
+    out = [poisoned(2, 3), poisoned(4, dtype=BF16)]
+    kernels.unflatten(flat, out, [2, 16])
+    assert torch.equal(out[0], torch.full((2, 3), 3.0, device=DEVICE)) and torch.equal(out[1], torch.full((4,), 6.0, dtype=BF16, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "offsets", "says"),
+    [([4, 4], [0], "every tensor needs an offset"), ([4, 4], [0, 3], "tensor 0 has 4 elements"), ([4], [7], "leave room"), ([4], [-1], "ascend")],
+)
+def test_flatten_refuses_regions_that_overlap(tensors, offsets, says):
+    with pytest.raises(ValueError, match=says):
+        kernels.flatten([torch.ones(n) for n in tensors], torch.empty(10), offsets)
+    with pytest.raises(ValueError, match=says):
+        kernels.unflatten(torch.ones(10), [torch.ones(n) for n in tensors], offsets)
+
+
+# ---- adam --------------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "fp32": (F32, None),
+    "bf16, fp32 master": (BF16, F32),
+    "bf16, split master": (BF16, torch.int16),
+    "fp16, fp32 master": (F16, F32),
+}
+
+
+def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor | None]:
+    """param, master, exp_avg, exp_avg_sq"""
+    param_dtype, master_dtype = LAYOUTS[layout]
+    draws = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=draws)
+    x[::5] = torch.tensor(1.00390625)  # ties, on both sides
+    x[1::5] = torch.tensor(1.01171875)
+    m = torch.zeros(numel, dtype=state_dtype)
+    v = torch.zeros(numel, dtype=state_dtype)
+    param = x.to(param_dtype)
+    master: Tensor | None = None
+    if master_dtype == F32:
+        master = x.clone()
+        param[2::9] = 0.5  # written from outside
+    elif master_dtype is not None:
+        master = torch.zeros(numel, dtype=torch.int16)
+        split_(x, param, master, v)
+    return [None if t is None else t.to(DEVICE) for t in (param, master, m, v)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("state_dtype", (F32, BF16))
+@pytest.mark.parametrize("grad_dtype", (F32, BF16, F16))
+@pytest.mark.parametrize(
+    "scalars",
+    [
+        {"weight_decay": 0.1, "decoupled": True},
+        {"weight_decay": 0.1, "decoupled": False, "maximize": True},
+        {"weight_decay": 0.0, "decoupled": True, "beta1": 0.3, "grad_scale": 0.37},
+    ],
+)
+def test_adam_gives_the_bits_of_the_cpu_kernel(layout, state_dtype, grad_dtype, scalars):
+    numel = BLOCK + 37
+    settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **scalars}
+    here, there = adam_state(layout, numel, state_dtype), [None if t is None else t.cpu() for t in adam_state(layout, numel, state_dtype)]
+    draws = torch.Generator().manual_seed(1)
+    for number in range(1, 5):
+        grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-5, 1, generator=draws)).to(grad_dtype)
+        grad[::11] = 0
+        step = AdamStep(step=number, **settings)
+        fields = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.decoupled, number, step.grad_scale, step.maximize)
+        param, master, m, v = here
+        launch_adam(param, grad.to(DEVICE), master, m, v, *fields)
+        adam_(there[0], grad, there[1], there[2], there[3], step, engine="numba")
+        for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
+            if a is not None:
+                bits = torch.int32 if a.dtype == F32 else torch.int16
+                assert torch.equal(a.cpu().view(bits), b.view(bits)), f"{name} differs after step {number}"
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_adam_of_any_size_touches_nothing_else(numel):
+    whole = [poisoned(numel + 8) for _ in range(3)]
+    param, m, v = (t[4 : 4 + numel] for t in whole)
+    param.copy_(torch.linspace(-1, 1, numel)), m.zero_(), v.zero_()
+    want = param.clone()
+    grad = torch.linspace(1, -1, numel, device=DEVICE)
+    launch_adam(param, grad, None, m, v, 1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1, 1.0, False)
+    step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1)
+    reference.adam(want, grad, None, torch.zeros_like(want), torch.zeros_like(want), step)
+    torch.testing.assert_close(param, want, rtol=1e-5, atol=1e-6)
+    for t in whole:
+        assert t[:4].isnan().all() and t[4 + numel :].isnan().all()
+
+
+def test_adam_through_the_public_door_is_torchs():
+    x = torch.randn(100, device=DEVICE)
+    param = torch.nn.Parameter(x.clone())
+    optimizer = torch.optim.AdamW([param], lr=1e-2)
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    for number in range(1, 4):
+        param.grad = torch.randn(100, device=DEVICE)
+        optimizer.step()
+        kernels.adam(x, param.grad, None, m, v, AdamStep(1e-2, 0.9, 0.999, 1e-8, 1e-2, True, number))
+    torch.testing.assert_close(x, param.detach(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="amsgrad"):
+        kernels.adam(x, x, None, m, v, AdamStep(1e-2, 0.9, 0.999, 1e-8, 1e-2, True, 1, amsgrad=True))
+
+
+# ---- tiled_matmul ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def exact(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """a, b, and their product in fp64."""
+    draws = torch.Generator().manual_seed(m * k + n)
+    a, b = torch.randn(m, k, generator=draws).to(dtype), torch.randn(k, n, generator=draws).to(dtype)
+    return a.to(DEVICE), b.to(DEVICE), (a.double() @ b.double()).to(DEVICE)
+
+
+def norm_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (16, 16, 32), (17, 33, 31), (5, 40, 70), (40, 16, 1), (3, 0, 4), (0, 4, 4)])
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+def test_tiled_matmul_sums_in_fp32(shape, dtype):
+    a, b, want = exact(*shape, dtype)
+    out = poisoned(shape[0], shape[2])
+    launch_matmul(a, b, out, None, None, "")
+    assert norm_error(out, want) < 1e-6
+    plus = torch.randn(shape[0], shape[2], device=DEVICE)
+    launch_matmul(a, b, out, plus, None, "")
+    assert norm_error(out, want + plus) < 1e-6
+    again = plus.clone()
+    launch_matmul(a, b, again, again, None, "")  # adds to itself
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("activation", ("", "relu", "silu", "gelu"))
+def test_tiled_matmul_rounds_once_behind_bias_and_activation(activation):
+    a, b, product = exact(17, 33, 31, BF16)
+    plus, bias = torch.randn(17, 31, device=DEVICE), torch.randn(31, device=DEVICE).bfloat16()
+    out, want = poisoned(17, 31, dtype=BF16), poisoned(17, 31, dtype=BF16)
+    launch_matmul(a, b, out, plus, bias, activation)
+    reference.tiled_matmul(a, b, want, plus, bias, activation)
+    full = product + plus + bias
+    full = reference.ACTIVATIONS[activation](full) if activation else full
+    for got in (out, want):
+        assert norm_error(got, full) < 2**-8
+    assert ((out.double() - want.double()).abs() <= 2**-7 * full.abs() + 1e-5).all()  # sums in another order: a rounding may fall the other way
+
+
+def test_tiled_matmul_reads_and_writes_slices_and_transposes_of_larger_matrices():
+    a, b, want = exact(17, 33, 31, BF16)
+    wide = poisoned(20, 50)
+    out = wide[2:19, 7:38]
+    whole_a, whole_b = poisoned(60, 40, dtype=BF16), poisoned(80, 50, dtype=BF16)
+    a_slice, b_slice = whole_a[3:36, 5:22].t(), whole_b[4:70:2, 1:32]
+    a_slice.copy_(a), b_slice.copy_(b)
+    launch_matmul(a_slice, b_slice, out, None, None, "")
+    assert norm_error(out, want) < 1e-6
+    out.fill_(float("nan"))
+    assert wide.isnan().all()  # nothing beside the slice was written
+    kernels.tiled_matmul(a_slice, b_slice, out)
+    assert norm_error(out, want) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"b": torch.ones(5, 4)}, ValueError, "goes into out"),
+        ({"b": torch.ones(3, 4, dtype=BF16)}, TypeError, "one precision"),
+        ({"plus": torch.ones(2, 4, dtype=BF16)}, ValueError, "plus must be fp32"),
+        ({"bias": torch.ones(3)}, ValueError, "bias must be"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of"),
+        ({"a": torch.ones(2, 3, dtype=torch.float64)}, TypeError, "a must be fp32"),
+    ],
+)
+def test_tiled_matmul_refuses_what_does_not_fit(change, error, says):
+    given = {"a": torch.ones(2, 3), "b": torch.ones(3, 4), "out": torch.ones(2, 4), **change}
+    with pytest.raises(error, match=says):
+        kernels.tiled_matmul(given.pop("a"), given.pop("b"), given.pop("out"), **given)
+
+
+# ---- ops ---------------------------------------------------------------------------------------------------------------------
+
+
+FAKE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from zk import kernels
+
+x = torch.randn(300)
+with FakeTensorMode():
+    fake = torch.empty(300, device="cuda")
+    stats = torch.zeros(2, dtype=torch.float64, device="cuda")
+    assert kernels.cast(fake, dtype=torch.bfloat16, stats=stats).dtype == torch.bfloat16
+    assert kernels.cast(fake, dtype=torch.bfloat16).device.type == "cuda"
+    flat = torch.empty(304, device="cuda", dtype=torch.bfloat16)
+    kernels.flatten([fake], flat, [0], stats=stats)
+    kernels.unflatten(flat, [fake], [0])
+    out = torch.empty(4, 8, device="cuda")
+    a, b = torch.empty(4, 6, device="cuda", dtype=torch.bfloat16), torch.empty(6, 8, device="cuda", dtype=torch.bfloat16)
+    kernels.tiled_matmul(a, b, out, plus=out, bias=torch.empty(8, device="cuda"), activation="gelu")
+    low = torch.empty(300, dtype=torch.int16, device="cuda")
+    kernels.adam(fake.bfloat16(), fake, low, torch.zeros_like(fake), torch.zeros_like(fake), kernels.AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1))
+
+def some(x):
+    y = kernels.cast(x * 2, dtype=torch.bfloat16, scale=0.5)
+    out = torch.empty(30, 30)
+    kernels.tiled_matmul(x[:300].view(30, 10), x.view(10, 30), out)
+    return y + 1, out + 1
+
+compiled = torch.compile(some, fullgraph=True, backend="aot_eager")
+for a, b in zip(compiled(x), some(x), strict=True):
+    assert torch.equal(a, b)
+print("fine")
+"""
+
+
+def test_ops_are_seen_through_by_fake_tensors_and_the_compiler_and_run_the_reference_in_host_memory():
+    done = subprocess.run([sys.executable, "-c", FAKE], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.stdout == "fine\n", done.stderr[-3000:]

@@ -1,0 +1,240 @@
+"""In: gradients, parameters and Adam's state on the device. Out: all of them updated in one pass over memory.
+
+    g = grad * grad_scale                       (+ weight_decay * x, for Adam)
+    x = x * (1 - lr * weight_decay)             (AdamW)
+    m = fma(1 - beta1, g - m, m)
+    v = fma((1 - beta2) * g, g, beta2 * v)
+    x = x - (lr / bc1) * m / (sqrt(v) / sqrt(bc2) + eps)
+
+The same operations in the same order, each with one correct rounding, as the CPU kernel (zk.offload.cpu_adam_numba): which of the two
+updates an element does not change a bit of it. Bytes per element, bf16 gradient and parameter: 28 with an fp32 master (2 grad, 4 + 4
+master, 8 + 8 moments, 2 param), 26 with a split master, 18 with bf16 moments too.
+Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101.
+"""
+
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zk.kernels import reference
+from zk.kernels.launch import BLOCK, cdiv, check_floats, grid, jit, op, tl
+from zk.kernels.numerics import product, rounded, rounded_bits, widened
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdamStep:
+    """The scalars of one update. ``step`` counts from 1; ``grad_scale`` multiplies the gradient (clipping, loss scale)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW rather than Adam
+    step: int
+    grad_scale: float = 1.0
+    maximize: bool = False
+    amsgrad: bool = False
+
+    @property
+    def bias_corrections(self) -> tuple[float, float]:
+        return 1 - self.beta1**self.step, 1 - self.beta2**self.step
+
+    @property
+    def step_size(self) -> float:
+        return (self.lr / self.bias_corrections[0]) * -1
+
+    @property
+    def signed_scale(self) -> float:
+        return -self.grad_scale if self.maximize else self.grad_scale
+
+    def scalars(self) -> tuple[Any, ...]:
+        """What the one-pass kernels take, as fp32: scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size.
+
+        With a beta1 of at most 0.5, torch interpolates from the gradient's side: m = fma(-beta1, g - m, g).
+        """
+        weight = 1 - self.beta1
+        return (
+            np.float32(self.signed_scale),
+            np.float32(0 if self.decoupled else self.weight_decay),
+            np.float32(1 - self.lr * self.weight_decay if self.decoupled else 1),
+            np.float32(weight) if weight < 0.5 else np.float32(weight) - np.float32(1),
+            weight >= 0.5,
+            np.float32(self.beta2),
+            np.float32(1 - self.beta2),
+            np.float32(math.sqrt(self.bias_corrections[1])),
+            np.float32(self.eps),
+            np.float32(self.step_size),
+        )
+
+
+def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Raise ValueError or TypeError for sizes and precisions that do not fit together."""
+    for name, tensor in (("grad", grad), ("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if tensor is not None and (tensor.shape != param.shape or tensor.ndim != 1 or not tensor.is_contiguous()):
+            raise ValueError(f"{name} must be flat, contiguous and as long as param {tuple(param.shape)}; got {tuple(tensor.shape)}")
+        if tensor is not None and tensor.device != param.device:
+            raise ValueError(f"{name} is on {tensor.device}, param on {param.device}")
+    check_floats(param=param, grad=grad)
+    if master is not None and master.dtype not in (torch.float32, torch.int16):
+        raise ValueError(f"master must be fp32, or int16 (split); got {master.dtype}")
+    if (master is None) != (param.dtype == torch.float32):
+        raise ValueError(f"a master goes with a 16-bit parameter, and only with one; got param {param.dtype}, master {master is not None}")
+    if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
+        raise ValueError(f"a split master needs a bf16 parameter; got {param.dtype}")
+    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"moments must both be fp32 or both bf16; got {exp_avg.dtype} and {exp_avg_sq.dtype}")
+
+
+@jit
+def _adam_kernel(
+    param,  # (numel,) fp32, bf16 or fp16
+    grad,  # (numel,) fp32, bf16 or fp16
+    master,  # (numel,) fp32, or int16 (split: the lower half), or None (param is fp32)
+    exp_avg,  # (numel,) fp32 or bf16
+    exp_avg_sq,  # (numel,) likewise; its sign carries a bit of a split master
+    scale,
+    l2,
+    decay,
+    lerp,
+    beta2,
+    one_minus_beta2,
+    bc2_sqrt,
+    eps,
+    step_size,
+    numel,
+    FROM_GRAD: tl.constexpr,
+    L2: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    if start + BLOCK <= numel:  # no mask: 16 bytes at a time
+        _adam_block(
+            param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
+            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, None, FROM_GRAD, L2, SPLIT, BLOCK,
+        )  # fmt: skip
+    else:
+        _adam_block(
+            param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
+            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, (numel - start).to(tl.int32), FROM_GRAD, L2, SPLIT, BLOCK,
+        )  # fmt: skip
+
+
+@jit
+def _adam_block(
+    param, grad, master, exp_avg, exp_avg_sq, scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size,
+    count, FROM_GRAD: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    mask = None if count is None else at < count
+    other = None if count is None else 0
+    p = tl.load(param + at, mask=mask, other=other)
+    m = widened(tl.load(exp_avg + at, mask=mask, other=other))
+    v = widened(tl.load(exp_avg_sq + at, mask=mask, other=other))
+    g = product(widened(tl.load(grad + at, mask=mask, other=other)), scale)
+    if SPLIT:
+        v_bits = v.to(tl.uint32, bitcast=True)
+        v = (v_bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        lower = tl.load(master + at, mask=mask, other=other).to(tl.uint32) & 0xFFFF
+        rounded_up = (lower >> 15) & (1 ^ (v_bits >> 31))
+        upper = p.to(tl.uint16, bitcast=True).to(tl.uint32) - rounded_up
+        x = ((upper << 16) | lower).to(tl.float32, bitcast=True)
+    elif master is not None:
+        # a parameter that is not its master rounded was written from outside: the master follows
+        x = tl.load(master + at, mask=mask, other=other)
+        x = tl.where(widened(rounded(x, p.dtype)) == widened(p), x, widened(p))
+    else:
+        x = p
+    if L2:
+        g = tl.fma(l2, x, g)
+    x = product(x, decay)
+    if FROM_GRAD:
+        m = tl.fma(lerp, g - m, g)
+    else:
+        m = tl.fma(lerp, g - m, m)
+    v = tl.fma(product(g, one_minus_beta2), g, product(v, beta2))
+    x = x + tl.div_rn(product(m, step_size), tl.div_rn(tl.sqrt_rn(v), bc2_sqrt) + eps)
+    tl.store(exp_avg + at, rounded(m, exp_avg.dtype.element_ty), mask=mask)
+    if SPLIT:
+        bits = x.to(tl.uint32, bitcast=True)
+        upper = rounded_bits(x)
+        tl.store(param + at, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(master + at, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+        tie_down = ((bits >> 15) & 1) & (upper == (bits >> 16)).to(tl.uint32)
+        if exp_avg_sq.dtype.element_ty == tl.float32:
+            v = (v.to(tl.uint32, bitcast=True) | (tie_down << 31)).to(tl.float32, bitcast=True)
+            tl.store(exp_avg_sq + at, v, mask=mask)
+        else:
+            v_bits = (rounded_bits(v) | (tie_down << 15)).to(tl.uint16)
+            tl.store(exp_avg_sq + at, v_bits.to(tl.bfloat16, bitcast=True), mask=mask)
+    else:
+        if master is not None:
+            tl.store(master + at, x, mask=mask)
+        tl.store(param + at, rounded(x, param.dtype.element_ty), mask=mask)
+        tl.store(exp_avg_sq + at, rounded(v, exp_avg_sq.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    param: Tensor,
+    grad: Tensor,
+    master: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    step: int,
+    grad_scale: float,
+    maximize: bool,
+) -> None:
+    if not param.numel():
+        return
+    scale, l2, decay, lerp, from_grad, *rest = AdamStep(
+        lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize
+    ).scalars()
+    grid(_adam_kernel, cdiv(param.numel(), BLOCK))(
+        param, grad, master, exp_avg, exp_avg_sq, float(scale), float(l2), float(decay), float(lerp), *map(float, rest), param.numel(),
+        FROM_GRAD=bool(from_grad), L2=bool(l2 != 0), SPLIT=master is not None and master.dtype == torch.int16, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def _reference(
+    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, *scalars: Any
+) -> None:
+    reference.adam(param, grad, master, exp_avg, exp_avg_sq, AdamStep(*scalars))
+
+
+_op = op("adam_", _reference, mutates=("param", "master", "exp_avg", "exp_avg_sq"))(_launch)
+
+
+def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep) -> None:
+    """One Adam or AdamW update, in place.
+
+    Args:
+        param: (n,) fp32, bf16 or fp16, contiguous. fp32 if and only if ``master`` is None.
+        grad: (n,) fp32, bf16 or fp16.
+        master: None, (n,) fp32, or (n,) int16 (split master, with a bf16 parameter: see split.py).
+        exp_avg, exp_avg_sq: (n,) fp32 or bf16, both alike.
+        step: the scalars; without amsgrad.
+
+    In host memory this is the reference; ``zk.offload.cpu_adam.adam_`` is the fast one there.
+    Raises ValueError on sizes, devices or precisions that do not fit together, TypeError on other precisions.
+    """
+    check_adam(param, grad, master, exp_avg, exp_avg_sq)
+    if step.amsgrad:
+        raise ValueError("this kernel has no amsgrad; zk.offload.cpu_adam.adam_ does, on any device")
+    _op(
+        param, grad, master, exp_avg, exp_avg_sq, step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.decoupled,
+        step.step, step.grad_scale, step.maximize,
+    )  # fmt: skip

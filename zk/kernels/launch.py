@@ -1,0 +1,87 @@
+"""In: kernels and references. Out: one op for both, which CPUs run as the reference and GPUs as the kernel; block sizes.
+
+Where triton is not installed, kernels are plain functions that are never called, and every op runs its reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else None
+# TRITON_INTERPRET=1: kernels run as Python, on host memory. For tests of kernels; ops never choose it by themselves.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+# elements of one program of the elementwise kernels: 4 warps x 32 lanes x two 16-byte vectors of 16 bits
+BLOCK = 2048
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` where there is triton."""
+    if not HAVE_TRITON:
+        return function
+    import triton
+
+    return triton.jit(function)
+
+
+def grid(kernel: Any, *programs: int) -> Callable[..., None]:
+    """The launcher of ``kernel`` over ``programs``; torch.compile sees through it."""
+    if not HAVE_TRITON:
+        raise RuntimeError("this kernel needs triton, which is not installed (it comes with torch on Linux); tensors in host memory need no kernel")
+    launcher: Callable[..., None] = (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[programs]
+    return launcher
+
+
+def op(name: str, reference: Callable[..., None], mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Any]:
+    """Decorator: makes a launcher the op ``zk::name`` that fake tensors and torch.compile see through; in host memory the reference runs.
+
+    (A kernel registered for CPUs would not do: torch.compile takes an op's own body apart, whatever the device.)
+    """
+
+    def decorate(launch: Callable[..., None]) -> Any:
+        @functools.wraps(launch)
+        def either(*args: Any) -> None:
+            (reference if args[0].device.type == "cpu" else launch)(*args)
+
+        return torch.library.triton_op(f"zk::{name}", either, mutates_args=mutates)
+
+    return decorate
+
+
+def cdiv(numel: int, size: int) -> int:
+    """How many pieces of ``size`` cover ``numel``."""
+    return -(-numel // size)
+
+
+def new_partials(stats: Tensor | None, programs: int, device: torch.device) -> Tensor | None:
+    """(programs, 2) fp64: each program's sum of squares and count of non-finite values; None where nobody asks."""
+    if stats is None:
+        return None
+    if stats.shape != (2,) or stats.dtype != torch.float64 or stats.device != device:
+        raise ValueError(
+            f"stats must be 2 fp64 values on {device} (sum of squares, non-finite values); got {tuple(stats.shape)} {stats.dtype} on {stats.device}"
+        )
+    return torch.zeros(programs, 2, dtype=torch.float64, device=device)
+
+
+def add_partials(stats: Tensor | None, partials: Tensor | None) -> None:
+    """Add what the programs found; in a fixed order, so that a repetition gives the same bits."""
+    if stats is not None and partials is not None:
+        stats += partials.sum(0)
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_floats(**tensors: Tensor) -> None:
+    """Raise TypeError for a dtype that kernels do not know."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} must be fp32, bf16 or fp16; got {tensor.dtype}")

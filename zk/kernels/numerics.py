@@ -1,0 +1,71 @@
+"""In: values inside a kernel. Out: the same values rounded as the CPU rounds them. Shared by all kernels; called from kernels only.
+
+What decides bits is spelled out: products that must not be fused into the addition that follows, division and square root with correct
+rounding. So a kernel's result does not depend on the compiler, and equals that of the CPU kernels bit for bit.
+"""
+
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from zk.kernels.launch import INTERPRETED, jit, tl
+
+libdevice: Any = importlib.import_module("triton.language.extra.libdevice") if tl else None
+_INTERPRETED = tl.constexpr(INTERPRETED) if tl else INTERPRETED
+
+
+@jit
+def product(a, b):
+    """a * b in fp32, rounded once: never the first half of a fused multiply-add."""
+    if _INTERPRETED:
+        result = a * b
+    else:
+        result = libdevice.mul_rn(a, b)
+    return result
+
+
+@jit
+def rounded_bits(x):
+    """The bits of fp32 ``x`` as bf16, to nearest even, in the lower half of a uint32; NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+
+
+@jit
+def rounded(x, dtype: tl.constexpr):
+    """fp32 ``x`` in ``dtype``, to nearest even. (The interpreter's own conversion to bf16 cuts off.)"""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        result = rounded_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(dtype)
+    return result
+
+
+@jit
+def widened(x):
+    """``x`` in fp32, exactly. (The interpreter's own conversion from bf16 loses subnormal numbers.)"""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        result = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        result = x.to(tl.float32)
+    return result
+
+
+@jit
+def readable(x):
+    """``x`` as tl.dot takes it. (The interpreter's takes the bits of bf16 for integers.)"""
+    if _INTERPRETED:
+        result = widened(x)
+    else:
+        result = x
+    return result
+
+
+@jit
+def store_partials(partials, program, x):
+    """Write a program's sum of squares (fp64) and its count of values that are not finite."""
+    wide = x.to(tl.float64)
+    tl.store(partials + 2 * program, tl.sum(wide * wide, 0))
+    tl.store(partials + 2 * program + 1, tl.sum((x - x != 0).to(tl.int32), 0).to(tl.float64))

@@ -1,0 +1,136 @@
+"""In and out: as the kernel of the same name. Plain PyTorch: what kernels are tested against, and what ops run in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zk.kernels.split import join, split_
+
+if TYPE_CHECKING:
+    from zk.kernels.adam import AdamStep
+
+# elements worked on at once: six fp32 arrays of it fit in a core's L2 cache
+CHUNK = 1 << 16
+
+
+def _add_stats(partials: Tensor | None, wide: Tensor) -> None:
+    if partials is not None and wide.numel():
+        partials[0, 0] += wide.double().square().sum()
+        partials[0, 1] += (~torch.isfinite(wide)).sum()
+
+
+def cast(source: Tensor, out: Tensor, partials: Tensor | None, scale: float) -> None:
+    """``source`` (numel,) times ``scale`` into ``out`` (numel,); statistics into the first row of ``partials``."""
+    for start in range(0, source.numel(), CHUNK):
+        piece = slice(start, start + CHUNK)
+        wide = source[piece].float()
+        if scale != 1.0:
+            wide = wide * scale
+        out[piece] = wide
+        _add_stats(partials, wide)
+
+
+def flatten(tensors: list[Tensor], flat: Tensor, regions: Tensor, partials: Tensor | None, scale: float) -> None:
+    """Each tensor into its region (start, stop) of ``flat``; what a region has beyond its tensor, and regions beyond the tensors, are zeroed."""
+    bounds = regions.tolist()
+    for index, (start, stop) in enumerate(bounds):
+        end = start
+        if index < len(tensors):
+            end += tensors[index].numel()
+            cast(tensors[index].reshape(-1), flat[start:end], partials, scale)
+        flat[end:stop].zero_()
+
+
+def unflatten(flat: Tensor, tensors: list[Tensor], regions: Tensor, partials: Tensor | None, scale: float) -> None:
+    """Each region (start, stop) of ``flat`` into its tensor, as much as that holds."""
+    for tensor, (start, _) in zip(tensors, regions.tolist(), strict=True):
+        cast(flat[start : start + tensor.numel()], tensor.view(-1), partials, scale)
+
+
+def update_chunks(
+    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg_sq: Tensor | None, scale: float, update: Callable[[Tensor, Tensor, slice], None]
+) -> None:
+    """Call ``update(x, g, piece)`` for each cache-sized piece: x the fp32 master, changed in place, g the scaled fp32 gradient.
+
+    Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master.
+    Where a parameter is not its master rounded, somebody wrote it, and the master follows.
+    """
+    chunk = CHUNK if param.device.type == "cpu" else CHUNK << 8  # an accelerator wants few, long launches
+    for start in range(0, param.numel(), chunk):
+        piece = slice(start, start + chunk)
+        g = grad[piece].to(torch.float32, copy=True)
+        if scale != 1.0:
+            g.mul_(scale)
+        if master is None:
+            update(param[piece], g, piece)
+        elif master.dtype == torch.float32:
+            x = master[piece]
+            written = x.to(param.dtype) != param[piece]  # from outside, since the last update
+            x.copy_(torch.where(written, param[piece].float(), x))
+            update(x, g, piece)
+            param[piece] = x
+        else:
+            assert exp_avg_sq is not None
+            x = join(param[piece], master[piece], exp_avg_sq[piece])
+            exp_avg_sq[piece].abs_()
+            update(x, g, piece)
+            split_(x, param[piece], master[piece], exp_avg_sq[piece])
+
+
+def adam(
+    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep, max_exp_avg_sq: Tensor | None = None
+) -> None:
+    """torch.optim.Adam and AdamW, operation for operation; ``max_exp_avg_sq`` (n,) fp32 goes with amsgrad, which only this one has."""
+    bc2_sqrt = step.bias_corrections[1] ** 0.5
+
+    def update(x: Tensor, g: Tensor, piece: slice) -> None:
+        if step.weight_decay != 0 and step.decoupled:
+            x.mul_(1 - step.lr * step.weight_decay)
+        elif step.weight_decay != 0:
+            g = g.add(x, alpha=step.weight_decay)
+        m, v = exp_avg[piece].float(), exp_avg_sq[piece].float()
+        m.lerp_(g, 1 - step.beta1)
+        v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
+        largest = v
+        if step.amsgrad:
+            assert max_exp_avg_sq is not None
+            largest = max_exp_avg_sq[piece]
+            torch.maximum(largest, v, out=largest)
+        x.addcdiv_(m, (largest.sqrt() / bc2_sqrt).add_(step.eps), value=step.step_size)
+        if exp_avg.dtype != torch.float32:
+            exp_avg[piece], exp_avg_sq[piece] = m, v
+
+    update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
+
+
+def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str) -> None:
+    """``out = activation(plus + a @ b + bias)``: products and sums in fp32, one rounding at the end."""
+    narrow = a.dtype != torch.float32
+    if plus is None and bias is None and not activation and out.dtype == a.dtype == b.dtype:
+        torch.mm(a, b, out=out)  # the library's own kernel rounds once too
+        return
+    if narrow and plus is None and bias is None and not activation and out.dtype == torch.float32:
+        torch.mm(a.float(), b.float(), out=out)
+        return
+    if plus is not None and plus.data_ptr() == out.data_ptr() and bias is None and not activation:
+        out.addmm_(a.float(), b.float())
+        return
+    result = torch.mm(a.float(), b.float())
+    if plus is not None:
+        result += plus
+    if bias is not None:
+        result += bias
+    if activation:
+        result = ACTIVATIONS[activation](result)
+    out.copy_(result)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+}
