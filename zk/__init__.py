@@ -4,6 +4,16 @@ from zk.access import gather
 from zk.config import DynamicLossScale, ZeroConfig
 from zk.materialize import deferred_init, load_pretrained
 from zk.optimizer import ZeroOptimizer
+from zk.tiled_linear import TiledLinear, tile_linears
 
 __version__ = "0.1.0"
-__all__ = ["DynamicLossScale", "ZeroConfig", "ZeroOptimizer", "deferred_init", "gather", "load_pretrained"]
+__all__ = [
+    "DynamicLossScale",
+    "TiledLinear",
+    "ZeroConfig",
+    "ZeroOptimizer",
+    "deferred_init",
+    "gather",
+    "load_pretrained",
+    "tile_linears",
+]

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from zk.memory import aligned
+from zk.tiled_linear import Piece, pieces_of
 
 # in-place calls after which nothing of what was there before is left
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
@@ -248,13 +249,14 @@ class _FromFile:
     path: Path
     key: str
     device: torch.device  # where the model will compute
+    piece: tuple[slice, slice] | None = None  # rows and columns of what is in the file; None for all of it
 
     def make(self, tensor: Tensor) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            value: Tensor = file.get_tensor(self.key)
-            return value.clone()  # not a view of the mapped file
+            value: Tensor = file.get_tensor(self.key) if self.piece is None else file.get_slice(self.key)[self.piece]
+            return value.clone(memory_format=torch.contiguous_format)  # not a view of the mapped file
 
 
 # a storage without memory -> the recording that made it
@@ -381,22 +383,28 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     Raises ValueError, before anything is changed, with the names that are missing, unexpected, or of another shape.
     """
     entries = _files(Path(path))
-    names: dict[Tensor, list[str]] = {}
-    persistent = set(model.state_dict(keep_vars=True)) if not _is_held(model) else None
+    pieces = pieces_of(model)
+    names: dict[Tensor, list[str]] = {}  # in the files
+    parts: dict[Tensor, Piece] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if persistent is None or name in persistent:
-            names.setdefault(buffer, []).append(name)
+        names.setdefault(param, []).append(pieces[name].whole if name in pieces else name)
+        if name in pieces:
+            parts[param] = pieces[name]
+    for module_path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, []).append(f"{module_path}.{name}" if module_path else name)
     known = {name for aliases in names.values() for name in aliases}
     chosen = {tensor: next((name for name in aliases if name in entries), None) for tensor, aliases in names.items()}
-    missing = [names[tensor][0] for tensor, key in chosen.items() if key is None]
+    missing = list(dict.fromkeys(names[tensor][0] for tensor, key in chosen.items() if key is None))
+    shapes = {tensor: parts[tensor].shape if tensor in parts else tuple(tensor.shape) for tensor in names}
     unexpected = sorted(set(entries) - known)
     wrong = [
-        f"{key} is {entries[key][1]}, the model's {tuple(tensor.shape)}"
+        f"{key} is {entries[key][1]}, the model's {shapes[tensor]}"
         for tensor, key in chosen.items()
-        if key is not None and entries[key][1] != tuple(tensor.shape)
+        if key is not None and entries[key][1] != shapes[tensor]
     ]
+    wrong = list(dict.fromkeys(wrong))
     problems = [f"other shapes: {_some(wrong)}"] if wrong else []
     if strict:
         problems += [f"missing: {_some(missing)}"] if missing else []
@@ -404,17 +412,17 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     if problems:
         raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}" + ("" if wrong else " (strict=False ignores these)"))
     device = compute_device(model)
-    _load({tensor: _FromFile(entries[key][0], key, device) for tensor, key in chosen.items() if key is not None})
+    _load(
+        {
+            tensor: _FromFile(entries[key][0], key, device, parts[tensor].place if tensor in parts else None)
+            for tensor, key in chosen.items()
+            if key is not None
+        }
+    )
 
 
 def _some(items: list[str]) -> str:
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
-
-
-def _is_held(model: nn.Module) -> bool:
-    from zk.held import owner_of
-
-    return any(owner_of(param) is not None for param in model.parameters())
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""In: a model. Out: units, the sets of parameters that travel together: blocks of its ModuleLists, and what is left over. Tied parameters once."""
+"""In: a model. Out: units, the sets of parameters that travel together: tiles, blocks of ModuleLists, what is left over. Tied ones once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+
+from zk.tiled_linear import Tile
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -69,14 +71,15 @@ def find_units(
         wanted: names or classes of the modules that become units; None takes the blocks of the model's outermost ModuleLists.
         device: where parameters that have no memory yet will compute.
     """
+    tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
     owner: dict[int, str] = {}  # id of a module -> path of the block it is part of
-    for path, block in blocks:
+    for path, block in (*tiles, *blocks):  # a tile is a block of its own, wherever it is
         for module in block.modules():
             owner.setdefault(id(module), path)
     units: dict[tuple[str, bool, torch.dtype, torch.device], Unit] = {}
     home: dict[nn.Parameter, Unit] = {}
-    anchors = dict(blocks)
+    anchors = dict((*blocks, *tiles))
     for module_path, module in model.named_modules(remove_duplicate=False):
         path = owner.get(id(module), "")
         for name, param in module.named_parameters(recurse=False):

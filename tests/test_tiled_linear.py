@@ -1,0 +1,364 @@
+"""TiledLinear against nn.Linear: values, gradients, state, and what is in memory at once."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zk
+from tests.world import run_world
+from zk.tiled_linear import Tile, TiledLinear, cuts
+from zk.train.save import save_model
+
+BF16 = torch.bfloat16
+
+
+def pair(
+    in_features: int, out_features: int, in_splits: int, out_splits: int, bias: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Linear, TiledLinear]:
+    torch.manual_seed(in_features * out_features)
+    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
+    tiled = TiledLinear.from_linear(linear, in_splits, out_splits)
+    if bias:
+        tiled.bias = nn.Parameter(linear.bias.detach().clone())  # from_linear shares it
+    return linear, tiled
+
+
+def weight_grad(tiled: TiledLinear) -> Tensor:
+    whole = torch.full((tiled.out_features, tiled.in_features), float("nan"), dtype=tiled.bias.dtype if tiled.bias is not None else torch.float32)
+    for tile in tiled.tiles:
+        whole[tile.rows, tile.columns] = tile.weight.grad
+    return whole
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (23, 29), (29, 23)])
+@pytest.mark.parametrize("splits", list(itertools.product((1, 2, 3, 4), repeat=2)))
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_outputs_and_all_gradients_are_those_of_the_whole_layer(shape, splits, bias, leading):
+    linear, tiled = pair(*shape, *splits, bias=bias)
+    x = torch.randn(*leading, shape[0])
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    upstream = torch.randn(*leading, shape[1])
+    want, got = linear(a), tiled(b)
+    want.backward(upstream)
+    got.backward(upstream)
+    assert len(tiled.tiles) == splits[0] * splits[1]
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(got, want, **close)
+    torch.testing.assert_close(b.grad, a.grad, **close)
+    torch.testing.assert_close(weight_grad(tiled), linear.weight.grad, **close)
+    if bias:
+        torch.testing.assert_close(tiled.bias.grad, linear.bias.grad, **close)
+
+
+@pytest.mark.parametrize("splits", [(1, 3), (3, 1), (3, 2)])
+def test_16_bit_layers_sum_over_tiles_in_fp32(splits):
+    linear, tiled = pair(192, 160, *splits, dtype=BF16)
+    x = torch.randn(7, 192).bfloat16()
+    upstream = torch.randn(7, 160).bfloat16()
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got = tiled(b)
+    got.backward(upstream)
+    exact_x, exact = x.double().requires_grad_(), copy.deepcopy(linear).double()
+    want = exact(exact_x)
+    want.backward(upstream.double())
+    linear(a).backward(upstream)
+
+    def error(value: Tensor, reference: Tensor) -> float:
+        return float((value.detach().double() - reference.detach()).norm() / reference.detach().norm())
+
+    # one rounding to bf16, and no more: 2^-9 of each value at most, about half of that as a norm
+    assert error(got, want) < 2**-9
+    assert error(b.grad, exact_x.grad) < 2**-9
+    assert error(weight_grad(tiled), exact.weight.grad) < 2**-9
+    assert error(tiled.bias.grad, exact.bias.grad) < 2**-9
+
+
+def test_autocast_computes_in_16_bits_and_leaves_fp32_gradients():
+    linear, tiled = pair(48, 40, 2, 3)
+    x = torch.randn(6, 48)
+    with torch.autocast("cpu", BF16):
+        want, got = linear(x), tiled(x)
+    assert got.dtype == BF16
+    want.float().square().sum().backward()
+    got.float().square().sum().backward()
+    assert all(tile.weight.grad.dtype == torch.float32 for tile in tiled.tiles)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(weight_grad(tiled), linear.weight.grad, rtol=3e-2, atol=3e-1)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_checkpointed_layers_give_the_same_gradients(reentrant):
+    _, tiled = pair(24, 20, 2, 2)
+    x = torch.randn(4, 24, requires_grad=True)
+    tiled(x).square().sum().backward()
+    want = [x.grad.clone(), *(param.grad.clone() for param in tiled.parameters())]
+    x.grad = None
+    tiled.zero_grad()
+    checkpoint(tiled, x, use_reentrant=reentrant).square().sum().backward()
+    assert all(map(torch.equal, [x.grad, *(param.grad for param in tiled.parameters())], want))
+
+
+def test_split_inputs_and_outputs_are_lists():
+    linear, _ = pair(23, 29, 1, 1)
+    tiled = TiledLinear.from_linear(linear, 3, 2, input_is_already_split=True, combine_out_splits=False)
+    x = torch.randn(2, 5, 23, requires_grad=True)
+    pieces = [x[..., cut] for cut in cuts(23, 3)]
+    outputs = tiled(pieces)
+    assert [out.shape for out in outputs] == [(2, 5, cut.stop - cut.start) for cut in cuts(29, 2)]
+    torch.testing.assert_close(torch.cat(outputs, -1), linear(x))
+    outputs[1].sum().backward()  # the other output has no gradient
+    expected = torch.zeros(29)
+    expected[cuts(29, 2)[1]] = 10
+    assert torch.equal(tiled.bias.grad, expected)
+    assert not tiled.tiles[0].weight.grad.any() and tiled.tiles[3].weight.grad.any()
+
+
+def test_frozen_weights_and_inputs_without_gradient_get_none():
+    _, tiled = pair(8, 8, 2, 2)
+    x = torch.randn(3, 8)
+    assert tiled(x).requires_grad
+    tiled(x).sum().backward()
+    assert tiled.tiles[0].weight.grad is not None
+    tiled.zero_grad()
+    tiled.requires_grad_(False)
+    assert not tiled(x).requires_grad
+    x.requires_grad_()
+    tiled(x).sum().backward()
+    assert x.grad is not None and tiled.tiles[0].weight.grad is None
+    with torch.no_grad():
+        assert not tiled(x).requires_grad
+
+
+def test_backward_twice_and_two_calls_before_it():
+    linear, tiled = pair(12, 10, 2, 2)
+    a, b = torch.randn(3, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    loss = tiled(a).square().sum() + tiled(b).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    want = linear(a).square().sum() + linear(b).sum()
+    torch.testing.assert_close(weight_grad(tiled), 2 * torch.autograd.grad(want, linear.weight)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_state_is_that_of_linear_both_ways():
+    linear, tiled = pair(23, 29, 3, 2)
+    state = tiled.state_dict()
+    assert list(state) == ["weight", "bias"] and torch.equal(state["weight"], linear.weight)
+    other = nn.Linear(23, 29)
+    fresh = TiledLinear(23, 29, in_splits=4, out_splits=3)
+    fresh.load_state_dict(other.state_dict())
+    assert torch.equal(fresh.weight, other.weight) and torch.equal(fresh.bias, other.bias)
+    model = nn.Sequential(TiledLinear(4, 6, out_splits=2), nn.ReLU(), TiledLinear(6, 3, bias=False, in_splits=2))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3, bias=False))
+    assert plain.load_state_dict(model.state_dict()) is not None
+    model.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({**plain.state_dict(), "0.weight": torch.zeros(6, 5)})
+
+
+def test_a_new_layer_has_the_distribution_of_linear():
+    tiled = TiledLinear(400, 300, in_splits=3, out_splits=2)
+    bound = 1 / 20
+    assert tiled.weight.abs().max() <= bound and abs(tiled.weight.std().item() - bound / 3**0.5) < 1e-3
+    assert tiled.bias.abs().max() <= bound
+    assert [cut.start for cut in cuts(400, 3)] == [0, 128, 256]  # whole grains where there is room
+
+
+def test_the_weight_as_an_attribute_is_differentiable():
+    linear, tiled = pair(9, 7, 2, 2)
+    x = torch.randn(5, 9)
+    nn.functional.linear(x, tiled.weight, tiled.bias).square().sum().backward()
+    linear(x).square().sum().backward()
+    torch.testing.assert_close(weight_grad(tiled), linear.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: TiledLinear(4, 4, in_splits=5), ValueError, "in_splits must be between 1 and"),
+        (lambda: TiledLinear(4, 4, out_splits=0), ValueError, "out_splits must be between 1 and"),
+        (lambda: TiledLinear(4, 4)(torch.ones(2, 5)), ValueError, "must have 4 features"),
+        (lambda: TiledLinear(4, 4)([torch.ones(2, 4)]), TypeError, "one tensor"),
+        (lambda: TiledLinear(4, 4, in_splits=2, input_is_already_split=True)(torch.ones(2, 4)), ValueError, "a sequence of tensors"),
+        (lambda: TiledLinear(4, 4)(torch.ones(2, 4, dtype=BF16)), ValueError, "weight's precision"),
+        (lambda: TiledLinear.from_linear(nn.Bilinear(2, 2, 2)), TypeError, "torch.nn.Linear"),
+        (lambda: TiledLinear.from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), TypeError, "Parametrized"),
+        (lambda: zk.tile_linears(nn.Linear(8, 8), 16), ValueError, "the model itself"),
+        (lambda: zk.tile_linears(nn.Sequential(nn.Linear(8, 8)), 0), ValueError, "max_tile_nbytes"),
+    ],
+)
+def test_what_cannot_be_tiled_is_refused_with_the_rule(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+# ---- tile_linears ------------------------------------------------------------------------------------------------------------
+
+
+def test_tile_linears_replaces_what_is_too_large_and_changes_no_result():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.ModuleDict({"a": nn.Linear(256, 64)})["a"], nn.Linear(64, 8))
+    x = torch.randn(3, 64)
+    want = model(x)
+    names = zk.tile_linears(model, 128 * 64 * 4)
+    assert names == ["0", "2"]
+    assert [type(module).__name__ for module in model] == ["TiledLinear", "GELU", "TiledLinear", "Linear"]
+    assert all(tile.weight.nbytes <= 128 * 64 * 4 for tile in model.modules() if isinstance(tile, Tile))
+    torch.testing.assert_close(model(x), want)
+    small = nn.Sequential(nn.Linear(100, 3))
+    assert zk.tile_linears(small, 40) == ["0"]
+    assert max(tile.weight.nbytes for tile in small[0].tiles) <= 40
+
+
+def test_tile_linears_refuses_tied_weights_and_names_them():
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'1' is tied \(0.weight, 1.weight\)"):
+        zk.tile_linears(model, 100)
+    assert type(model[1]) is nn.Linear
+
+
+def test_a_layer_used_in_two_places_stays_one():
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])
+    assert zk.tile_linears(model, 256) == ["0.0"]
+    assert model[0][0] is model[1][0] and isinstance(model[0][0], TiledLinear)
+
+
+def test_tiles_of_a_deferred_model_have_the_values_of_plain_construction():
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 4))
+        zk.tile_linears(model, 16 * 16 * 4)
+        return model
+
+    torch.manual_seed(3)
+    plain = build()
+    torch.manual_seed(3)
+    with zk.deferred_init():
+        model = build()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    optimizer.close()
+    with zk.deferred_init():
+        late = nn.Sequential(nn.Linear(16, 48))
+    with pytest.raises(ValueError, match=r"inside zk\.deferred_init"):
+        zk.tile_linears(late, 64)
+
+
+def test_safetensors_of_the_whole_layer_are_read_and_written(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5, bias=False))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    for deferred in (False, True):
+        if deferred:
+            with zk.deferred_init():
+                model = nn.Sequential(TiledLinear(20, 32, in_splits=2, out_splits=3), nn.ReLU(), TiledLinear(32, 5, bias=False, out_splits=2))
+        else:
+            model = nn.Sequential(TiledLinear(20, 32, in_splits=2, out_splits=3), nn.ReLU(), TiledLinear(32, 5, bias=False, out_splits=2))
+        zk.load_pretrained(model, tmp_path)
+        nvme = tmp_path / f"nvme{deferred}"
+        nvme.mkdir()
+        with zk.ZeroOptimizer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=nvme
+        ):
+            x = torch.randn(2, 20)
+            torch.testing.assert_close(model(x), plain(x))
+            save_model(model, tmp_path / "out", {}, write=True)
+            saved = load_file(tmp_path / "out" / "model.safetensors")
+            assert len(saved) == 3 and all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
+            assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    with pytest.raises(ValueError, match=r"0.weight is \(32, 20\)"):
+        zk.load_pretrained(nn.Sequential(TiledLinear(21, 32, out_splits=2)), tmp_path)
+
+
+# ---- stage 3 -----------------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(24), TiledLinear(24, 40, in_splits=2, out_splits=3), nn.GELU(), TiledLinear(40, 24, in_splits=3, out_splits=2))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def train(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slice(None)) -> list[float]:
+    draws = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 24, generator=draws)[part]
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def tiers(case: tuple[int, str, str]) -> str:
+    """Train on this rank's part of the batch; "" if every rank has what the plain model has on the whole batch."""
+    prefetch, tier, folder = case
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model = Mlp()
+    plain = copy.deepcopy(model)
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    place = {"param_tier": tier, "optimizer_tier": tier, **({"nvme_path": folder} if tier == "nvme" else {})}
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, prefetch=prefetch, **place) as optimizer:
+        train(4, model, optimizer, slice(rank, None, size))
+        train(4, plain, adam)
+        with zk.gather(model.parameters()):
+            worst = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    return "" if worst < 1e-5 else f"parameters differ by {worst}"
+
+
+@pytest.mark.parametrize("case", [(prefetch, tier) for prefetch in (0, 2) for tier in ("host", "nvme")])
+def test_tiles_train_at_stage_3_as_the_plain_model_does(case, tmp_path):
+    assert tiers((*case, str(tmp_path))) == ""
+
+
+def test_tiles_train_over_two_ranks_as_the_plain_model_does(tmp_path):
+    cases = [(prefetch, tier, str(tmp_path)) for prefetch in (0, 2) for tier in ("host", "nvme")]
+    for case, results in zip(cases, run_world(2, tiers, cases), strict=True):
+        assert results == ["", ""], case
+
+
+def test_one_tile_at_a_time_is_gathered_in_forward_and_in_backward(tmp_path):
+    model = nn.Sequential(TiledLinear(64, 64, bias=False, in_splits=2, out_splits=4), TiledLinear(64, 64, bias=False, in_splits=4, out_splits=2))
+    optimizer = zk.ZeroOptimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, prefetch=0
+    )
+    most = {"forward": 0.0, "backward": 0.0}
+    phase = "forward"
+    launch = zk.tiled_linear.tiled_matmul
+
+    def watched(*args: object, **kwargs: object) -> None:
+        launch(*args, **kwargs)
+        most[phase] = max(most[phase], optimizer.metrics()["device_gathered_nbytes"])
+
+    zk.tiled_linear.tiled_matmul = watched
+    try:
+        for _ in range(2):
+            phase = "forward"
+            loss = model(torch.randn(3, 64)).sum()
+            phase = "backward"
+            loss.backward()
+            optimizer.step()
+    finally:
+        zk.tiled_linear.tiled_matmul = launch
+    tile = 64 * 64 * 4 // 8
+    assert most == {"forward": tile, "backward": tile}
+    optimizer.close()
