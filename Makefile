@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test bench bench-peers bench-nvme lint clean
+.PHONY: train test bench bench-peers bench-nvme bench-tiled lint clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -30,7 +30,13 @@ NVME ?= runs/nvme
 bench-nvme: $(READY) $(VENV)/.peers
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/nvme_vs_fio.py $(NVME)
+	$(BIN)/python benchmarks/nvme_floor.py $(NVME)
 	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments
+
+# memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
+bench-tiled: $(READY)
+	mkdir -p $(NVME)
+	$(BIN)/python benchmarks/tiled_memory.py $(NVME) $(ARGS)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -71,8 +71,8 @@ class Assembly:
 
     @property
     def _reads_ahead(self) -> int:
-        """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond."""
-        return 2 * self.config.prefetch + 3
+        """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead."""
+        return 2 * self.config.prefetch + 3 if self.config.prefetch else 1
 
     def _buffer_nbytes(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> int:
         """Host memory that the buffers of the nvme tier take at most, should all units go there; gradients in their own precision."""

@@ -126,6 +126,7 @@ class Held:
             self.params.let_go()
             return
         self.adopt_writes()
+        self.params.settle()
         for index, make in values.items():
             mine, piece = self.layout.part(index, self.params.held)
             self.shard.set_master(mine, make().reshape(-1)[piece])

@@ -8,6 +8,7 @@ where huge ones are at 15 (measured on 2 cores, kernel 6.18). Page alignment is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import re
@@ -68,6 +69,12 @@ class Lease:
             self.region.madvise(mmap.MADV_DONTNEED)
         else:
             self.tensor.untyped_storage().resize_(0)
+
+
+def trim() -> None:
+    """Give back what malloc keeps of freed memory, where the C library can (glibc): it holds on to blocks of up to 32 MiB."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_nbytes() -> int:

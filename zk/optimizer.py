@@ -21,6 +21,7 @@ from zk.config import ZeroConfig
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, Hook
 from zk.materialize import compute_device, give_memory, values_of
+from zk.memory import trim
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Task
@@ -80,6 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
+        self.torn = ""  # what ended a step half-way
         self.tiers: dict[str, Tier] = {}
         try:
             self._build(device)
@@ -119,6 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for position, param in enumerate(unit.params):
                 self.units[param] = (held, position)
                 OWNERS[param] = weakref.ref(self)
+            trim()
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
         if dtype is not None:
             self.handles.append(self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
@@ -126,8 +129,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.partition.attach()
             if len(units) == 1:
                 log.warning(
-                    "the model has no ModuleList or Sequential, so all of it is one unit and is gathered at once: stage 3 saves memory between "
-                    "steps only. Name the blocks, by class or path, with units="
+                    "all parameters of the model are in one unit, %r, and are gathered at once: stage 3 saves memory between steps only. Name "
+                    "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
+                    units[0].name,
                 )
         self.handles += [*self.grads.handles, *self.partition.handles, self.inner.register_step_pre_hook(_inner_step)]
         self._finalizer = weakref.finalize(self, _remove, self.handles)  # an optimizer that is dropped takes no gradients away any more
@@ -190,6 +194,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
+            )
+        if self.torn:
+            raise RuntimeError(
+                f"an earlier step() ended half-way ({self.torn}): some parameters are updated, others are not. load_state_dict() of a state "
+                "saved before makes parameters and state whole again"
             )
         loss = None
         if closure is not None:
@@ -275,7 +284,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.count_step()
             if held.used:
                 tasks.append(Task(held.unit.name, held.shard, list(held.runs(group_of)), held.params.publish))
-        pipeline.update(tasks, grad_scale, self.num_threads, backwards=self.counters["steps"] % 2 == 1)
+        try:
+            pipeline.update(tasks, grad_scale, self.num_threads, backwards=self.counters["steps"] % 2 == 1)
+        except BaseException as error:
+            self.torn = f"{type(error).__name__}: {error}"
+            raise
         for held in self._trained:
             held.updated()
 
@@ -320,6 +333,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         own slices, flat. Before the first step there is no state, and nothing is collective.
         """
         self._check_open()
+        if self.torn:
+            log.warning("this state_dict() is from within a step() that ended half-way (%s)", self.torn)
         self.state.clear()
         try:
             if any(held.steps for held in self.held):
@@ -359,8 +374,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 plan.append(functools.partial(held.forget_state, index))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        for held in self._trained:
+            held.params.settle()
         for write in plan:
             write()
+        for held in self._trained:
+            pending = held.params.publish()
+            if pending is not None:
+                pending.wait()
+        self.torn = ""
         if "zk" in state_dict:
             self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
             self.counters.update(state_dict["zk"]["counters"])

@@ -83,8 +83,11 @@ class Spill:
         assert self.file is not None
         return self.file.read_async(buffer, offset)
 
-    def write(self, buffer: Tensor, offset: int) -> Request:
-        """Start to write ``buffer``, after any write under way to the same bytes."""
+    def write(self, buffer: Tensor, offset: int, by: Buffers) -> Request:
+        """Start to write ``buffer``, after any write under way to the same bytes. What other buffers have of these is out of date."""
+        for others in self.buffers:
+            if others is not by:
+                others.drop(offset, offset + buffer.nbytes)
         self._after_writes(offset, buffer.nbytes)
         assert self.file is not None
         request = self.file.write_async(buffer, offset)
@@ -234,16 +237,18 @@ class Buffers:
         if not changed and not slot.dirty:
             self._free(piece.offset)
             return
-        slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset)
+        slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset, self)
         slot.state, slot.dirty = State.EVICTING, False
 
-    def forget(self, piece: Piece) -> None:
-        """Give up what was asked for and not opened: the file changes under it."""
-        slot = self.slots.get(piece.offset)
-        if slot is not None and slot.state is State.FETCHING:
-            assert slot.request is not None
-            self.spill.stall(slot.request)
-            self._free(piece.offset)
+    def drop(self, start: int, stop: int) -> None:
+        """Give up what is here of these bytes and nobody works on: the file changes under it."""
+        for offset, slot in list(self.slots.items()):
+            if offset < stop and start < offset + slot.piece.nbytes:
+                assert slot.request is not None, f"bytes {start} to {stop} are written while {slot.piece} is in use: {slot.state.value}"
+                try:
+                    self.spill.stall(slot.request)
+                finally:
+                    self._free(offset)
 
     def keep(self, piece: Piece) -> None:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
@@ -317,17 +322,6 @@ class FileStore:
         return numel * self.fields[name].itemsize
 
 
-class _ParamStore(FileStore):
-    """The chunks of a FileHome: what was read ahead of the whole slice is out of date when one changes."""
-
-    home: FileHome
-
-    def close(self, index: int, changed: bool, keep: bool = False) -> None:
-        super().close(index, changed)
-        if changed:
-            self.home.forget()
-
-
 class FileHome:
     """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk."""
 
@@ -336,8 +330,7 @@ class FileHome:
     def __init__(self, spill: Spill, chunks: Sequence[slice], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.numel: int = chunks[-1].stop if chunks else 0
-        self.store = _ParamStore(spill, chunks, {"param": dtype})
-        self.store.home = self
+        self.store = FileStore(spill, chunks, {"param": dtype})
         self.buffers: Buffers | None = None
         self.piece = Piece(self.store.pieces[0].offset, round_up(self.numel * dtype.itemsize))
 
@@ -356,15 +349,9 @@ class FileHome:
         assert self.buffers is not None
         self.buffers.evict(self.piece, changed=False)
 
-    def forget(self) -> None:
-        """Drop what ``fetch`` has brought, as the file changes."""
-        assert self.buffers is not None
-        self.buffers.forget(self.piece)
-
     def write(self, values: Tensor) -> None:
         """Replace the slice by ``values`` (numel,)."""
         assert self.buffers is not None
-        self.forget()
         self._view(self.buffers.open(self.piece, read=False)).copy_(values)
         self.buffers.evict(self.piece, changed=True)
 
@@ -434,9 +421,6 @@ class FileGrads:
 
     def clear(self) -> None:
         """Forget the gradient."""
-        if self.parts is not None and self.dtype is not None:
-            for chunk in self.chunks:
-                self.parts.forget(self._piece(chunk))
         self.dtype = None
 
     @property

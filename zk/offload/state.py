@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,24 +50,29 @@ class OptimizerShard:
     def start(self, initial: Tensor) -> None:
         """Masters start from ``initial`` (n,), the values in the model's original precision; moments from zero."""
         for index, chunk in enumerate(self.chunks):
-            fields = self._open(index, read=False)
-            for name, field in fields.items():
-                if name != "param":
-                    field.zero_()
-            self.has_master = "master" in fields
-            self.split = self.has_master and fields["master"].dtype == torch.int16
-            self._set_master(fields, slice(0, chunk.stop - chunk.start), initial[chunk])
-            self._close(index, changed=True)
+            with self._chunk(index, changes=True, read=False) as fields:
+                for name, field in fields.items():
+                    if name != "param":
+                        field.zero_()
+                self.has_master = "master" in fields
+                self.split = self.has_master and fields["master"].dtype == torch.int16
+                self._set_master(fields, slice(0, chunk.stop - chunk.start), initial[chunk])
         self.upload()
 
     # ---- chunks --------------------------------------------------------------------------------------------------------------
 
-    def _open(self, index: int, read: bool = True) -> Fields:
-        return {**self.state.open(index, read), **self.param.open(index, read)}
-
-    def _close(self, index: int, changed: bool, keep: bool = False) -> None:
-        self.state.close(index, changed, keep)
-        self.param.close(index, changed)
+    @contextlib.contextmanager
+    def _chunk(self, index: int, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Fields]:
+        """The fields of a chunk, put back whatever happens inside."""
+        state = self.state.open(index, read)
+        try:
+            param = self.param.open(index, read)
+            try:
+                yield {**state, **param}
+            finally:
+                self.param.close(index, changes)
+        finally:
+            self.state.close(index, changes, keep)
 
     def _overlap(self, part: slice) -> Iterator[tuple[int, slice, slice]]:
         """For each chunk that ``part`` touches: its index, the slice of the chunk, the slice of ``part``."""
@@ -80,16 +86,16 @@ class OptimizerShard:
         whole = self.state.resident and self.param.resident and len(self.chunks) == 1 and part.stop > part.start
         pieces = []
         for index, here, _ in self._overlap(part):
-            value = read(self._open(index), here)
-            pieces.append(value if whole else value.clone())
-            self._close(index, changed=False)
+            with self._chunk(index, changes=False) as fields:
+                value = read(fields, here)
+                pieces.append(value if whole else value.clone())
         return pieces[0] if whole else torch.cat(pieces) if pieces else torch.empty(0)
 
     def _write(self, part: slice, write: Callable[[Fields, slice, slice], None]) -> None:
         """Call ``write(fields, slice of the chunk, slice of part)`` for ``part``, and keep what it changed."""
         for index, here, there in self._overlap(part):
-            write(self._open(index), here, there)
-            self._close(index, changed=True)
+            with self._chunk(index, changes=True) as fields:
+                write(fields, here, there)
 
     # ---- update --------------------------------------------------------------------------------------------------------------
 
@@ -100,16 +106,19 @@ class OptimizerShard:
     def update(self, index: int, runs: Sequence[tuple[slice, Mapping[str, Any], int]], grad_scale: float, num_threads: int, keep: bool) -> None:
         """Update and cast chunk ``index``: of each run (elements, group, step), what lies in it. ``keep`` as for Store.close."""
         chunk = self.chunks[index]
-        fields: dict[str, Tensor | None] = {**self._open(index), "grad": self.grads.open(index)}
-        for elements, group, step in runs:
-            start, stop = max(elements.start, chunk.start), min(elements.stop, chunk.stop)
-            if start < stop:
-                here = slice(start - chunk.start, stop - chunk.start)
-                flat = {name: field[here] if field is not None else None for name, field in fields.items()}
-                flat.setdefault("master", None)
-                self.rule.update(flat, group, step, grad_scale, num_threads)
-        self._close(index, changed=True, keep=keep)
-        self.grads.close(index)
+        with self._chunk(index, changes=True, keep=keep) as fields:
+            grad = self.grads.open(index)
+            try:
+                for elements, group, step in runs:
+                    start, stop = max(elements.start, chunk.start), min(elements.stop, chunk.stop)
+                    if start < stop:
+                        here = slice(start - chunk.start, stop - chunk.start)
+                        flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
+                        flat["grad"] = grad[here]
+                        flat.setdefault("master", None)
+                        self.rule.update(flat, group, step, grad_scale, num_threads)
+            finally:
+                self.grads.close(index)
 
     def upload(self) -> None:
         """Bring the updated parameters to where they compute."""

@@ -120,6 +120,11 @@ class PartitionedParams:
                 unmark(param)
             self.state = State.GATHERED
 
+    def settle(self) -> None:
+        """GATHERING -> GATHERED: nobody reads the shard any more, so it may be written."""
+        if self.state is State.GATHERING:
+            self.gather()
+
     def release(self) -> None:
         """Any state -> RELEASED, unless somebody holds it. The shard is what remains: changes made to the full parameters are lost."""
         if self.state is State.RELEASED or self.holds:
@@ -227,9 +232,10 @@ class Partition:
     """
 
     def __init__(self, model: nn.Module, ahead: int, written: Callable[[PartitionedParams, list[int]], None]) -> None:
-        self.model, self.written = model, written
+        self.model, self.ahead, self.written = model, ahead, written
         self.params: list[PartitionedParams] = []
         self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
+        self.asked: list[PartitionedParams] = []  # ahead of use, oldest first
         self.by_storage: dict[int, PartitionedParams] = {}
         self.by_index: dict[int, PartitionedParams] = {}
         self.handles: list[RemovableHandle] = []
@@ -269,7 +275,12 @@ class Partition:
         self.handles.clear()
 
     def _ask(self, index: int) -> None:
+        """Start to gather a unit. Of what was asked for and has not been used when its turn was over, the pass has taken another way."""
+        self.asked = [params for params in self.asked if params.state is State.GATHERING]
+        if len(self.asked) >= self.ahead and self.by_index[index].state is State.RELEASED:
+            self.asked.pop(0).release()
         self.by_index[index].start()
+        self.asked.append(self.by_index[index])
 
     def _fetch(self, index: int) -> None:
         self.by_index[index].fetch()

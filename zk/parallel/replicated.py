@@ -59,6 +59,9 @@ class ReplicatedParams:
             return Done()
         return self.comm.all_gather(self.index, self.full, self.shard)
 
+    def settle(self) -> None:
+        """Nothing to do: nobody reads the slice."""
+
     def gather(self) -> None:
         """Nothing to do: parameters are full."""
 
