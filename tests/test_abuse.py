@@ -316,3 +316,19 @@ def test_ranks_end_well_without_any_farewell(tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_lazy_module_without_a_shape_is_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet"):
+        zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_backward_after_close_says_that_the_optimizer_is_closed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    place = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **place)
+    loss = model(torch.randn(2, 4, requires_grad=True)).sum()
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loss.backward()

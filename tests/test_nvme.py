@@ -256,7 +256,7 @@ def test_a_small_file_system_that_fills_up(tmp_path: Path, caplog: pytest.LogCap
         nvme.can_bypass_cache.cache_clear()
         with pytest.raises(OSError, match="are needed and") as caught:
             File(tmp_path / "x", 4 << 20)
-        assert caught.value.errno == errno.ENOSPC and (tmp_path / "x").stat().st_size == 0
+        assert caught.value.errno == errno.ENOSPC and not (tmp_path / "x").exists()
         data = pattern(500_001)
         with File(tmp_path / "y", data.nbytes) as file:  # and one without O_DIRECT on older kernels
             file.write(data)
@@ -372,3 +372,100 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="must be an existing folder"):
         Scratch([str(tmp_path / "none")], 0)
     assert scratch.PREFIX == "zk-scratch-"
+
+
+def test_one_path_twice_is_refused_and_so_are_sizes_that_no_file_has(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be another file"):
+        File([tmp_path / "x", tmp_path / "." / "x"], 1 << 20)
+    for nbytes in (1 << 63, 1 << 70):
+        with pytest.raises(ValueError, match="nbytes must be"):
+            File(tmp_path / "x", nbytes)
+    with pytest.raises(OSError, match="are needed and"):
+        File([tmp_path / "a", tmp_path / "b"], 1 << 55)
+    assert not list(tmp_path.iterdir())
+
+
+def test_checksums_bear_writes_that_overlap(tmp_path: Path, engine: Engine) -> None:
+    data = aligned(1 << 20)
+    with File(tmp_path / "x", 1 << 20, checksum=True, engine=engine) as file:
+        for request in [file.write_async(data[: 4096 * count]) for count in (256, 1, 3, 256, 2)]:
+            request.wait()
+        file.wait()
+        file.read(data)
+
+
+def test_a_forked_child_reads_with_its_own_threads_and_is_told_where_it_cannot(tmp_path: Path) -> None:
+    program = f"""
+import os, torch
+from zk.offload.nvme import Engine, File, aligned
+path = {str(tmp_path / "x")!r}
+data = aligned(8192).fill_(7)
+file = File(path, 8192)
+file.write(data)
+child = os.fork()
+if child == 0:
+    data.zero_()
+    try:
+        file.read(data)
+        os._exit(1)
+    except RuntimeError as error:
+        assert "open the file again here" in str(error)
+    file.close()
+    with File(path) as own:
+        own.read(data)
+    os._exit(0 if bool((data == 7).all()) else 2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+file.read(data)
+file.close()
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+    own = Engine(1)
+    with File(tmp_path / "x", 4096, engine=own) as file:
+        own.close()
+        with pytest.raises(RuntimeError, match="this engine was closed"):
+            file.write(torch.ones(10))
+
+
+def test_a_forked_child_does_not_keep_a_dead_run_s_folder(tmp_path: Path) -> None:
+    program = f"""
+import os, sys, time
+from zk.offload.scratch import Scratch
+scratch = Scratch([{str(tmp_path)!r}], 0)
+child = os.fork()
+if child == 0:
+    print("forked", flush=True)
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = {process.stdout.readline().strip() for _ in range(2)}
+    child = int(next(iter(lines - {"forked"})))
+    try:
+        assert sweep(str(tmp_path)) == []
+        process.kill()
+        process.wait()
+        assert len(sweep(str(tmp_path))) == 1 and not list(tmp_path.iterdir())
+    finally:
+        os.kill(child, 9)
+        process.stdout.close()
+
+
+def test_a_folder_whose_making_was_cut_short_goes_once_it_is_old(tmp_path: Path) -> None:
+    made = Scratch([str(tmp_path)], 0)
+    half = made.folders[0].rename(tmp_path / f".{made.folders[0].name}")
+    for lock in made._locks:
+        os.close(lock)
+    made._locks.clear()
+    made.folders.clear()
+    assert sweep(str(tmp_path)) == [] and half.exists()  # somebody may just be making it
+    old = time.time() - 3600
+    os.utime(half, (old, old))
+    assert sweep(str(tmp_path)) == [half.name] and not half.exists()

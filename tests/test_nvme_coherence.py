@@ -150,3 +150,61 @@ def test_a_step_that_ends_half_way_says_so_until_a_state_is_loaded(tier, tmp_pat
         assert "half-way" in caplog.text
         optimizer.load_state_dict(saved)
         assert one_step(model, optimizer, 1) == want
+
+
+def test_a_group_added_to_partitioned_parameters_is_taken_in(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    adam = torch.optim.AdamW(plain[0].parameters(), lr=0.1)
+    adam.add_param_group({"params": list(plain[1].parameters()), "lr": 0.01})
+    place = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model[0].parameters(), lr=0.1), stage=3, **place) as optimizer:
+        optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            for net, each in ((model, optimizer), (plain, adam)):
+                net(x).square().mean().backward()
+                each.step()
+                each.zero_grad()
+        with zk.gather(model.parameters()):
+            for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_follow_an_early_clip_are_added_in_their_order_on_every_tier(tmp_path):
+    norms = {}
+    for tier in ("host", "nvme"):
+        torch.manual_seed(0)
+        model = Blocks()
+        with held(model, tier, tmp_path, dtype="fp32") as optimizer:
+            draws = torch.Generator().manual_seed(1)
+            for number in range(4):
+                model(torch.randn(8, 16, generator=draws) * 10**number).square().mean().backward()
+                if number == 0:
+                    optimizer.clip_grad_norm_(1.0)
+            norms[tier] = float(optimizer.clip_grad_norm_(1.0))
+    assert norms["host"] == norms["nvme"]
+
+
+def test_the_files_are_removed_wherever_the_program_has_gone(tmp_path, monkeypatch):
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with held(Blocks(), "nvme", "drive"):
+        assert list((tmp_path / "drive").iterdir())
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not list((tmp_path / "drive").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "says"),
+    [
+        (5, TypeError, "a path, or a sequence of paths"),
+        (b"/tmp", TypeError, "a path, or a sequence of paths"),
+        (["a", "a/"], ValueError, "each of them once"),
+    ],
+)
+def test_paths_that_are_none_are_refused(path, error, says):
+    with pytest.raises(error, match=says):
+        zk.ZeroConfig(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=path)

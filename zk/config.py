@@ -138,6 +138,8 @@ class ZeroConfig:
                 normalize(name, parse_nbytes(getattr(self, name), name))
         if not isinstance(self.clip_grad_norm, (int, float, type(None))):
             raise TypeError(f"clip_grad_norm must be a number or None; got {self.clip_grad_norm!r}")
+        if not isinstance(self.nvme_checksum, bool):
+            raise TypeError(f"nvme_checksum must be True or False; got {self.nvme_checksum!r}")
         if not isinstance(self.overlap, bool):
             raise TypeError(f"overlap must be True or False; got {self.overlap!r}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -177,9 +179,11 @@ class ZeroConfig:
             raise ValueError("a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive (or several, to stripe over)")
         if self.nvme_path is not None:
             given = [self.nvme_path] if isinstance(self.nvme_path, (str, os.PathLike)) else self.nvme_path
-            paths = tuple(os.fspath(path) for path in given)
+            if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in given):
+                raise TypeError(f"nvme_path must be a path, or a sequence of paths; got {self.nvme_path!r}")
+            paths = tuple(os.path.abspath(path) for path in given)
             object.__setattr__(self, "nvme_path", paths)
-            if not paths or len(set(paths)) != len(paths):
+            if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
                 raise ValueError(f"nvme_path must name at least one folder, and each of them once; got {paths!r}")
             if "nvme" not in tiers and "auto" not in tiers:
                 raise ValueError(f"nvme_path={paths!r} has no effect: no tier is 'nvme' or 'auto'; remove it, or set optimizer_tier='nvme'")

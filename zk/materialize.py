@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from zk.memory import aligned
@@ -29,6 +30,10 @@ from zk.tiled_linear import Piece, pieces_of
 
 # in-place calls after which nothing of what was there before is left
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+
+
+# what changes running_mean and running_var in training, and does not say so in its schema
+_WRITES_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,6 +72,9 @@ class Recording:
         self.tensors: dict[int, list[Tensor]] = {}  # storage -> tensors that were seen on it
         self.versions: dict[int, set[int]] = {}  # storage -> their versions when construction was over
 
+    def __deepcopy__(self, memo: Any) -> Recording:
+        return self  # a copied tensor remembers the same construction
+
     def add(self, op: _Op, writes: Iterable[Tensor]) -> None:
         self.ops.append(op)
         for storage in {_storage(tensor) for tensor in writes}:
@@ -79,6 +87,8 @@ class Recording:
         for tensors in self.tensors.values():
             for tensor in tensors:
                 self.versions.setdefault(_storage(tensor), {0}).add(tensor._version)  # by where it lies now: .half() and .to() move it
+                if isinstance(tensor, nn.Parameter) and _SOURCE in tensor.__dict__ and not isinstance(tensor, _WithoutMemory):
+                    tensor.__class__ = _stand_in(type(tensor))  # type: ignore[assignment]
         self.tensors.clear()
 
     def knows(self, tensor: Tensor) -> bool:
@@ -138,12 +148,28 @@ def _generator_restored() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-class _Indexing(TorchFunctionMode):
-    """``tensor[indices] = number`` would make the number a tensor without memory, out of the recorder's sight; make it a real one first."""
+_LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
+
+
+class _Calls(TorchFunctionMode):
+    """Calls that the recorder would not see as they are.
+
+    ``tensor[indices] = number`` makes the number a tensor, copying makes a storage, and looking at values ends in C.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS and _is_meta(args[0]) and self.recording.knows(args[0]):
+            with _disable_current_modes():
+                return func(self.recording.make(args[0]).requires_grad_(args[0].requires_grad), *args[1:], **(kwargs or {}))
         if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
+        if func is Tensor.__deepcopy__ and not _is_meta(args[0]):
+            with _disable_current_modes():  # what has memory is copied by its storage, and that is made like a tensor
+                return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
@@ -163,17 +189,19 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # real values that the user brought
         lost = next((tensor for tensor in tensors if _is_meta(tensor) and not self.recording.knows(tensor)), None)
         if lost is not None:
-            raise NotImplementedError(f"deferred_init: {func} takes a tensor of shape {tuple(lost.shape)} without memory that was not made in it")
+            raise RuntimeError(f"deferred_init: {func} takes a tensor of shape {tuple(lost.shape)} without memory that was not made in it")
         written = [
             value
             for argument, value in _arguments(func, args, kwargs)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
         ]
+        if func._schema.name in _WRITES_STATISTICS:
+            by_name = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
+            if by_name.get("training"):
+                written += [value for name, value in by_name.items() if name in ("running_mean", "running_var") and isinstance(value, Tensor)]
         if any(not _is_meta(tensor) for tensor in written):
             # a real tensor takes values that do not exist yet: make them
             return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
-        if is_factory and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
-            return func(*args, **kwargs)
         state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
@@ -186,6 +214,8 @@ class _Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError) as error:
             if not tensors or written:
                 raise
+            if state is not None:
+                torch.set_rng_state(state)  # it was drawn above, to no end
             try:  # the result depends on values: tensor.item(), nonzero() and their like
                 return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
             except KeyError:
@@ -199,7 +229,10 @@ class _Recorder(TorchDispatchMode):
             others = {_storage(tensor) for tensor in tensors if _is_meta(tensor) and not any(tensor is target for target in written)}
             reads = [storage for storage in given if storage not in overwritten or storage in others]
             # objects of our own: the model's parameters will be given memory
-            args, kwargs, outputs = tree_map_only(Tensor, lambda tensor: tensor.detach() if _is_meta(tensor) else tensor, (args, kwargs, outputs))
+            # (and copies of what is real: it may change before it is needed)
+            args, kwargs, outputs = tree_map_only(
+                Tensor, lambda tensor: tensor.detach() if _is_meta(tensor) else tensor.detach().clone(), (args, kwargs, outputs)
+            )
             self.recording.add(_Op(func, args, kwargs, outputs, reads, state), [*written, *new])
         return result
 
@@ -209,7 +242,7 @@ class _Recorder(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
         if kwargs.get("generator") is not None:
-            raise NotImplementedError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
+            raise RuntimeError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
         state = torch.get_rng_state()
         fills = func._schema.name.split("::")[1] in _FILLS
 
@@ -250,6 +283,7 @@ class _FromFile:
     key: str
     device: torch.device  # where the model will compute
     piece: tuple[slice, slice] | None = None  # rows and columns of what is in the file; None for all of it
+    version: int = 0  # of the tensor that waits for the values
 
     def make(self, tensor: Tensor) -> Tensor:
         from safetensors import safe_open
@@ -257,6 +291,26 @@ class _FromFile:
         with safe_open(self.path, framework="pt") as file:
             value: Tensor = file.get_tensor(self.key) if self.piece is None else file.get_slice(self.key)[self.piece]
             return value.clone(memory_format=torch.contiguous_format)  # not a view of the mapped file
+
+
+class _WithoutMemory:
+    """Mixed into the class of parameters whose values do not exist yet, so that writes which autograd does not count are refused."""
+
+    @property
+    def data(self) -> Tensor:
+        raise RuntimeError(
+            "this parameter's values do not exist yet, so they cannot be read, written or converted: initialize inside zk.deferred_init(), and "
+            "convert with ZeroOptimizer(dtype=...), which makes them"
+        )
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data  # noqa: B018  (raises)
+
+
+@functools.cache
+def _stand_in(kind: type[Tensor]) -> type[Tensor]:
+    return type(kind.__name__, (_WithoutMemory, kind), {"__module__": kind.__module__})
 
 
 # a storage without memory -> the recording that made it
@@ -279,10 +333,17 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     recording = Recording(torch.device(device))
 
-    def registered(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    def registered(_module: nn.Module | None, _name: str, tensor: Tensor | None) -> None:
         if tensor is not None and _is_meta(tensor) and recording.knows(tensor):
             tensor.__dict__[_SOURCE] = recording  # keeps it alive
             recording.tensors.setdefault(_storage(tensor), []).append(tensor)
+
+    copy_parameter = nn.Parameter.__deepcopy__
+
+    def deepcopy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = copy_parameter(param, memo)  # type: ignore[no-untyped-call]
+        registered(None, "", copied)
+        return copied
 
     # torch's initializers look at is_meta and do nothing for tensors without memory; here they are to be followed
     if "is_meta" in torch.Tensor.__dict__:
@@ -292,10 +353,13 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
         nn.modules.module.register_module_parameter_registration_hook(registered),
         nn.modules.module.register_module_buffer_registration_hook(registered),
     ]
+    # copies are not registered: torch puts them into the module's dict
+    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
     try:
-        with _Indexing(), _Recorder(recording):
+        with _Calls(recording), _Recorder(recording):
             yield
     finally:
+        nn.Parameter.__deepcopy__ = copy_parameter  # type: ignore[method-assign]
         del torch.Tensor.is_meta
         for handle in handles:
             handle.remove()
@@ -332,13 +396,19 @@ def values_of(tensor: Tensor, name: str) -> Tensor:
         return tensor.detach()
     source = _source(tensor)
     assert source is not None
-    if isinstance(source, Recording) and tensor._version not in source.versions[_storage(tensor)]:
-        raise RuntimeError(f"{name!r} was written after deferred_init had ended, where it had no memory; initialize inside the context")
+    known = source.versions.get(_storage(tensor), set()) if isinstance(source, Recording) else {source.version}
+    if tensor._version not in known:
+        raise RuntimeError(
+            f"{name!r} was written or converted after deferred_init or load_pretrained, where it had no memory; initialize inside the context, "
+            "and convert with ZeroOptimizer(dtype=...)"
+        )
     return source.make(tensor)
 
 
 def give_memory(tensor: Tensor, values: Tensor) -> None:
     """Make a tensor without memory hold ``values``; it stays the same object, in every module and optimizer that has it."""
+    if isinstance(tensor, _WithoutMemory):
+        tensor.__class__ = type(tensor).__mro__[2]  # type: ignore[assignment]
     fresh = values.detach().requires_grad_(tensor.requires_grad)
     # torch.utils.swap_tensors, but for its refusal of weak references: what they refer to is the object, and that stays
     torch._C._swap_tensor_impl(tensor, fresh)
@@ -350,8 +420,9 @@ def give_memory(tensor: Tensor, values: Tensor) -> None:
 
 def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Tensor name -> (file, shape), from a safetensors file, its index, or a folder with either."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
+    path = path.absolute()
     if path.is_dir():
         candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
         found = next((candidate for candidate in candidates if candidate.exists()), None)
@@ -360,14 +431,22 @@ def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         path = found
     if not path.exists():
         raise FileNotFoundError(f"no such file: {path}")
-    files = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()}) if path.suffix == ".json" else [path]
+    files = [path]
+    if path.suffix == ".json":
+        try:
+            files = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no index of safetensors files (it needs a 'weight_map' of names to files): {error!r}") from None
     entries = {}
     for file in files:
         if not file.exists():
             raise FileNotFoundError(f"{path} names {file.name}, which is not there")
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (not a dict)
-                entries[key] = file, tuple(opened.get_slice(key).get_shape())
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  (not a dict)
+                    entries[key] = file, tuple(opened.get_slice(key).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
     return entries
 
 
@@ -436,7 +515,7 @@ def _load(sources: dict[Tensor, _FromFile]) -> None:
             held, index = owner.units[tensor]  # type: ignore[index]
             units.setdefault(id(held), (held, {}))[1][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
         elif _is_meta(tensor):
-            tensor.__dict__[_SOURCE] = source
+            tensor.__dict__[_SOURCE] = dataclasses.replace(source, version=tensor._version)
         else:
             tensor.copy_(source.make(tensor))
     for held, values in units.values():

@@ -141,7 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The model's buffers: made if they were deferred, cast with the parameters, the first rank's values on all."""
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
-                give_memory(buffer, values_of(buffer, name).to(device))
+                give_memory(buffer, values_of(buffer, name).to(device, buffer.dtype))
             if dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtype)
             if isinstance(self.comm, Group):
@@ -157,7 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_params(self.model, self.param_groups, self.config.dtype is not None)
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
         self._rebuild()
@@ -296,6 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.held[params.index].keep_written(indices)
 
     def _clear(self) -> None:
+        self.grads.flushed = False
         for held in self.held:
             held.used.clear()
             if held.shard is not None and held.grads is not None:

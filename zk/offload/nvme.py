@@ -129,6 +129,7 @@ class Engine:
         if num_threads < 1 or block_nbytes < ALIGN or block_nbytes % ALIGN:
             raise ValueError(f"an engine needs num_threads >= 1 and block_nbytes a multiple of {ALIGN}; got {num_threads}, {block_nbytes}")
         self.num_threads, self.block_nbytes = num_threads, block_nbytes
+        self.closed, self.pid = False, os.getpid()
         self.jobs: queue.SimpleQueue[tuple[Request, Callable[[memoryview], None]] | None] = queue.SimpleQueue()
         self.threads = [threading.Thread(target=self._run, name=f"zk-nvme-{index}", daemon=True) for index in range(num_threads)]
         for thread in self.threads:
@@ -137,6 +138,12 @@ class Engine:
     def submit(self, request: Request, move: Callable[[memoryview], None]) -> None:
         """Call ``move(bounce)`` on one of the threads; ``bounce`` is that thread's own aligned block."""
         self.jobs.put((request, move))
+
+    def check(self) -> None:
+        """RuntimeError if there are no threads to move anything."""
+        if self.closed or os.getpid() != self.pid:
+            reason = "was closed" if self.closed else "belongs to the process that forked this one; open the file again here"
+            raise RuntimeError(f"this engine {reason}, so nothing would move the bytes")
 
     def _run(self) -> None:
         bounce = aligned(self.block_nbytes).numpy().data
@@ -152,15 +159,23 @@ class Engine:
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the threads once all that was submitted is done; with ``timeout_s``, wait no longer than that for each."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:
             thread.join(timeout_s)
 
 
-@functools.cache
 def default_engine() -> Engine:
-    """The engine of files that are not given one."""
+    """The engine of files that are not given one, shared by this process."""
+    return _engine_of(os.getpid())
+
+
+@functools.cache
+def _engine_of(pid: int) -> Engine:
+    """A forked child has none of its parent's threads, and gets its own."""
     engine = Engine()
     atexit.register(engine.close, 10.0)  # a thread that is still in a call when Python goes away would end the process with SIGABRT
     return engine
@@ -176,17 +191,21 @@ class _Checksums:
 
     def forget(self, offset: int, nbytes: int) -> None:
         with self.lock:
-            first = bisect.bisect_left(self.starts, offset)
-            if first and self.starts[first - 1] + self.entries[self.starts[first - 1]][0] > offset:
-                first -= 1
-            last = bisect.bisect_left(self.starts, offset + nbytes)
-            for start in self.starts[first:last]:
-                del self.entries[start]
-            del self.starts[first:last]
+            self._forget(offset, nbytes)
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        first = bisect.bisect_left(self.starts, offset)
+        if first and self.starts[first - 1] + self.entries[self.starts[first - 1]][0] > offset:
+            first -= 1
+        last = bisect.bisect_left(self.starts, offset + nbytes)
+        for start in self.starts[first:last]:
+            del self.entries[start]
+        del self.starts[first:last]
 
     def note(self, offset: int, data: memoryview) -> None:
         crc = zlib.crc32(data)
         with self.lock:
+            self._forget(offset, len(data))
             bisect.insort(self.starts, offset)
             self.entries[offset] = (len(data), crc)
 
@@ -217,8 +236,8 @@ class File:
 
     Args:
         paths: a path, or several (on different drives) to stripe over, block by block.
-        nbytes: size in all. Given, the file is created if need be, readable by its owner only, and its space is reserved now;
-            None opens what is there.
+        nbytes: size in all. Given, the file is created if need be, readable by its owner only, and its space is reserved now, in whole
+            pages of 4096 bytes; None opens what is there.
         writable: False opens existing files for reading only.
         checksum: keep a CRC-32 of every piece written and check it when the piece is read.
         engine: threads to use; None takes those shared by all files.
@@ -242,9 +261,11 @@ class File:
         given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
         if not given:
             raise ValueError("a File needs at least one path; got an empty sequence")
-        if nbytes is not None and (nbytes < 0 or not writable):
+        if nbytes is not None and (not 0 <= nbytes < 1 << 62 or not writable):
             raise ValueError(f"nbytes must be 0 or more, and a size can be given only to a writable file; got {nbytes}, writable={writable}")
         self.paths = [os.fspath(path) for path in given]
+        if len({os.path.realpath(path) for path in self.paths}) < len(self.paths):
+            raise ValueError(f"each path to stripe over must be another file; got {self.paths}")
         self.engine, self.timeout_s, self.writable = engine or default_engine(), timeout_s, writable
         self.checksums = _Checksums() if checksum else None
         self.direct: list[int] = []  # descriptors with O_DIRECT, one for each path; -1 without
@@ -253,14 +274,19 @@ class File:
         self.closed = False
         self.lock, self.pending = threading.Lock(), set[Request]()
         self.read_nbytes = self.written_nbytes = 0
+        made: list[str] = []
         try:
             for path in self.paths:
+                made += [] if os.path.exists(path) else [path]
                 self._open(path, create=nbytes is not None)
             if nbytes is not None:
                 for stripe in range(len(self.paths)):
                     self._reserve(stripe, self._stripe_nbytes(stripe, nbytes))
         except BaseException:
             self._close_descriptors()
+            for path in made:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
             raise
         self.nbytes = nbytes if nbytes is not None else sum(os.fstat(descriptor).st_size for descriptor in self.cached)
 
@@ -342,6 +368,7 @@ class File:
         verb = "write" if write else "read"
         if self.closed:
             raise ValueError(f"{verb} on a closed file: {', '.join(self.paths)}")
+        self.engine.check()
         if write and not self.writable:
             raise ValueError(f"write on a file opened for reading: {', '.join(self.paths)}")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -418,6 +445,9 @@ class File:
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self.engine.pid:
+            self._close_descriptors()  # a forked child: what is under way is its parent's
+            return
         try:
             self.wait()
         finally:

@@ -15,12 +15,14 @@ import os
 import secrets
 import socket
 import stat
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 log = logging.getLogger("zk")
 PREFIX = "zk-scratch-"
+_MAKING_S = 60.0  # a folder that is not locked yet is somebody's who is just making it, or was, if it is older than this
 _MARK = "zk scratch folder; removed by the run that made it, or by the next one\n"
 
 
@@ -38,6 +40,7 @@ class Scratch:
         self.folders: list[Path] = []
         self._locks: list[int] = []
         self._cleanup = weakref.finalize(self, _remove, self.folders, self._locks, os.getpid())
+        _let_go_in_children(weakref.ref(self))
         name = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}-rank{rank}"
         for path in paths:
             if not os.path.isdir(path):
@@ -68,6 +71,19 @@ class Scratch:
         self._cleanup()
 
 
+def _let_go_in_children(scratch: weakref.ref[Scratch]) -> None:
+    """A forked child would hold the lock on after this process has died; it has no use for it."""
+
+    def forked() -> None:
+        alive = scratch()
+        if alive is not None:
+            for lock in alive._locks:
+                os.close(lock)
+            alive._locks.clear()
+
+    os.register_at_fork(after_in_child=forked)
+
+
 def _remove(folders: list[Path], locks: list[int], pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child: the folders are its parent's
@@ -96,7 +112,8 @@ def sweep(path: str) -> list[str]:
     """Remove what runs that ended without cleaning up left in ``path``. Returns the names of the folders removed."""
     removed = []
     for entry in os.scandir(path):
-        if entry.name.startswith(PREFIX) and _is_abandoned(entry):
+        being_made = entry.name.startswith(f".{PREFIX}") and time.time() - entry.stat(follow_symlinks=False).st_mtime < _MAKING_S
+        if entry.name.removeprefix(".").startswith(PREFIX) and not being_made and _is_abandoned(entry):
             _remove_folder(Path(entry.path))
             removed.append(entry.name)
             log.info("removed %s, left over from a run that has ended", entry.path)

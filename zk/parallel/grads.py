@@ -71,6 +71,7 @@ class GradReducer:
         self.pool: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
+        self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
         self.task = -1
 
     def add(self, unit: UnitGrads) -> None:
@@ -99,6 +100,11 @@ class GradReducer:
         finally:
             self.sync = before
 
+    @property
+    def eager(self) -> bool:
+        """Whether gradients are passed on in backward."""
+        return self.sync and (self.in_backward or self.flushed)
+
     # ---- flatten -------------------------------------------------------------------------------------------------------------
 
     def _arrived(self, position: int, index: int, param: nn.Parameter) -> None:
@@ -114,7 +120,7 @@ class GradReducer:
         if len(unit.arrived) < unit.expected:
             return
         self.completed.append(position)
-        if self.in_backward and self.sync:
+        if self.eager:
             for following in self.order:
                 if following not in self.started:
                     if following not in self.completed:
@@ -201,7 +207,7 @@ class GradReducer:
 
     def _backward_ended(self) -> None:
         self.task = -1
-        if self.in_backward and self.sync:
+        if self.eager:
             for position in self.order:
                 late = self.units[position].bucket is not None
                 if late or (position not in self.started and self.comm.world > 1):
@@ -244,6 +250,7 @@ class GradReducer:
             result.append({index for index in range(count) if flags[start + index]})
             start += count
         self.forget()
+        self.flushed = True
         return result
 
     def forget(self) -> None:

@@ -338,6 +338,11 @@ class Partition:
                 self.release_all()
 
     def _use(self, params: PartitionedParams) -> None:
+        if self.closed:
+            raise RuntimeError(
+                f"the parameters of unit {params.unit.name!r} are needed, and the optimizer that holds them is closed; close it after the last "
+                "backward"
+            )
         self.prefetcher.used(params.index, params.state is not State.RELEASED)
         params.gather()
 
