@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test bench bench-peers bench-nvme bench-tiled lint clean
+.PHONY: train test bench bench-peers bench-nvme bench-tiled gpu lint clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -15,7 +15,7 @@ test: $(READY)
 bench: $(READY)
 	mkdir -p runs
 	$(BIN)/python -m pytest benchmarks/bench_*.py --benchmark-columns=min,median,stddev,rounds --benchmark-json=runs/bench.json $(ARGS)
-	$(BIN)/python benchmarks/report.py runs/bench.json
+	$(BIN)/python benchmarks/report.py runs/bench.json --plot runs/bench.png
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,6 +32,10 @@ bench-nvme: $(READY) $(VENV)/.peers
 	$(BIN)/python benchmarks/nvme_vs_fio.py $(NVME)
 	$(BIN)/python benchmarks/nvme_floor.py $(NVME)
 	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments
+
+# on a machine with a GPU: the kernels' tests and benchmarks, and a dated report in benchmarks/results/
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)

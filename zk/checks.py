@@ -49,11 +49,12 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: 
                     f"a parameter of shape {tuple(param.shape)} in group {index} is not one of model.parameters(); make the optimizer from "
                     "the model that is passed (after any .to() that replaces parameters)"
                 )
+            name = names[param]
             if nn.parameter.is_lazy(param):
-                raise ValueError(f"parameter {names[param]!r} has no shape yet (a lazy module); run one forward of the model before wrapping it")
+                raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model before wrapping it")
             known = param.is_floating_point() if converted else param.dtype in (torch.float32, torch.bfloat16, torch.float16)
             if param.requires_grad and not known:
-                raise ValueError(f"parameter {names[param]!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
+                raise ValueError(f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
         for param, name in names.items()
