@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -13,15 +14,15 @@ from torch import Tensor
 
 from zk import kernels
 from zk.kernels import reference
-from zk.kernels.adam import AdamStep
 from zk.kernels.adam import _launch as launch_adam
 from zk.kernels.cast import _launch as launch_cast
 from zk.kernels.launch import BLOCK, cdiv
 from zk.kernels.split import split_
+from zk.kernels.step import AdamStep
 from zk.kernels.tiled_matmul import _launch as launch_matmul
 from zk.offload.cpu_adam import adam_
 
-flatten_module = sys.modules["zk.kernels.flatten"]
+flatten_module = importlib.import_module("zk.kernels.flatten")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (0, 1, 31, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17)

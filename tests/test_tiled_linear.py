@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests.world import run_world
+from zk import kernels
 from zk.tiled_linear import Tile, TiledLinear, cuts
 from zk.train.save import save_model
 
@@ -336,29 +337,37 @@ def test_tiles_train_over_two_ranks_as_the_plain_model_does(tmp_path):
         assert results == ["", ""], case
 
 
-def test_one_tile_at_a_time_is_gathered_in_forward_and_in_backward(tmp_path):
+def test_one_tile_at_a_time_is_gathered_in_forward_and_in_backward(tmp_path, monkeypatch):
     model = nn.Sequential(TiledLinear(64, 64, bias=False, in_splits=2, out_splits=4), TiledLinear(64, 64, bias=False, in_splits=4, out_splits=2))
     optimizer = zk.ZeroOptimizer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, prefetch=0
     )
     most = {"forward": 0.0, "backward": 0.0}
     phase = "forward"
-    launch = zk.tiled_linear.tiled_matmul
+    product = kernels.tiled_matmul
 
     def watched(*args: object, **kwargs: object) -> None:
-        launch(*args, **kwargs)
+        product(*args, **kwargs)
         most[phase] = max(most[phase], optimizer.metrics()["device_gathered_nbytes"])
 
-    zk.tiled_linear.tiled_matmul = watched
-    try:
-        for _ in range(2):
-            phase = "forward"
-            loss = model(torch.randn(3, 64)).sum()
-            phase = "backward"
-            loss.backward()
-            optimizer.step()
-    finally:
-        zk.tiled_linear.tiled_matmul = launch
+    monkeypatch.setattr(kernels, "tiled_matmul", watched)
+    for _ in range(2):
+        phase = "forward"
+        loss = model(torch.randn(3, 64)).sum()
+        phase = "backward"
+        loss.backward()
+        optimizer.step()
     tile = 64 * 64 * 4 // 8
     assert most == {"forward": tile, "backward": tile}
     optimizer.close()
+
+
+def test_a_compiled_model_has_the_same_gradients():
+    _, tiled = pair(12, 10, 2, 2)
+    model = nn.Sequential(tiled, nn.ReLU())
+    x = torch.randn(3, 12)
+    model(x).sum().backward()
+    want = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), want, strict=True))

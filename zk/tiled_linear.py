@@ -20,9 +20,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from zk.kernels.tiled_matmul import tiled_matmul
+from zk import kernels
 
 # tiles begin at multiples of this many features where the layer is large enough: 128 bytes in 16 bits
 _GRAIN = 64
@@ -116,7 +117,7 @@ class _Step(torch.autograd.Function):
             assert run.partial is not None
             target = run.partial
         with torch.autocast(out.device.type, enabled=False):
-            tiled_matmul(run.x[:, columns], weight.to(out.dtype).t(), target, plus=run.partial if columns.start else None, bias=bias)
+            kernels.tiled_matmul(run.x[:, columns], weight.to(out.dtype).t(), target, plus=run.partial if columns.start else None, bias=bias)
         return _link(link.shape, link.dtype, link.device)
 
     @staticmethod
@@ -128,13 +129,13 @@ class _Step(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[1]:
                 dweight = torch.empty_like(weight)
-                tiled_matmul(dy.t(), x[:, columns], dweight)
+                kernels.tiled_matmul(dy.t(), x[:, columns], dweight)
             if run.x_wanted:
                 first = rows == run.last_rows
                 if first and columns == run.last_columns:
                     grad = torch.empty(x.shape, dtype=run.link_dtype, device=x.device)
                 into = grad[:, columns]
-                tiled_matmul(dy, weight.to(x.dtype), into, plus=None if first else into)
+                kernels.tiled_matmul(dy, weight.to(x.dtype), into, plus=None if first else into)
         return grad, dweight, None, None, None
 
 
@@ -249,7 +250,7 @@ class TiledLinear(nn.Module):
         """Row by row."""
         return cast("list[Tile]", list(self.tiles))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """(..., in_features) -> (..., out_features); see ``input_is_already_split`` and ``combine_out_splits`` for lists."""
         if self.input_is_already_split:

@@ -1,8 +1,40 @@
-"""Triton kernels, usable alone: casts, flattening, Adam and tiled matrix products. In host memory each runs its plain PyTorch reference."""
+"""Triton kernels, usable alone: casts, flattening, Adam and tiled matrix products. In host memory each runs its plain PyTorch reference.
 
-from zk.kernels.adam import AdamStep, adam
-from zk.kernels.cast import cast
-from zk.kernels.flatten import flatten, unflatten
-from zk.kernels.tiled_matmul import tiled_matmul
+Triton is imported with the first of them, not with zk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zk.kernels.step import AdamStep
+
+if TYPE_CHECKING:
+    from zk.kernels.adam import adam
+    from zk.kernels.cast import cast
+    from zk.kernels.flatten import flatten, unflatten
+    from zk.kernels.tiled_matmul import tiled_matmul
 
 __all__ = ["AdamStep", "adam", "cast", "flatten", "tiled_matmul", "unflatten"]
+_FILES = {"adam": "adam", "cast": "cast", "flatten": "flatten", "tiled_matmul": "tiled_matmul", "unflatten": "flatten"}
+
+
+class _Kernels(ModuleType):
+    """A package in which a function may have the name of the file that it is in."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FILES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        function = getattr(importlib.import_module(f"{self.__name__}.{_FILES[name]}"), name)
+        setattr(self, name, function)
+        return function
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Importing a file puts it here under its name: the function stays what is found."""
+        super().__setattr__(name, getattr(value, name) if name in _FILES and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Kernels

@@ -15,82 +15,15 @@ Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import BLOCK, cdiv, check_floats, grid, jit, op, tl
-from zk.kernels.numerics import product, rounded, rounded_bits, widened
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdamStep:
-    """The scalars of one update. ``step`` counts from 1; ``grad_scale`` multiplies the gradient (clipping, loss scale)."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool  # AdamW rather than Adam
-    step: int
-    grad_scale: float = 1.0
-    maximize: bool = False
-    amsgrad: bool = False
-
-    @property
-    def bias_corrections(self) -> tuple[float, float]:
-        return 1 - self.beta1**self.step, 1 - self.beta2**self.step
-
-    @property
-    def step_size(self) -> float:
-        return (self.lr / self.bias_corrections[0]) * -1
-
-    @property
-    def signed_scale(self) -> float:
-        return -self.grad_scale if self.maximize else self.grad_scale
-
-    def scalars(self) -> tuple[Any, ...]:
-        """What the one-pass kernels take, as fp32: scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size.
-
-        With a beta1 of at most 0.5, torch interpolates from the gradient's side: m = fma(-beta1, g - m, g).
-        """
-        weight = 1 - self.beta1
-        return (
-            np.float32(self.signed_scale),
-            np.float32(0 if self.decoupled else self.weight_decay),
-            np.float32(1 - self.lr * self.weight_decay if self.decoupled else 1),
-            np.float32(weight) if weight < 0.5 else np.float32(weight) - np.float32(1),
-            weight >= 0.5,
-            np.float32(self.beta2),
-            np.float32(1 - self.beta2),
-            np.float32(math.sqrt(self.bias_corrections[1])),
-            np.float32(self.eps),
-            np.float32(self.step_size),
-        )
-
-
-def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """Raise ValueError or TypeError for sizes and precisions that do not fit together."""
-    for name, tensor in (("grad", grad), ("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if tensor is not None and (tensor.shape != param.shape or tensor.ndim != 1 or not tensor.is_contiguous()):
-            raise ValueError(f"{name} must be flat, contiguous and as long as param {tuple(param.shape)}; got {tuple(tensor.shape)}")
-        if tensor is not None and tensor.device != param.device:
-            raise ValueError(f"{name} is on {tensor.device}, param on {param.device}")
-    check_floats(param=param, grad=grad)
-    if master is not None and master.dtype not in (torch.float32, torch.int16):
-        raise ValueError(f"master must be fp32, or int16 (split); got {master.dtype}")
-    if (master is None) != (param.dtype == torch.float32):
-        raise ValueError(f"a master goes with a 16-bit parameter, and only with one; got param {param.dtype}, master {master is not None}")
-    if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
-        raise ValueError(f"a split master needs a bf16 parameter; got {param.dtype}")
-    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"moments must both be fp32 or both bf16; got {exp_avg.dtype} and {exp_avg_sq.dtype}")
+from zk.kernels.launch import BLOCK, cdiv, grid, op
+from zk.kernels.numerics import jit, product, rounded, rounded_bits, tl, widened
+from zk.kernels.step import AdamStep, check_adam
 
 
 @jit

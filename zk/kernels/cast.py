@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, jit, new_partials, op, tl
-from zk.kernels.numerics import product, rounded, store_partials, widened
+from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, new_partials, op
+from zk.kernels.numerics import jit, product, rounded, store_partials, tl, widened
 
 
 @jit

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, jit, new_partials, tl
-from zk.kernels.numerics import product, rounded, store_partials, widened
+from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, new_partials
+from zk.kernels.numerics import jit, product, rounded, store_partials, tl, widened
 
 _VECTOR = 16  # bytes of the widest load
 

@@ -15,20 +15,10 @@ import torch
 from torch import Tensor
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
-tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else None
 # TRITON_INTERPRET=1: kernels run as Python, on host memory. For tests of kernels; ops never choose it by themselves.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # elements of one program of the elementwise kernels: 4 warps x 32 lanes x two 16-byte vectors of 16 bits
 BLOCK = 2048
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` where there is triton."""
-    if not HAVE_TRITON:
-        return function
-    import triton
-
-    return triton.jit(function)
 
 
 def grid(kernel: Any, *programs: int) -> Callable[..., None]:

@@ -8,12 +8,20 @@ rounding. So a kernel's result does not depend on the compiler, and equals that 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
-from zk.kernels.launch import INTERPRETED, jit, tl
+from zk.kernels.launch import HAVE_TRITON, INTERPRETED
+
+tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else None
 
 libdevice: Any = importlib.import_module("triton.language.extra.libdevice") if tl else None
 _INTERPRETED = tl.constexpr(INTERPRETED) if tl else INTERPRETED
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` where there is triton."""
+    return importlib.import_module("triton").jit(function) if HAVE_TRITON else function
 
 
 @jit

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zk.kernels.split import join, split_
-
-if TYPE_CHECKING:
-    from zk.kernels.adam import AdamStep
+from zk.kernels.step import AdamStep
 
 # elements worked on at once: six fp32 arrays of it fit in a core's L2 cache
 CHUNK = 1 << 16

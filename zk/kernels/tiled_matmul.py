@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import INTERPRETED, cdiv, check_floats, grid, jit, op, tl
-from zk.kernels.numerics import readable, rounded
+from zk.kernels.launch import INTERPRETED, cdiv, check_floats, grid, op
+from zk.kernels.numerics import jit, readable, rounded, tl
 
 # (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). No split over K: every configuration sums in the same order, so which one is the
 # fastest on a machine does not change its results. One for large tiles (128 x 256 spills registers once plus is read), one for few

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zk import kernels
 from zk.kernels import reference
-from zk.kernels.adam import AdamStep, adam, check_adam
 from zk.kernels.split import join, split_
+from zk.kernels.step import AdamStep, check_adam
 
 Engine = Literal["numba", "torch", "triton"]
 
@@ -83,7 +84,7 @@ def adam_(
         reference.adam(param, grad, master, exp_avg, exp_avg_sq, step, max_exp_avg_sq)
         return
     if engine == "triton":
-        adam(param, grad, master, exp_avg, exp_avg_sq, step)
+        kernels.adam(param, grad, master, exp_avg, exp_avg_sq, step)
         return
     from zk.offload import cpu_adam_numba
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zk.kernels.adam import AdamStep
 from zk.kernels.reference import update_chunks
+from zk.kernels.step import AdamStep
 from zk.offload.cpu_adam import adam_
 
 
