@@ -208,3 +208,20 @@ def test_the_files_are_removed_wherever_the_program_has_gone(tmp_path, monkeypat
 def test_paths_that_are_none_are_refused(path, error, says):
     with pytest.raises(error, match=says):
         zk.ZeroConfig(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=path)
+
+
+@pytest.mark.parametrize("prefetch", (0, 1, 2, 5))
+def test_every_byte_is_read_as_often_as_it_is_needed_and_no_more(prefetch, tmp_path):
+    torch.manual_seed(0)
+    model = Blocks(12, 16)
+    with held(model, "nvme", tmp_path, prefetch=prefetch) as optimizer:
+        for number in range(3):
+            one_step(model, optimizer, number)
+        before = optimizer.metrics()
+        for number in range(4):
+            one_step(model, optimizer, number)
+        after = optimizer.metrics()
+        pages = 13 * 4096  # a unit takes one page of each kind
+        # parameters in forward, backward (but for the last unit, which is still there) and update; state and gradient in the update
+        assert (after["fetched_nbytes"] - before["fetched_nbytes"]) / 4 <= 5 * pages
+        assert (after["evicted_nbytes"] - before["evicted_nbytes"]) / 4 <= 3 * pages

@@ -276,11 +276,14 @@ class Partition:
 
     def _ask(self, index: int) -> None:
         """Start to gather a unit. Of what was asked for and has not been used when its turn was over, the pass has taken another way."""
-        self.asked = [params for params in self.asked if params.state is State.GATHERING]
-        if len(self.asked) >= self.ahead and self.by_index[index].state is State.RELEASED:
+        params = self.by_index[index]
+        if params.state is not State.RELEASED:
+            return
+        self.asked = [other for other in self.asked if other.state is State.GATHERING]
+        if len(self.asked) > self.ahead:  # (one more is the unit that is being used)
             self.asked.pop(0).release()
-        self.by_index[index].start()
-        self.asked.append(self.by_index[index])
+        params.start()
+        self.asked.append(params)
 
     def _fetch(self, index: int) -> None:
         self.by_index[index].fetch()
