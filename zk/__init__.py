@@ -2,8 +2,9 @@
 
 from zk.access import gather
 from zk.config import DynamicLossScale, ZeroConfig
-from zk.materialize import deferred_init, load_pretrained
+from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
+from zk.pretrained import load_pretrained
 from zk.tiled_linear import TiledLinear, tile_linears
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""In: a module's constructor, or safetensors files. Out: parameters whose values are made when, and where, they are first needed.
+"""In: a module's constructor. Out: parameters whose values are made when, and where, they are first needed.
 
 ``deferred_init`` runs a model's own construction on tensors without memory and writes down what was done to each. Random numbers are
 drawn and thrown away as construction goes, so each draw's generator state is known, and everything random afterwards is as it would
@@ -13,11 +13,9 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from zk.memory import aligned
-from zk.tiled_linear import Piece, pieces_of
 
 # in-place calls after which nothing of what was there before is left
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
@@ -90,6 +87,9 @@ class Recording:
                 if isinstance(tensor, nn.Parameter) and _SOURCE in tensor.__dict__ and not isinstance(tensor, _WithoutMemory):
                     tensor.__class__ = _stand_in(type(tensor))  # type: ignore[assignment]
         self.tensors.clear()
+
+    def saw(self, tensor: Tensor) -> bool:
+        return tensor._version in self.versions.get(_storage(tensor), ())
 
     def knows(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self.writers
@@ -275,22 +275,18 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _FromFile:
-    """Values that lie in a safetensors file."""
+class Source(Protocol):
+    """What can make the values of a tensor without memory."""
 
-    path: Path
-    key: str
-    device: torch.device  # where the model will compute
-    piece: tuple[slice, slice] | None = None  # rows and columns of what is in the file; None for all of it
-    version: int = 0  # of the tensor that waits for the values
+    @property
+    def device(self) -> torch.device:
+        """Where the model will compute."""
 
     def make(self, tensor: Tensor) -> Tensor:
-        from safetensors import safe_open
+        """The values, in host memory."""
 
-        with safe_open(self.path, framework="pt") as file:
-            value: Tensor = file.get_tensor(self.key) if self.piece is None else file.get_slice(self.key)[self.piece]
-            return value.clone(memory_format=torch.contiguous_format)  # not a view of the mapped file
+    def saw(self, tensor: Tensor) -> bool:
+        """Whether the tensor is as it was when the source was given to it."""
 
 
 class _WithoutMemory:
@@ -368,9 +364,9 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
         recording.end()
 
 
-def _source(tensor: Tensor) -> Recording | _FromFile | None:
+def _source(tensor: Tensor) -> Source | None:
     """What can make the values of a tensor without memory."""
-    source: Recording | _FromFile | None = tensor.__dict__.get(_SOURCE)
+    source: Source | None = tensor.__dict__.get(_SOURCE)
     return source if source is not None else _RECORDINGS.get(_storage(tensor))
 
 
@@ -396,13 +392,17 @@ def values_of(tensor: Tensor, name: str) -> Tensor:
         return tensor.detach()
     source = _source(tensor)
     assert source is not None
-    known = source.versions.get(_storage(tensor), set()) if isinstance(source, Recording) else {source.version}
-    if tensor._version not in known:
+    if not source.saw(tensor):
         raise RuntimeError(
             f"{name!r} was written or converted after deferred_init or load_pretrained, where it had no memory; initialize inside the context, "
             "and convert with ZeroOptimizer(dtype=...)"
         )
     return source.make(tensor)
+
+
+def promise(tensor: Tensor, source: Source) -> None:
+    """From now on ``source`` makes the values of a tensor without memory."""
+    tensor.__dict__[_SOURCE] = source
 
 
 def give_memory(tensor: Tensor, values: Tensor) -> None:
@@ -413,110 +413,3 @@ def give_memory(tensor: Tensor, values: Tensor) -> None:
     # torch.utils.swap_tensors, but for its refusal of weak references: what they refer to is the object, and that stays
     torch._C._swap_tensor_impl(tensor, fresh)
     tensor.__dict__.pop(_SOURCE, None)
-
-
-# ---- safetensors -----------------------------------------------------------------------------------------------------------------------
-
-
-def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Tensor name -> (file, shape), from a safetensors file, its index, or a folder with either."""
-    from safetensors import SafetensorError, safe_open
-
-    path = path.absolute()
-    if path.is_dir():
-        candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
-        found = next((candidate for candidate in candidates if candidate.exists()), None)
-        if found is None:
-            raise FileNotFoundError(f"{path} has neither model.safetensors.index.json nor model.safetensors")
-        path = found
-    if not path.exists():
-        raise FileNotFoundError(f"no such file: {path}")
-    files = [path]
-    if path.suffix == ".json":
-        try:
-            files = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no index of safetensors files (it needs a 'weight_map' of names to files): {error!r}") from None
-    entries = {}
-    for file in files:
-        if not file.exists():
-            raise FileNotFoundError(f"{path} names {file.name}, which is not there")
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  (not a dict)
-                    entries[key] = file, tuple(opened.get_slice(key).get_shape())
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
-    return entries
-
-
-def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
-    """Take the parameters and buffers of ``model`` from safetensors, with at most one unit of it in memory at once.
-
-    Args:
-        model: one from ``deferred_init`` (values are read when ZeroOptimizer makes its units), one that a ZeroOptimizer holds (on all
-            ranks; fp32 values become the masters), or any other.
-        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
-        strict: False leaves what the files do not have as it is, and ignores what the model does not have.
-
-    Raises ValueError, before anything is changed, with the names that are missing, unexpected, or of another shape.
-    """
-    entries = _files(Path(path))
-    pieces = pieces_of(model)
-    names: dict[Tensor, list[str]] = {}  # in the files
-    parts: dict[Tensor, Piece] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(pieces[name].whole if name in pieces else name)
-        if name in pieces:
-            parts[param] = pieces[name]
-    for module_path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                names.setdefault(buffer, []).append(f"{module_path}.{name}" if module_path else name)
-    known = {name for aliases in names.values() for name in aliases}
-    chosen = {tensor: next((name for name in aliases if name in entries), None) for tensor, aliases in names.items()}
-    missing = list(dict.fromkeys(names[tensor][0] for tensor, key in chosen.items() if key is None))
-    shapes = {tensor: parts[tensor].shape if tensor in parts else tuple(tensor.shape) for tensor in names}
-    unexpected = sorted(set(entries) - known)
-    wrong = [
-        f"{key} is {entries[key][1]}, the model's {shapes[tensor]}"
-        for tensor, key in chosen.items()
-        if key is not None and entries[key][1] != shapes[tensor]
-    ]
-    wrong = list(dict.fromkeys(wrong))
-    problems = [f"other shapes: {_some(wrong)}"] if wrong else []
-    if strict:
-        problems += [f"missing: {_some(missing)}"] if missing else []
-        problems += [f"unexpected: {_some(unexpected)}"] if unexpected else []
-    if problems:
-        raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}" + ("" if wrong else " (strict=False ignores these)"))
-    device = compute_device(model)
-    _load(
-        {
-            tensor: _FromFile(entries[key][0], key, device, parts[tensor].place if tensor in parts else None)
-            for tensor, key in chosen.items()
-            if key is not None
-        }
-    )
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
-
-
-@torch.no_grad()
-def _load(sources: dict[Tensor, _FromFile]) -> None:
-    from zk.held import Held, owner_of
-
-    units: dict[int, tuple[Held, dict[int, Callable[[], Tensor]]]] = {}
-    for tensor, source in sources.items():
-        owner = owner_of(tensor)
-        if owner is not None:
-            held, index = owner.units[tensor]  # type: ignore[index]
-            units.setdefault(id(held), (held, {}))[1][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
-        elif _is_meta(tensor):
-            tensor.__dict__[_SOURCE] = dataclasses.replace(source, version=tensor._version)
-        else:
-            tensor.copy_(source.make(tensor))
-    for held, values in units.values():
-        held.overwrite(values)

@@ -1,0 +1,138 @@
+"""In: safetensors files and a model. Out: the model with their values: now, or, where it has no memory yet, when its units are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zk.held import Held, owner_of
+from zk.materialize import compute_device, promise
+from zk.tiled_linear import Piece, pieces_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FromFile:
+    """Values that lie in a safetensors file."""
+
+    path: Path
+    key: str
+    device: torch.device  # where the model will compute
+    piece: tuple[slice, slice] | None = None  # rows and columns of what is in the file; None for all of it
+    version: int = 0  # of the tensor that waits for the values
+
+    def make(self, tensor: Tensor) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            value: Tensor = file.get_tensor(self.key) if self.piece is None else file.get_slice(self.key)[self.piece]
+            return value.clone(memory_format=torch.contiguous_format)  # not a view of the mapped file
+
+    def saw(self, tensor: Tensor) -> bool:
+        return tensor._version == self.version
+
+
+def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Tensor name -> (file, shape), from a safetensors file, its index, or a folder with either."""
+    from safetensors import SafetensorError, safe_open
+
+    path = path.absolute()
+    if path.is_dir():
+        candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
+        found = next((candidate for candidate in candidates if candidate.exists()), None)
+        if found is None:
+            raise FileNotFoundError(f"{path} has neither model.safetensors.index.json nor model.safetensors")
+        path = found
+    if not path.exists():
+        raise FileNotFoundError(f"no such file: {path}")
+    files = [path]
+    if path.suffix == ".json":
+        try:
+            files = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no index of safetensors files (it needs a 'weight_map' of names to files): {error!r}") from None
+    entries = {}
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"{path} names {file.name}, which is not there")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  (not a dict)
+                    entries[key] = file, tuple(opened.get_slice(key).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+    return entries
+
+
+def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
+    """Take the parameters and buffers of ``model`` from safetensors, with at most one unit of it in memory at once.
+
+    Args:
+        model: one from ``deferred_init`` (values are read when ZeroOptimizer makes its units), one that a ZeroOptimizer holds (on all
+            ranks; fp32 values become the masters), or any other.
+        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
+        strict: False leaves what the files do not have as it is, and ignores what the model does not have.
+
+    Raises ValueError, before anything is changed, with the names that are missing, unexpected, or of another shape.
+    """
+    entries = _files(Path(path))
+    pieces = pieces_of(model)
+    names: dict[Tensor, list[str]] = {}  # in the files
+    parts: dict[Tensor, Piece] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(pieces[name].whole if name in pieces else name)
+        if name in pieces:
+            parts[param] = pieces[name]
+    for module_path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, []).append(f"{module_path}.{name}" if module_path else name)
+    known = {name for aliases in names.values() for name in aliases}
+    chosen = {tensor: next((name for name in aliases if name in entries), None) for tensor, aliases in names.items()}
+    missing = list(dict.fromkeys(names[tensor][0] for tensor, key in chosen.items() if key is None))
+    shapes = {tensor: parts[tensor].shape if tensor in parts else tuple(tensor.shape) for tensor in names}
+    unexpected = sorted(set(entries) - known)
+    wrong = [
+        f"{key} is {entries[key][1]}, the model's {shapes[tensor]}"
+        for tensor, key in chosen.items()
+        if key is not None and entries[key][1] != shapes[tensor]
+    ]
+    wrong = list(dict.fromkeys(wrong))
+    problems = [f"other shapes: {_some(wrong)}"] if wrong else []
+    if strict:
+        problems += [f"missing: {_some(missing)}"] if missing else []
+        problems += [f"unexpected: {_some(unexpected)}"] if unexpected else []
+    if problems:
+        raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}" + ("" if wrong else " (strict=False ignores these)"))
+    device = compute_device(model)
+    _load(
+        {
+            tensor: _FromFile(entries[key][0], key, device, parts[tensor].place if tensor in parts else None)
+            for tensor, key in chosen.items()
+            if key is not None
+        }
+    )
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+@torch.no_grad()
+def _load(sources: dict[Tensor, _FromFile]) -> None:
+    units: dict[int, tuple[Held, dict[int, Callable[[], Tensor]]]] = {}
+    for tensor, source in sources.items():
+        owner = owner_of(tensor)
+        if owner is not None:
+            held, index = owner.units[tensor]  # type: ignore[index]
+            units.setdefault(id(held), (held, {}))[1][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
+        elif tensor.is_meta:
+            promise(tensor, dataclasses.replace(source, version=tensor._version))
+        else:
+            tensor.copy_(source.make(tensor))
+    for held, values in units.values():
+        held.overwrite(values)
