@@ -225,3 +225,20 @@ def test_every_byte_is_read_as_often_as_it_is_needed_and_no_more(prefetch, tmp_p
         # parameters in forward, backward (but for the last unit, which is still there) and update; state and gradient in the update
         assert (after["fetched_nbytes"] - before["fetched_nbytes"]) / 4 <= 5 * pages
         assert (after["evicted_nbytes"] - before["evicted_nbytes"]) / 4 <= 3 * pages
+
+
+@pytest.mark.parametrize("tier", ("host", "nvme"))
+def test_a_loaded_state_reaches_units_that_a_forward_has_left_gathered(tier, tmp_path):
+    torch.manual_seed(0)
+    model = Blocks()
+    x = torch.ones(2, 16)
+    with held(model, tier, tmp_path) as optimizer:
+        one_step(model, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        with torch.no_grad():
+            want = model(x).clone()
+        one_step(model, optimizer, 1)
+        model(x)  # a forward that no backward follows
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            assert torch.equal(model(x), want)
