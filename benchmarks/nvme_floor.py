@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nvme_vs_fio import with_fio, with_zk
+from nvme_vs_fio import with_fio, with_zk, write_once
 from peers.compare import WHAT, run_once
 
-from zk.offload.nvme import File, aligned
+from zk.offload.nvme import aligned
 
 SYSTEMS = ("zk_stage3_nvme", "zk_stage3_nvme_cached", "zk_stage3_nvme_bf16_moments")
 DEPTH, BLOCK, NBYTES = 4, 4 << 20, 4 << 30
@@ -33,9 +33,7 @@ def rates(folder: Path) -> dict[str, float]:
     path = folder / "zk-bench.bin"
     buffers = [aligned(64 << 20).fill_(index + 1) for index in range(8)]
     try:
-        with File(path, NBYTES) as file:
-            for offset in range(0, NBYTES, buffers[0].nbytes):
-                file.write(buffers[0], offset)
+        write_once(path, NBYTES, buffers)
         found = {}
         for write in (True, False):
             direction = "write" if write else "read"

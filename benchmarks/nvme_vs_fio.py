@@ -38,6 +38,13 @@ def with_fio(path: Path, nbytes: int, write: bool, depth: int, block: int) -> fl
     return float(figures["runtime"]) / 1e3
 
 
+def write_once(path: Path, nbytes: int, buffers: list[torch.Tensor]) -> None:
+    """Make the file, with its room reserved and all of it written."""
+    with File(path, nbytes) as file:
+        for offset in range(0, nbytes, buffers[0].nbytes):
+            file.write(buffers[0], offset)
+
+
 def with_zk(path: Path, nbytes: int, write: bool, depth: int, block: int, buffers: list[torch.Tensor]) -> float:
     """Seconds of one pass by File: requests of a buffer each, all handed over, then waited for."""
     engine = Engine(depth, block)
@@ -82,9 +89,7 @@ def main() -> None:
         region.madvise(mmap.MADV_NOHUGEPAGE)
     small = [torch.frombuffer(region, dtype=torch.uint8).fill_(index + 1) for index, region in enumerate(maps)]
     try:
-        with File(path, nbytes) as file:
-            for offset in range(0, nbytes, buffers[0].nbytes):
-                file.write(buffers[0], offset)
+        write_once(path, nbytes, buffers)
         for depth, block in SETTINGS:
             for write in (True, False):
                 systems: dict[str, Callable[[], float]] = {
