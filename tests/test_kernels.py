@@ -354,6 +354,8 @@ def test_tiled_matmul_reads_and_writes_slices_and_transposes_of_larger_matrices(
         ({"bias": torch.ones(3)}, ValueError, "bias must be"),
         ({"activation": "tanh"}, ValueError, "activation must be one of"),
         ({"a": torch.ones(2, 3, dtype=torch.float64)}, TypeError, "a must be fp32"),
+        ({"bias": torch.ones(4, dtype=torch.int64)}, TypeError, "bias must be fp32"),
+        ({"plus": torch.ones(2, 4, device="meta")}, ValueError, "plus is on meta"),
     ],
 )
 def test_tiled_matmul_refuses_what_does_not_fit(change, error, says):
@@ -391,6 +393,20 @@ def some(x):
     kernels.tiled_matmul(x[:300].view(30, 10), x.view(10, 30), out)
     return y + 1, out + 1
 
+def tiles(x):
+    out, total = torch.empty(30, 30, dtype=torch.bfloat16), torch.zeros(30, 30)
+    a, b = x[:300].view(30, 10), x.view(10, 30)
+    kernels.tiled_matmul(a, b, total)
+    kernels.tiled_matmul(a, b, total, plus=total)
+    kernels.tiled_matmul(a, b, out, plus=total, bias=torch.ones(30))
+    return out, total
+
+for a, b in zip(torch.compile(tiles, fullgraph=True, backend="aot_eager")(x), tiles(x), strict=True):
+    assert torch.equal(a, b)
+dynamic = torch.compile(lambda x: kernels.cast(x, dtype=torch.bfloat16), fullgraph=True, backend="aot_eager", dynamic=True)
+for shape in ((3, 100), (100, 3), (10, 30)):
+    assert torch.equal(dynamic(x.view(shape)), x.view(shape).bfloat16())
+
 compiled = torch.compile(some, fullgraph=True, backend="aot_eager")
 for a, b in zip(compiled(x), some(x), strict=True):
     assert torch.equal(a, b)
@@ -401,3 +417,26 @@ print("fine")
 def test_ops_are_seen_through_by_fake_tensors_and_the_compiler_and_run_the_reference_in_host_memory():
     done = subprocess.run([sys.executable, "-c", FAKE], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.stdout == "fine\n", done.stderr[-3000:]
+
+
+def test_tiled_matmul_refuses_an_output_that_is_also_read_and_adam_a_parameter_with_gaps():
+    a, b, out = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    for given in ({"plus": out.t()}, {"plus": out[:1].expand(4, 4)}):
+        with pytest.raises(ValueError, match="plus shares memory with out"):
+            kernels.tiled_matmul(a, b, out, **given)
+    with pytest.raises(ValueError, match="a shares memory with out"):
+        kernels.tiled_matmul(a, b, a)
+    state = [torch.zeros(3) for _ in range(3)]
+    with pytest.raises(ValueError, match="param must be flat and contiguous"):
+        kernels.adam(torch.zeros(6)[::2], state[0], None, state[1], state[2], AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 1))
+    with pytest.raises(ValueError, match="step counts from 1"):
+        AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.0, True, 0)
+
+
+def test_flatten_of_nothing_zeroes_and_unflatten_names_what_is_missing():
+    flat = torch.ones(5)
+    kernels.flatten([], flat, [])
+    assert not flat.any()
+    kernels.unflatten(flat, [], [])
+    with pytest.raises(ValueError, match="tensor 0 is to be written"):
+        kernels.unflatten(flat, [None], [0])

@@ -371,3 +371,40 @@ def test_a_compiled_model_has_the_same_gradients():
     model.zero_grad()
     torch.compile(model, backend="aot_eager")(x).sum().backward()
     assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, BF16))
+@pytest.mark.parametrize("shape", [(0, 130), (3, 0, 130)])
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(dtype, shape):
+    tiled = TiledLinear(130, 70, in_splits=2, out_splits=2, dtype=dtype)
+    x = torch.randn(*shape, dtype=dtype, requires_grad=True)
+    out = tiled(x)
+    assert out.shape == (*shape[:-1], 70)
+    out.sum().backward()
+    assert x.grad.shape == shape and not any(param.grad.any() for param in tiled.parameters())
+
+
+def test_layers_without_features_are_those_of_linear():
+    assert torch.equal(TiledLinear(5, 0)(torch.ones(2, 5)), torch.empty(2, 0))
+    layer = TiledLinear(0, 5)
+    assert torch.equal(layer(torch.ones(2, 0)), layer.bias.expand(2, 5))
+    assert TiledLinear(4, 6, device="meta")(torch.empty(2, 4, device="meta")).shape == (2, 6)
+
+
+def test_what_is_missing_in_a_state_is_reported_as_linear_would():
+    model = nn.Sequential(TiledLinear(4, 6, out_splits=2))
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+        model.load_state_dict({"0.bias": torch.zeros(6)})
+    assert model.load_state_dict({"0.bias": torch.zeros(6)}, strict=False).missing_keys == ["0.weight"]
+    model.load_state_dict(nn.Sequential(nn.Linear(4, 6)).state_dict(), assign=True)
+    assert all(tile.weight.is_contiguous() and tile.weight.untyped_storage().nbytes() == tile.weight.nbytes for tile in model[0].tiles)
+
+
+def test_models_that_are_held_and_precisions_that_no_kernel_has_are_refused():
+    model = nn.Sequential(nn.Linear(32, 32))
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1), pytest.raises(ValueError, match="held by a ZeroOptimizer"):
+        zk.tile_linears(model, 1024)
+    with pytest.raises(ValueError, match=r"'0' is torch\.float64"):
+        zk.tile_linears(nn.Sequential(nn.Linear(32, 32, dtype=torch.float64)), 1024)
+    with pytest.raises(TypeError, match="computes in fp32, bf16 or fp16"):
+        TiledLinear(4, 4).double()(torch.ones(2, 4, dtype=torch.float64))

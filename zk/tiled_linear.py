@@ -12,6 +12,7 @@ Source: memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -24,6 +25,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from zk import kernels
+from zk.kernels.launch import FLOATS
 
 # tiles begin at multiples of this many features where the layer is large enough: 128 bytes in 16 bits
 _GRAIN = 64
@@ -86,6 +88,10 @@ def _link(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
+
+
 class _Open(torch.autograd.Function):
     """The chain's first link, of the shape of x and without memory; backward, the whole gradient of x arrives here."""
 
@@ -116,7 +122,7 @@ class _Step(torch.autograd.Function):
         if columns != run.last_columns:
             assert run.partial is not None
             target = run.partial
-        with torch.autocast(out.device.type, enabled=False):
+        with _no_autocast(out.device):
             kernels.tiled_matmul(run.x[:, columns], weight.to(out.dtype).t(), target, plus=run.partial if columns.start else None, bias=bias)
         return _link(link.shape, link.dtype, link.device)
 
@@ -126,7 +132,7 @@ class _Step(torch.autograd.Function):
         run, rows, columns = ctx.run, ctx.rows, ctx.columns
         x, weight = ctx.saved_tensors
         dy, dweight = run.output_rows(run.grads, rows), None
-        with torch.autocast(x.device.type, enabled=False):
+        with _no_autocast(x.device):
             if ctx.needs_input_grad[1]:
                 dweight = torch.empty_like(weight)
                 kernels.tiled_matmul(dy.t(), x[:, columns], dweight)
@@ -167,7 +173,8 @@ class TiledLinear(nn.Module):
         combine_out_splits: False returns a list of ``out_splits`` tensors (..., rows of each).
 
     Parameters are those of the tiles, and ``bias`` (out_features,); ``state_dict()`` has nn.Linear's ``weight`` and ``bias``, and
-    ``load_state_dict()`` takes them. ``weight`` as an attribute is put together for the occasion, which takes the memory of all of it.
+    ``load_state_dict()`` takes them. ``weight`` as an attribute is put together for reading, which takes the memory of all of it;
+    what is written to it is lost. Initialize the tiles (``model.apply`` comes to them: each has a ``weight``).
     Initial values have nn.Linear's distribution, not its sequence of draws.
     """
 
@@ -264,17 +271,19 @@ class TiledLinear(nn.Module):
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(f"the input must have {self.in_features} features in its last dimension; got {tuple(x.shape)}")
         stored = self.each_tile()[0].weight.dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if stored not in FLOATS:
+            raise TypeError(f"a TiledLinear computes in fp32, bf16 or fp16; its weight is {stored}")
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != stored:
             raise ValueError(f"the input must be in the weight's precision, {stored}; got {x.dtype} (autocast would cast it)")
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
         run = _Run(rows, self.bias, self)
         trained = x.requires_grad or any(param.requires_grad for param in self.parameters())
         link: Tensor = _Open.apply(rows, torch.zeros((), device=x.device, requires_grad=trained), run)  # type: ignore[no-untyped-call]
         for tile in self.each_tile():
             link = tile(link, run)
-        outputs = [out.view(*x.shape[:-1], -1) for out in _Close.apply(link, self.bias, run)]  # type: ignore[no-untyped-call]
+        outputs = [out.view(*x.shape[:-1], out.shape[1]) for out in _Close.apply(link, self.bias, run)]  # type: ignore[no-untyped-call]
         return outputs[0] if self.combine_out_splits else outputs
 
     def extra_repr(self) -> str:
@@ -298,17 +307,29 @@ def _put_together(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
         state[f"{prefix}bias"] = bias
 
 
-def _take_apart(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_apart(
+    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, _strict: bool, missing: list[str], _unexpected: Any, errors: list[str]
+) -> None:
+    from zk.held import owner_of
+
     assert isinstance(layer, TiledLinear)
     whole = state.pop(f"{prefix}weight", None)
-    if whole is None:
-        return
-    if tuple(whole.shape) != (layer.out_features, layer.in_features):
-        raise RuntimeError(
-            f"size mismatch for {prefix}weight: the state has {tuple(whole.shape)}, the layer ({layer.out_features}, {layer.in_features})"
+    if whole is not None and tuple(whole.shape) != (layer.out_features, layer.in_features):
+        errors.append(
+            f"size mismatch for {prefix}weight: copying a param with shape {whole.shape} from checkpoint, the shape in current model is "
+            f"torch.Size([{layer.out_features}, {layer.in_features}])."
         )
+        whole = None
+    elif whole is None and not any(key.startswith(f"{prefix}tiles.") for key in state):
+        missing.append(f"{prefix}weight")
     for index, tile in enumerate(layer.each_tile()):
-        state[f"{prefix}tiles.{index}.weight"] = whole[tile.rows, tile.columns]
+        key = f"{prefix}tiles.{index}.weight"
+        if whole is not None:
+            piece = whole[tile.rows, tile.columns]
+            assigned = bool(metadata.get("assign_to_params_buffers"))  # a view would keep all of the weight
+            state[key] = piece.clone(memory_format=torch.contiguous_format) if assigned else piece
+        elif key not in state and owner_of(tile.weight) is None:
+            state[key] = tile.weight.detach()  # stays as it is, and is not reported under a name that the user never saw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -342,6 +363,10 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     """
     if isinstance(max_tile_nbytes, bool) or not isinstance(max_tile_nbytes, int) or max_tile_nbytes < 1:
         raise ValueError(f"max_tile_nbytes must be a number of bytes, at least 1; got {max_tile_nbytes!r}")
+    from zk.held import owner_of
+
+    if any(owner_of(param) is not None for param in model.parameters()):
+        raise ValueError("this model is held by a ZeroOptimizer, which would not see the tiles; call tile_linears before the optimizer is made")
     users: dict[Tensor, set[str]] = collections.defaultdict(set)
     for path, module in model.named_modules():
         for name, param in module._parameters.items():
@@ -352,6 +377,8 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
         if type(module) is nn.Linear and "weight" in module._parameters and module.weight.nbytes > max_tile_nbytes:
             if module is model:
                 raise ValueError("the model itself is one nn.Linear and cannot be replaced in place; use TiledLinear.from_linear(model, ...)")
+            if module.weight.dtype not in FLOATS:
+                raise ValueError(f"the weight of {path!r} is {module.weight.dtype}; a TiledLinear computes in fp32, bf16 or fp16")
             if len(users[module.weight]) > 1:
                 raise ValueError(
                     f"the weight of {path!r} is tied ({', '.join(sorted(users[module.weight]))}), and its tiles could not be; "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, new_partials, op
+from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, new_partials, op, overlap
 from zk.kernels.numerics import jit, product, rounded, store_partials, tl, widened
 
 
@@ -75,11 +75,8 @@ def cast(
     flat_source, flat_out = _in_memory_order(source, "source"), _in_memory_order(out, "out")
     if source.stride() != out.stride() and not (source.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"source and out must have the same strides; got {source.stride()} and {out.stride()}; make both contiguous")
-    if not torch.compiler.is_compiling() and source.untyped_storage()._cdata == out.untyped_storage()._cdata and source.numel():
-        begin, other = source.storage_offset() * source.itemsize, out.storage_offset() * out.itemsize
-        in_place = begin == other and source.itemsize == out.itemsize
-        if not in_place and begin < other + out.nbytes and other < begin + source.nbytes:
-            raise ValueError("out overlaps source in part, and would be written before all is read; cast in place only to the same width")
+    if overlap(source, out) and (source.storage_offset(), source.itemsize) != (out.storage_offset(), out.itemsize):
+        raise ValueError("out overlaps source in part, and would be written before all is read; cast in place only to the same width")
     partials = new_partials(stats, cdiv(source.numel(), BLOCK), source.device)
     _op(flat_source, flat_out, partials, scale)
     add_partials(stats, partials)
@@ -88,6 +85,8 @@ def cast(
 
 def _in_memory_order(tensor: Tensor, name: str) -> Tensor:
     """(numel,) view of a dense tensor, whatever the order of its dimensions."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
     order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride()[dim], dim))
     dense = tensor.detach().permute(order)
     if not dense.is_contiguous():

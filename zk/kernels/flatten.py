@@ -118,7 +118,7 @@ def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int
         raise ValueError(f"flat must be flat and contiguous; got {tuple(flat.shape)}, strides {flat.stride()}")
     if len(offsets) != len(tensors):
         raise ValueError(f"every tensor needs an offset; got {len(tensors)} tensors and {len(offsets)} offsets")
-    stops = [*offsets[1:], flat.numel()]
+    stops = [*offsets[1:], flat.numel()] if tensors else []
     for index, (tensor, start, stop) in enumerate(zip(tensors, offsets, stops, strict=True)):
         numel = 0 if tensor is None else tensor.numel()
         if start < 0 or start + numel > stop:
@@ -178,8 +178,8 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *
     """
     regions = _check(tensors, flat, offsets)
     for index, tensor in enumerate(tensors):
-        if not tensor.is_contiguous():
-            raise ValueError(f"tensor {index} is to be written and must be contiguous; got strides {tensor.stride()}")
+        if tensor is None or not tensor.is_contiguous():
+            raise ValueError(f"tensor {index} is to be written and must be contiguous; got {tensor if tensor is None else tensor.stride()}")
     for found, places in _by_dtype([tensor.detach() for tensor in tensors], regions, []):
         partials = new_partials(stats, sum(cdiv(tensor.numel(), BLOCK) for tensor in found), flat.device)
         if found:

@@ -67,6 +67,22 @@ def add_partials(stats: Tensor | None, partials: Tensor | None) -> None:
         stats += partials.sum(0)
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory: the spans from their first to their last byte meet. Not asked while a graph is traced."""
+    if torch.compiler.is_compiling() or not one.numel() or not other.numel():
+        return False
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+
+    def span(tensor: Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.itemsize
+        return int(start), int(start + (last + 1) * tensor.itemsize)
+
+    (start, stop), (begin, end) = span(one), span(other)
+    return start < end and begin < stop
+
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

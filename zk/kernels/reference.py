@@ -107,18 +107,21 @@ def adam(
     update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
 
 
-def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str) -> None:
-    """``out = activation(plus + a @ b + bias)``: products and sums in fp32, one rounding at the end."""
+def tiled_matmul(
+    a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False
+) -> None:
+    """``out = activation(plus + a @ b + bias)``: products and sums in fp32, one rounding at the end. ``accumulate``: plus is out."""
     narrow = a.dtype != torch.float32
-    if plus is None and bias is None and not activation and out.dtype == a.dtype == b.dtype:
+    if plus is None and not accumulate and bias is None and not activation and out.dtype == a.dtype == b.dtype:
         torch.mm(a, b, out=out)  # the library's own kernel rounds once too
         return
-    if narrow and plus is None and bias is None and not activation and out.dtype == torch.float32:
+    if narrow and plus is None and not accumulate and bias is None and not activation and out.dtype == torch.float32:
         torch.mm(a.float(), b.float(), out=out)
         return
-    if plus is not None and plus.data_ptr() == out.data_ptr() and bias is None and not activation:
+    if accumulate and bias is None and not activation:
         out.addmm_(a.float(), b.float())
         return
+    plus = out if accumulate else plus
     result = torch.mm(a.float(), b.float())
     if plus is not None:
         result += plus

@@ -28,6 +28,10 @@ class AdamStep:
     maximize: bool = False
     amsgrad: bool = False
 
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step counts from 1; got {self.step}")
+
     @property
     def bias_corrections(self) -> tuple[float, float]:
         return 1 - self.beta1**self.step, 1 - self.beta2**self.step
@@ -62,6 +66,8 @@ class AdamStep:
 
 def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Raise ValueError or TypeError for sizes and precisions that do not fit together."""
+    if param.ndim != 1 or not param.is_contiguous():
+        raise ValueError(f"param must be flat and contiguous; got {tuple(param.shape)}, strides {param.stride()}")
     for name, tensor in (("grad", grad), ("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if tensor is not None and (tensor.shape != param.shape or tensor.ndim != 1 or not tensor.is_contiguous()):
             raise ValueError(f"{name} must be flat, contiguous and as long as param {tuple(param.shape)}; got {tuple(tensor.shape)}")

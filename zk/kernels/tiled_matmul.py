@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import INTERPRETED, cdiv, check_floats, grid, op
+from zk.kernels.launch import INTERPRETED, cdiv, check_floats, grid, op, overlap
 from zk.kernels.numerics import jit, readable, rounded, tl
 
 # (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). No split over K: every configuration sums in the same order, so which one is the
@@ -112,13 +112,16 @@ def _tuned() -> Any:
     return triton.autotune(configs, key=["M", "N", "K"], restore_value=["out"])(heuristics(_matmul_kernel))
 
 
-def _launch(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str) -> None:
+def _launch(
+    a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False
+) -> None:
     (m, k), n = a.shape, b.shape[1]
     if not m * n:
         return
     if not k:
-        reference.tiled_matmul(a, b, out, plus, bias, activation)
+        reference.tiled_matmul(a, b, out, plus, bias, activation, accumulate)
         return
+    plus = out if accumulate else plus
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     strides = (*a.stride(), *b.stride(), *out.stride(), *(plus.stride() if plus is not None else (0, 0)))
     fixed = (a, b, out, plus, bias, m, n, k, *strides)
@@ -191,7 +194,7 @@ def tiled_matmul(
     fp32 matrices are multiplied in tf32 only if torch.backends.cuda.matmul.allow_tf32 says so. ``policy`` tells who does it.
     Raises ValueError for shapes that do not fit together, TypeError for precisions.
     """
-    check_floats(a=a, b=b, out=out)
+    check_floats(a=a, b=b, out=out, **({} if bias is None else {"bias": bias}))
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
         raise ValueError(f"a (m, k) @ b (k, n) goes into out (m, n); got {tuple(a.shape)}, {tuple(b.shape)} and {tuple(out.shape)}")
     if a.dtype != b.dtype:
@@ -202,7 +205,13 @@ def tiled_matmul(
         raise ValueError(f"bias must be ({b.shape[1]},) and contiguous; got {tuple(bias.shape)}")
     if activation and activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ('', *reference.ACTIVATIONS)))}; got {activation!r}")
+    for name, tensor in (("b", b), ("out", out), ("plus", plus), ("bias", bias)):
+        if tensor is not None and tensor.device != a.device:
+            raise ValueError(f"{name} is on {tensor.device}, a on {a.device}")
+    for name, tensor in (("a", a), ("b", b), ("plus", None if plus is out else plus)):
+        if tensor is not None and overlap(tensor, out):
+            raise ValueError(f"{name} shares memory with out, which is written before all is read; only plus may be out itself")
     if policy(a, b, out, plus, bias, activation) == "cublas":
         _by_cublas(a, b, out, plus, bias)
     else:
-        _op(a, b, out, plus, bias, activation)
+        _op(a, b, out, None if plus is out else plus, bias, activation, plus is out)

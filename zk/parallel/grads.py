@@ -68,7 +68,7 @@ class GradReducer:
         self.completed: list[int] = []
         self.started: set[int] = set()
         self.queue: list[tuple[UnitGrads, Pending, Tensor, Tensor]] = []
-        self.pool: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.pool: dict[tuple[Layout, torch.dtype], list[Tensor]] = {}  # by layout: what is padding in one is a parameter in another
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
@@ -137,7 +137,7 @@ class GradReducer:
         if grad.layout is not torch.strided:
             raise TypeError(f"the gradient of {name!r} is sparse and cannot be flattened; build the embedding with sparse=False")
         if unit.bucket is None:
-            unit.bucket = self._take(unit.layout.numel, torch.float32 if unit.wide else unit.unit.dtype, unit.unit.device)
+            unit.bucket = self._take(unit)
         where = unit.layout.whole(index)
         if index not in unit.present:
             unit.bucket[where].view(grad.shape).copy_(grad)
@@ -146,18 +146,19 @@ class GradReducer:
             unit.accumulated = True
             if unit.bucket.dtype != torch.float32:
                 narrow, unit.bucket = unit.bucket, unit.bucket.float()
-                self._give(narrow)
+                self._give(unit, narrow)
             unit.bucket[where].view(grad.shape).add_(grad)
         unit.used.add(index)
         param.grad = None
 
-    def _take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _take(self, unit: UnitGrads) -> Tensor:
         """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
-        free = self.pool.get((numel, dtype))
-        return free.pop() if free else zeros(numel, dtype, device)
+        dtype = torch.float32 if unit.wide else unit.unit.dtype
+        free = self.pool.get((unit.layout, dtype))
+        return free.pop() if free else zeros(unit.layout.numel, dtype, unit.unit.device)
 
-    def _give(self, bucket: Tensor) -> None:
-        free = self.pool.setdefault((bucket.numel(), bucket.dtype), [])
+    def _give(self, unit: UnitGrads, bucket: Tensor) -> None:
+        free = self.pool.setdefault((unit.layout, bucket.dtype), [])
         if not self.in_backward or len(free) < _IN_FLIGHT:
             free.append(bucket)
 
@@ -166,7 +167,7 @@ class GradReducer:
         if grad is not None and grad.numel() == unit.layout.numel and grad.device == unit.unit.device:
             if unit.wide and grad.dtype != torch.float32:
                 return  # the next bucket will be a wide one
-            self._give(grad)
+            self._give(unit, grad)
 
     def _zero_absent(self, unit: UnitGrads, bucket: Tensor) -> None:
         for index in range(len(unit.unit.params)):
@@ -181,7 +182,7 @@ class GradReducer:
         self.started.add(position)
         bucket = unit.bucket
         if bucket is None:
-            bucket = self._take(unit.layout.numel, torch.float32 if unit.wide else unit.unit.dtype, unit.unit.device)
+            bucket = self._take(unit)
         self._zero_absent(unit, bucket)
         narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
@@ -201,9 +202,9 @@ class GradReducer:
             self.comm.all_gather(unit.index, full, shard).wait()
             shard = full
         if shard is not bucket:
-            self._give(bucket)
+            self._give(unit, bucket)
         if not unit.sink(shard) and shard is bucket:
-            self._give(bucket)
+            self._give(unit, bucket)
 
     def _backward_ended(self) -> None:
         self.task = -1
@@ -256,12 +257,12 @@ class GradReducer:
     def forget(self) -> None:
         """Drop gradients that are not reduced yet, and all memory of a backward that was interrupted."""
         while self.queue:
-            _, pending, bucket, _ = self.queue.pop(0)
+            unit, pending, bucket, _ = self.queue.pop(0)
             pending.wait()
-            self._give(bucket)
+            self._give(unit, bucket)
         for unit in self.units:
             if unit.bucket is not None:
-                self._give(unit.bucket)
+                self._give(unit, unit.bucket)
             unit.bucket, unit.present, unit.accumulated = None, set(), False
             unit.arrived.clear()
             unit.used.clear()
