@@ -440,3 +440,25 @@ def test_flatten_of_nothing_zeroes_and_unflatten_names_what_is_missing():
     kernels.unflatten(flat, [], [])
     with pytest.raises(ValueError, match="tensor 0 is to be written"):
         kernels.unflatten(flat, [None], [0])
+
+
+WITHOUT_TRITON = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find_spec(name, package)
+import torch, zk
+from zk import kernels
+assert kernels.cast(torch.ones(3), dtype=torch.bfloat16).dtype == torch.bfloat16
+flat = torch.ones(4)
+kernels.flatten([torch.ones(3)], flat, [0])
+assert flat.tolist() == [1, 1, 1, 0]
+layer = zk.TiledLinear(8, 8, in_splits=2, out_splits=2)
+layer(torch.randn(2, 8)).sum().backward()
+assert layer.tiles[3].weight.grad is not None
+print("fine")
+"""
+
+
+def test_host_memory_needs_no_triton():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.stdout == "fine\n", done.stderr[-3000:]
