@@ -40,6 +40,8 @@ def table(run: dict[str, Any]) -> str:
         "",
         f"Python {machine['python_version']}. Medians of one run.",
     ]
+    if any(row["extra_info"].get("device") == "cpu" for row in run["benchmarks"]):
+        lines += ["", "Where the device is cpu, rows named zk run the plain PyTorch references of the kernels, which are not there to be fast."]
     for name, rows in groups(run).items():
         mine = ours(rows)
         extra = list(dict.fromkeys(key for row in rows for key in row["extra_info"]))
