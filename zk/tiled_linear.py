@@ -57,7 +57,7 @@ class _Run:
     """One call of the layer: what its tiles share."""
 
     def __init__(self, x: Tensor, bias: Tensor | None, layer: TiledLinear) -> None:
-        self.in_splits, self.out_splits = layer.in_splits, layer.out_splits
+        self.in_splits = layer.in_splits
         self.row_cuts, self.combined = layer.out_cuts, layer.combine_out_splits
         self.last_rows, self.last_columns = layer.out_cuts[-1], layer.in_cuts[-1]
         self.x_wanted = x.requires_grad

@@ -147,7 +147,7 @@ def _blas_can_read(matrix: Tensor) -> bool:
 def policy(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None, bias: Tensor | None = None, activation: str = "") -> str:
     """Who multiplies: "reference" in host memory; on a GPU "cublas" for all it can express, else "triton".
 
-    cuBLAS knows each GPU better than four configurations can, but it cannot add a bias to an fp32 sum, apply an activation, and round
+    cuBLAS knows each GPU better than a few configurations can, but it cannot add a bias to an fp32 sum, apply an activation, and round
     to 16 bits in one go, nor read two strides: there the kernel saves passes over the output. The environment variable ZK_MATMUL
     ("cublas" or "triton") decides instead where both can. The rule looks at shapes and strides only, so all ranks, and all runs, decide alike.
     """
