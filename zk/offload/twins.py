@@ -1,0 +1,259 @@
+"""In: nothing but a CPU. Out: links to a device that is pretended, for tests and for models of time: its memory is host memory under another name.
+
+``AdversarialLink`` is the worst device there can be. Each copy happens as late as its event allows; until then its target is filled with NaN,
+and the side that has not waited for it goes on seeing NaN after the other has. It keeps count of who knows of what (vector clocks for the
+host, compute, and each direction), so a source that is changed before its owner knows that it was read is found, and so is a copy that
+was not told to come after compute. ``ThrottledLink`` moves a given number of bytes per second, each direction beside the other.
+
+    with pretend(AdversarialLink()) as link:
+        ...train...
+    assert not link.races
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from zk.offload.streams import LINKS, Event, Link, check_copy
+
+CPU = torch.device("cpu")
+AnyLink = TypeVar("AnyLink", bound=Link)
+Clock = dict[str, int]  # queue -> how many of its operations are known to have ended
+
+
+@contextlib.contextmanager
+def pretend(link: AnyLink) -> Iterator[AnyLink]:
+    """Inside, the CPU is a device of its own, reached over ``link``."""
+    with mock.patch.dict(LINKS, {CPU: link}):
+        yield link
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for queue, count in other.items():
+        clock[queue] = max(clock.get(queue, 0), count)
+
+
+class _Point:
+    """An event of the adversary: what has ended once it has."""
+
+    def __init__(self, link: AdversarialLink, clock: Clock) -> None:
+        self.link, self.clock = link, clock
+
+    @property
+    def done(self) -> bool:
+        with self.link.lock:
+            return all(self.link.known["host"].get(queue, 0) >= count for queue, count in self.clock.items())
+
+    def wait(self) -> None:
+        self.link.learn("host", self.clock)
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    queue: str  # "down" or "up"
+    number: int
+    target: Tensor
+    source: Tensor
+    content: Tensor  # of the source, when the copy was asked for
+    read: bool = False  # the source's owner knows that it was read
+    arrived: bool = False  # the target's owner knows that it was written
+
+
+_READER, _WRITER = {"down": "compute", "up": "host"}, {"down": "host", "up": "compute"}  # who owns the source, the target
+
+
+class AdversarialLink:
+    """Runs copies as late as their events allow, and finds races. ``races`` holds a line for each that was found."""
+
+    device, joined = CPU, False
+
+    def __init__(self, refuses_to_pin: str = "") -> None:
+        self.lock = threading.RLock()
+        self.known: dict[str, Clock] = {name: {} for name in ("host", "compute", "down", "up")}
+        self.count = {"compute": 0, "down": 0, "up": 0}
+        self.copies: list[_Copy] = []  # not yet known to both sides
+        self.seen: dict[int, int] = {}  # storage in device memory -> compute's count when it last got hold of it
+        self.races: list[str] = []
+        self.refuses_to_pin = refuses_to_pin
+        self.pinned: dict[int, int] = {}
+        self.moved = {"down": 0, "up": 0}
+
+    # ---- who knows what ------------------------------------------------------------------------------------------------------
+
+    def learn(self, who: str, clock: Clock) -> None:
+        """``who`` comes after all that ``clock`` counts: what it waited for happens now."""
+        with self.lock:
+            _join(self.known[who], clock)
+            for copy in list(self.copies):
+                ended = self.known[who].get(copy.queue, 0) >= copy.number
+                if ended and _READER[copy.queue] == who and not copy.read:
+                    self._check_source(copy)
+                    copy.read = True
+                if ended and _WRITER[copy.queue] == who and not copy.arrived:
+                    copy.target.copy_(copy.content)
+                    copy.arrived = True
+                if ended and who == "compute":
+                    device_end = copy.source if copy.queue == "down" else copy.target
+                    self.seen[device_end.untyped_storage()._cdata] = self.count["compute"]
+                if copy.read and copy.arrived:
+                    self.copies.remove(copy)
+
+    def _check_source(self, copy: _Copy) -> None:
+        if not torch.equal(copy.source.view(torch.uint8), copy.content.view(torch.uint8)):
+            self.races.append(f"the source of a copy {copy.queue} (number {copy.number}, {copy.source.nbytes} bytes) was changed before it was read")
+
+    def finish(self) -> None:
+        """Everything under way ends; for the end of a test."""
+        for who in ("host", "compute"):
+            self.learn(who, dict(self.count))
+
+    # ---- Link ----------------------------------------------------------------------------------------------------------------
+
+    def mark(self) -> Event:
+        with self.lock:
+            self.count["compute"] += 1
+            clock = {**self.known["compute"], "compute": self.count["compute"]}
+            return _Point(self, clock)
+
+    def follow(self, event: Event) -> None:
+        if isinstance(event, _Point):
+            self.learn("compute", event.clock)
+        else:
+            event.wait()
+
+    def _copy(self, queue: str, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        check_copy(target, source)
+        with self.lock:
+            known, asked = self.known[queue], Clock()
+            for event in after:
+                if isinstance(event, _Point):
+                    _join(asked, event.clock)
+                else:
+                    event.wait()
+            _join(known, asked)
+            device_end = source if queue == "down" else target
+            content = source.clone()
+            for other in self.copies:  # what another copy is still to write, and this one comes after, is there by then
+                if not other.arrived and other.target.untyped_storage()._cdata == source.untyped_storage()._cdata and (
+                    known.get(other.queue, 0) >= other.number
+                ):
+                    self.races.append(f"a copy {queue} is asked for from memory that a copy {other.queue} writes: its owner must wait first")
+            if asked.get("compute", 0) <= self.seen.get(device_end.untyped_storage()._cdata, 0):
+                self.races.append(f"a copy {queue} of {source.nbytes} bytes does not come after what compute does with the device's memory")
+                content.view(torch.uint8).fill_(0xFF)
+            target.view(torch.uint8).fill_(0xFF)  # NaN in fp32, bf16 and fp16
+            self.count[queue] += 1
+            known[queue] = self.count[queue]
+            self.moved[queue] += source.nbytes
+            self.copies.append(_Copy(queue, self.count[queue], target, source, content))
+            return _Point(self, dict(known))
+
+    def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        return self._copy("down", host, source, after)
+
+    def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
+        return self._copy("up", target, host, after)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Collectives of a CPU run at once, so what they come after does too; compute still knows nothing of it."""
+        with self.lock:
+            for copy in self.copies:
+                if copy.queue == "up" and not copy.arrived:
+                    copy.target.copy_(copy.content)
+        yield
+
+    def pin(self, memory: Tensor) -> None:
+        if self.refuses_to_pin:
+            raise OSError(self.refuses_to_pin)
+        self.pinned[memory.data_ptr()] = memory.nbytes
+
+    def unpin(self, memory: Tensor) -> None:
+        del self.pinned[memory.data_ptr()]
+
+
+class _Flag:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self.event.is_set()
+
+    def wait(self) -> None:
+        self.event.wait()
+
+
+class _Lane(threading.Thread):
+    """One direction: copies one after the other, each as long as its bytes take."""
+
+    def __init__(self, nbytes_per_s: float) -> None:
+        super().__init__(daemon=True)
+        self.nbytes_per_s, self.busy_s = nbytes_per_s, 0.0
+        self.condition = threading.Condition()
+        self.queue: list[tuple[Tensor, Tensor, tuple[Event, ...], _Flag]] = []
+        self.start()
+
+    def submit(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        check_copy(target, source)
+        flag = _Flag()
+        with self.condition:
+            self.queue.append((target, source, tuple(after), flag))
+            self.condition.notify()
+        return flag
+
+    def run(self) -> None:
+        while True:
+            with self.condition:
+                while not self.queue:
+                    self.condition.wait()
+                target, source, after, flag = self.queue.pop(0)
+            for event in after:
+                event.wait()
+            start = time.perf_counter()
+            target.copy_(source)
+            time.sleep(max(0.0, start + source.nbytes / self.nbytes_per_s - time.perf_counter()))
+            self.busy_s += time.perf_counter() - start
+            flag.event.set()
+
+
+class ThrottledLink:
+    """Moves ``nbytes_per_s`` bytes per second in each direction, both at once."""
+
+    device, joined = CPU, False
+
+    def __init__(self, nbytes_per_s: float) -> None:
+        self.down, self.up = _Lane(nbytes_per_s), _Lane(nbytes_per_s)
+
+    def mark(self) -> Event:
+        flag = _Flag()  # a CPU has done what it was asked to
+        flag.event.set()
+        return flag
+
+    def follow(self, event: Event) -> None:
+        event.wait()
+
+    def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        return self.down.submit(host, source, after)
+
+    def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
+        return self.up.submit(target, host, after)
+
+    def beside(self) -> AbstractContextManager[None]:
+        raise NotImplementedError("collectives beside a throttled link; train in one process")
+
+    def pin(self, memory: Tensor) -> None:
+        return
+
+    def unpin(self, memory: Tensor) -> None:
+        return
