@@ -18,8 +18,9 @@ import zk
 from tests.adversary import adversarial_drive
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
-from zk.offload import spill
+from zk.offload import spill, transfer
 from zk.offload.cpu_adam import CPUAdam, default_engine
+from zk.offload.twins import AdversarialLink, pretend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,6 +40,10 @@ class Case:
     prefetch: int = 1
     tolerance: float = 0.0  # 0: bitwise
     adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
+    separate: bool = False  # the device has memory of its own, behind a link on which copies run as late as their events allow
+    overlap_step: bool = False
+    params: str = ""  # their tier at stage 3, if not ``tier``
+    budgets: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         default = Case()
@@ -106,7 +111,13 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
 
 def _run(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> str:
     with drive(case) as options:
-        return _run_on(case, engine, make_plain, options)
+        if not case.separate:
+            return _run_on(case, engine, make_plain, options)
+        with pretend(AdversarialLink()) as link, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
+            found = _run_on(case, engine, make_plain, options)
+            link.finish()
+        unlike = [f"{kind} copies: {link.moved[kind]} bytes" for kind in ("down", "up") if case.tier == "host" and not link.moved[kind]]
+        return "\n".join([line for line in (found, *link.races, *unlike) if line] + [f"still pinned: {link.pinned}"] * bool(link.pinned))
 
 
 def _run_on(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer], options: dict[str, object]) -> str:
@@ -138,12 +149,14 @@ def _run_on(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], 
         stage=case.stage,
         dtype=case.dtype,
         optimizer_tier=case.tier,
-        param_tier=case.tier if case.stage == 3 else "device",
+        param_tier=(case.params or case.tier) if case.stage == 3 else "device",
         clip_grad_norm=case.clip,
         loss_scale=scale if scale != 1 else None,
         overlap=case.overlap,
+        overlap_step=case.overlap_step,
         prefetch=case.prefetch if case.stage == 3 else 1,
         **options,
+        **dict(case.budgets),
     )
     mine = []
     for step in range(case.steps):

@@ -444,7 +444,6 @@ def test_master_keeps_the_precision_of_the_original_model() -> None:
         ({"state_dtype": "fp16"}, "state_dtype must be"),
         ({"loss_scale": "sometimes"}, "loss_scale must be"),
         ({"loss_scale": float("inf")}, "finite number above 0"),
-        ({"overlap_step": True}, "not available in this version"),
         ({"prefetch": -1}, "prefetch must be"),
         ({"num_threads": 0}, "num_threads must be"),
         ({"units": ["blocks.7"]}, "no module 'blocks.7'"),

@@ -39,6 +39,19 @@ EXTRA = [
     )
 ] + [Case(stage=3, prefetch=prefetch, model=model) for prefetch in (0, 3) for model in ("plain", "checkpointed", "elsewhere")]
 CASES = GRID + EXTRA
+# the same on a device with memory of its own, whose copies run as late as they may: every missing wait shows
+SEPARATE = [dataclasses.replace(case, separate=True, steps=4) for case in CASES] + [
+    Case(stage=stage, dtype="bf16", separate=True, tier=tier, steps=4, **options)
+    for stage, (tier, options) in itertools.product(
+        (0, 1, 2, 3),
+        (
+            ("nvme", {}),
+            ("nvme", {"accumulation": 3, "adversary": True}),
+            ("auto", {"budgets": (("device_budget", 60_000),)}),
+            ("host", {"params": "device"}),
+        ),
+    )
+]
 NVME = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, tier="nvme")
     for stage, dtype, accumulation in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 3))
@@ -79,6 +92,36 @@ def test_trains_what_plain_torch_trains(
     if world not in results:
         results[world] = dict(zip(CASES, run_world(world, run_case, CASES), strict=True))
     assert results[world][case] == [""] * world
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_the_latest_copies_change_no_bit(world: int) -> None:
+    table = run_world(world, run_case, SEPARATE, timeout=120)
+    assert {str(case): rows for case, rows in zip(SEPARATE, table, strict=True) if rows != [""] * world} == {}
+
+
+# the update in step() or beside training, copies and collectives waited for at once or not, in every kind of memory
+OVERLAPPED = [
+    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, separate=separate, overlap=overlap, overlap_step=True)
+    for stage, (accumulation, model, tier, separate, overlap) in itertools.product(
+        (0, 1, 2, 3),
+        (
+            (1, "plain", "host", False, True),
+            (3, "checkpointed", "host", False, False),
+            (1, "tied", "nvme", False, True),
+            (1, "sometimes", "host", True, True),
+            (3, "elsewhere", "host", True, True),
+            (1, "plain", "host", True, False),
+            (1, "frozen", "nvme", True, True),
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_an_update_beside_training_changes_no_bit(world: int) -> None:
+    table = run_world(world, run_case, OVERLAPPED, timeout=120)
+    assert {str(case): rows for case, rows in zip(OVERLAPPED, table, strict=True) if rows != [""] * world} == {}
 
 
 @pytest.mark.parametrize("world", (1, 2))

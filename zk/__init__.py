@@ -1,6 +1,7 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: train models larger than the accelerator's memory."""
 
 from zk.access import gather
+from zk.activations import offload_activations
 from zk.config import DynamicLossScale, ZeroConfig
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
@@ -16,5 +17,6 @@ __all__ = [
     "deferred_init",
     "gather",
     "load_pretrained",
+    "offload_activations",
     "tile_linears",
 ]

@@ -31,6 +31,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     entered: list[Held] = []
     try:
         for unit, _ in held.values():
+            unit.arrive()
             unit.params.hold()
             entered.append(unit)
         yield

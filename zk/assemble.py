@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +15,15 @@ from torch import nn
 from zk.config import ZeroConfig
 from zk.held import Held
 from zk.materialize import give_memory, values_of
+from zk.offload.nvme import round_up
+from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.spill import FileGrads, FileHome, FileStore, chunks_of
-from zk.offload.state import OptimizerShard, state_fields
+from zk.offload.state import OptimizerShard, Section, state_fields
+from zk.offload.streams import link_to
 from zk.offload.tiers import CHUNKS_IN_MEMORY, MemoryHome, MemoryStore, MemoryTier, Needs, NVMeTier, Tier, place
+from zk.offload.transfer import Transfer
+from zk.offload.worker import Worker
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
@@ -26,14 +33,23 @@ from zk.units import Unit
 
 
 @dataclasses.dataclass(slots=True)
-class _Room:
-    """Where one unit goes. What lies on the drive is reserved before anything is moved."""
+class _Part:
+    """Consecutive elements of one unit's optimizer state, on one tier. What lies on the drive is reserved before anything is moved."""
 
-    param_tier: Tier
-    optimizer_tier: Tier
-    home: FileHome | None = None
+    start: int
+    numel: int
+    tier: Tier
     state: FileStore | None = None
     grads: FileGrads | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Room:
+    """Where one unit goes."""
+
+    param_tier: Tier
+    parts: list[_Part]
+    home: FileHome | None = None
 
 
 class Assembly:
@@ -43,14 +59,28 @@ class Assembly:
         config, comm, rule, num_threads: the optimizer's.
         groups: its param_groups.
         device: where the model computes.
+        worker: adds up gradients that arrive from the device, beside training.
     """
 
     def __init__(
-        self, config: ZeroConfig, comm: Solo | Group, rule: Rule, num_threads: int, groups: Sequence[Mapping[str, Any]], device: torch.device
+        self,
+        config: ZeroConfig,
+        comm: Solo | Group,
+        rule: Rule,
+        num_threads: int,
+        groups: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        worker: Worker,
     ) -> None:
-        self.config, self.comm, self.rule, self.num_threads, self.device = config, comm, rule, num_threads, device
+        self.config, self.comm, self.rule, self.num_threads, self.device, self.worker = config, comm, rule, num_threads, device, worker
         self.group_of: dict[nn.Parameter, Mapping[str, Any]] = {param: group for group in groups for param in group["params"]}
-        self.tiers: dict[str, Tier] = {"device": MemoryTier("device", device), "host": MemoryTier("host", torch.device("cpu"))}
+        self.transfer = Transfer(link_to(device), None, config.overlap)
+        # on a machine without an accelerator the device's memory is the host's
+        self.on_device = "host" if self.transfer.link.joined else "device"
+        self.tiers: dict[str, Tier] = {
+            "device": MemoryTier("device", device, self.on_device, self.transfer, worker),
+            "host": MemoryTier("host", torch.device("cpu"), "host", self.transfer, worker),
+        }
         self.rooms: list[_Room] = []
 
     def _state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
@@ -67,7 +97,8 @@ class Assembly:
     def _needs(self, unit: Unit, layout: Layout) -> Needs:
         """Bytes of one unit on this rank between uses."""
         per_element = sum(dtype.itemsize for dtype in self._state_fields(unit)[1].values()) + unit.dtype.itemsize  # the last is the gradient
-        return Needs(self._numel(layout, 3) * unit.dtype.itemsize, self._numel(layout, 1) * per_element if unit.trained else 0)
+        copy = 0 if self.transfer.link.joined else unit.dtype.itemsize  # of parameters that rest on the device, to update them in host memory
+        return Needs(self._numel(layout, 3) * unit.dtype.itemsize, self._numel(layout, 1) if unit.trained else 0, per_element, copy)
 
     @property
     def _reads_ahead(self) -> int:
@@ -87,7 +118,7 @@ class Assembly:
         return CHUNKS_IN_MEMORY * chunk + self._reads_ahead * params + 2 * grads
 
     def place(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> None:
-        """Choose every unit's tiers, and take all room on the drive."""
+        """Choose every unit's tiers, and take all room on the drive and all page-locked memory."""
         config = self.config
         needs = [self._needs(unit, layout) for unit, layout in zip(units, layouts, strict=True)]
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
@@ -101,28 +132,63 @@ class Assembly:
             config.host_budget,  # type: ignore[arg-type]
             self._buffer_nbytes(units, layouts) if paths else None,
         )
-        if any("nvme" in names for names in placed):
-            self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self._reads_ahead, config.nvme_checksum)
-        for unit, layout, names in zip(units, layouts, placed, strict=True):
-            param_tier, optimizer_tier = (self.tiers[name if layout.numel else "host"] for name in names)
-            room = _Room(param_tier, optimizer_tier)
-            if isinstance(room.param_tier, NVMeTier):
-                if room.optimizer_tier.device != room.param_tier.device:
-                    raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
-                room.home = room.param_tier.home(self._numel(layout, 1), unit.dtype)
-            if isinstance(room.optimizer_tier, NVMeTier) and unit.trained:
-                chunks = room.optimizer_tier.chunks(self._numel(layout, 1))
-                room.state = room.optimizer_tier.store(chunks, self._state_fields(unit)[1])
-                room.grads = room.optimizer_tier.grads(chunks, self.num_threads)
-            self.rooms.append(room)
+        if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
+            self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self._reads_ahead, config.nvme_checksum, self.transfer, self.worker)
+        for unit, layout, (param_tier, names) in zip(units, layouts, placed, strict=True):
+            self.rooms.append(self._room(unit, layout, param_tier, names))
+        if not self.transfer.link.joined:
+            self.transfer.arena = Arena(self.transfer.link, sum(self._crossing(units, layouts)))
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.create()
 
+    def _room(self, unit: Unit, layout: Layout, param_tier: str, names: Sequence[tuple[str, int]]) -> _Room:
+        """Where one unit goes, with its place on the drive."""
+        room = _Room(self.tiers[param_tier if layout.numel else "host"], [])
+        start = 0
+        for name, numel in names if unit.trained else ():
+            room.parts.append(_Part(start, numel, self.tiers[name if layout.numel else "host"]))
+            start += numel
+        if isinstance(room.param_tier, NVMeTier):
+            if any(part.tier.memory != "host" for part in room.parts):
+                raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
+            room.home = room.param_tier.home(self._numel(layout, 1), unit.dtype)
+        for part in room.parts:
+            if isinstance(part.tier, NVMeTier):
+                chunks = part.tier.chunks(part.numel)
+                part.state = part.tier.store(chunks, self._state_fields(unit)[1])
+                part.grads = part.tier.grads(chunks, self.num_threads)
+        return room
+
+    def _crossing(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> Iterator[int]:
+        """Bytes of each block of host memory that copies to or from the device need."""
+        written = 0  # the largest gradient on its way to the drive
+        for unit, layout, room in zip(units, layouts, self.rooms, strict=True):
+            nbytes, size = self._numel(layout, 1) * unit.dtype.itemsize, unit.dtype.itemsize
+            partitioned = self._partitioned(room)
+            if partitioned and isinstance(room.param_tier, NVMeTier):
+                continue  # counted below
+            if partitioned and room.param_tier.memory == "host":
+                yield round_up(nbytes)
+            for part in room.parts:
+                if isinstance(part.tier, NVMeTier):
+                    written = max(written, part.numel * size)
+                elif part.tier.memory == "host":
+                    yield round_up(part.numel * size)  # the gradient
+                if part.tier.memory == "host" and (room.param_tier.memory == "device" or not partitioned):
+                    yield round_up(part.numel * size)  # the parameters, to be uploaded
+        yield 2 * round_up(written)
+        homes = [room.home.piece.nbytes for room in self.rooms if room.home is not None]
+        yield self._reads_ahead * max(homes, default=0)
+
+    def _partitioned(self, room: _Room) -> bool:
+        """Whether a unit's parameters exist in full only while in use."""
+        return self.config.stage == 3 and (self.comm.world > 1 or room.param_tier.memory != self.on_device or room.home is not None)
+
     @property
     def updates_elsewhere(self) -> bool:
         """Whether some optimizer state is not in the device's memory."""
-        return any(room.optimizer_tier.name == "nvme" or room.optimizer_tier.device != self.device for room in self.rooms)
+        return any(part.tier.name == "nvme" or part.tier.memory != self.on_device for room in self.rooms for part in room.parts)
 
     def hold(self, index: int, unit: Unit, layout: Layout, partition: Partition, reducer: GradReducer) -> Held:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
@@ -132,30 +198,61 @@ class Assembly:
         for param in unit.params:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
-        if self.config.stage == 3 and (self.comm.world > 1 or room.param_tier.device != unit.device or room.home is not None):
+        home: MemoryHome | FileHome
+        if self._partitioned(room):
             home = room.home or room.param_tier.home(numel, unit.dtype)
-            params: ReplicatedParams | PartitionedParams = PartitionedParams(unit, index, layout, self.comm, home, partition.on_use)
+            uploads = self.transfer if home.memory != self.on_device else None
+            params: ReplicatedParams | PartitionedParams = PartitionedParams(
+                unit, index, layout, self.comm, home, uploads, partition.on_use
+            )
             partition.add(params)  # type: ignore[arg-type]
         else:
             params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)
-            home = MemoryHome(params.shard, [slice(0, numel)])
-        held = Held(unit, layout, self.comm, params, room.param_tier, versions=[param._version for param in unit.params])
+            home = MemoryHome(params.shard, [slice(0, numel)], self.on_device)
+        held = Held(unit, layout, self.comm, params, room.param_tier, self.transfer, versions=[param._version for param in unit.params])
+        if isinstance(params, PartitionedParams):
+            params.updating = functools.partial(_updating, weakref.ref(held))
         if unit.trained:
-            held.tier, held.shard = room.optimizer_tier, self._shard(unit, room, home, numel)
+            held.shard = self._shard(unit, room, home)
             held.shard.start(initial[params.held])
-            held.grads = UnitGrads(unit, index, layout, params.held, held.shard.grads.add)
+            held.grads = UnitGrads(unit, index, layout, params.held, held.shard.add)
+            held.recycle = reducer.recycle
             reducer.add(held.grads)
         elif isinstance(params, PartitionedParams):
             home.write(initial[params.held])
         return held
 
-    def _shard(self, unit: Unit, room: _Room, home: MemoryHome | FileHome, numel: int) -> OptimizerShard:
+    def _shard(self, unit: Unit, room: _Room, home: MemoryHome | FileHome) -> OptimizerShard:
         """The optimizer state of a unit whose parameters rest in ``home``."""
         names, fields = self._state_fields(unit)
-        tier, store = room.optimizer_tier, home.store
-        chunks = next((chunked.chunks for chunked in (room.state, store) if chunked is not None and not chunked.resident), [slice(0, numel)])
-        here = home.device == tier.device  # updated in place; else a copy is, and uploaded
-        if store.resident:
-            store = MemoryStore(chunks, {"param": home.open() if here else torch.empty_like(home.open(), device=tier.device)})
-        state, grads = room.state or tier.store(chunks, fields), room.grads or tier.grads(chunks, self.num_threads)
-        return OptimizerShard(self.rule, store, state, grads, names, None if here else home.open())
+        sections = []
+        for part in room.parts:
+            tier, here = part.tier, home.memory == part.tier.memory  # updated in place; else a copy is, and taken home
+            if isinstance(home, FileHome):
+                chunks: Sequence[slice] = home.store.chunks
+                param: FileStore | MemoryStore = home.store
+            else:
+                chunks = part.state.chunks if part.state is not None else tier.chunks(part.numel)
+                if here:
+                    param = MemoryStore(chunks, {"param": home.shard[part.start : part.start + part.numel]}, home.guard)
+                else:
+                    assert isinstance(self.tiers["host"], MemoryTier) and isinstance(self.tiers["device"], MemoryTier)
+                    param = self.tiers["host" if tier.memory == "host" else "device"].store(chunks, {"param": unit.dtype})  # type: ignore[assignment]
+            sections.append(
+                Section(
+                    part.start,
+                    tier.name,
+                    param,
+                    part.state or tier.store(chunks, fields),
+                    part.grads or tier.grads(chunks, self.num_threads),
+                    None if here or isinstance(home, FileHome) else home,
+                    self.transfer,
+                    beside=tier.memory == "host",
+                )
+            )
+        return OptimizerShard(self.rule, sections, names)
+
+
+def _updating(reference: weakref.ref[Held], wait: bool) -> bool:
+    held = reference()
+    return held is not None and held.updating(wait)

@@ -49,6 +49,9 @@ def train(
     seed: Annotated[int, typer.Option()] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record one step: trace.json, timeline.png, and how much was hidden behind compute.")
+    ] = False,
 ) -> None:
     """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train."""
     from zk.config import ZeroConfig
@@ -83,6 +86,7 @@ def train(
                 seed=seed,
                 sample=sample,
                 check=check,
+                profile=profile,
                 zero=zero,
             )
         )

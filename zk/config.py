@@ -108,9 +108,9 @@ class ZeroConfig:
     loss_scale: str | float | DynamicLossScale | None = "auto"
     # dtype of Adam's moments; "bf16" halves them, and changes results
     state_dtype: str | torch.dtype = "fp32"
-    # reduce gradients and gather parameters while compute goes on; False: each collective is waited for at once
+    # reduce, offload, upload and gather while compute goes on; False: each copy and collective is waited for at once
     overlap: bool = True
-    # run the update of a unit just before its next forward instead of in step()
+    # step() returns at once: units are updated beside training, in the order of forward, which waits for each one's own update
     overlap_step: bool = False
     # stage 3: how many units are gathered ahead of the one in use
     prefetch: int = 1
@@ -152,8 +152,8 @@ class ZeroConfig:
             normalize("loss_scale", float(self.loss_scale))
         elif not (self.loss_scale is None or self.loss_scale == "auto" or isinstance(self.loss_scale, DynamicLossScale)):
             raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a DynamicLossScale or None; got {self.loss_scale!r}")
-        if self.overlap_step:
-            raise ValueError("overlap_step=True is not available in this version: step() runs the whole update; leave it False")
+        if not isinstance(self.overlap_step, bool):
+            raise TypeError(f"overlap_step must be True or False; got {self.overlap_step!r}")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch must be a number of units, 0 or more; got {self.prefetch!r}")
         if self.prefetch != type(self).__dataclass_fields__["prefetch"].default and self.stage != 3:

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zk.offload.pipeline import Run
+from zk.offload.pipeline import Run, Task
 from zk.offload.state import OptimizerShard
+from zk.offload.streams import PAST, Awaited, Event
 from zk.offload.tiers import Tier
+from zk.offload.transfer import Transfer
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import PartitionedParams
+from zk.parallel.released import Updating, mark, unmark
 from zk.parallel.replicated import ReplicatedParams
+from zk.timeline import phase
 from zk.units import Unit
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ def owner_of(param: Tensor) -> ZeroOptimizer | None:
     return reference() if reference is not None else None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, weakref_slot=True)
 class Held:
     """One unit and everything zk keeps for it. Frozen units have parameters only."""
 
@@ -44,12 +48,14 @@ class Held:
     comm: Solo | Group
     params: ReplicatedParams | PartitionedParams
     param_tier: Tier
-    tier: Tier | None = None  # of gradients, masters and moments
+    transfer: Transfer
     shard: OptimizerShard | None = None
     grads: UnitGrads | None = None
     used: set[int] = dataclasses.field(default_factory=set)  # parameters with a gradient, on any rank, since the last step
     steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of the parameters that were updated: how often
     versions: list[int] = dataclasses.field(default_factory=list)  # of the parameters, when zk last wrote them
+    recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
+    underway: Task | None = None  # an update that goes on beside training
 
     def mine(self, index: int) -> slice:
         """What this rank's slice has of parameter ``index``."""
@@ -87,6 +93,56 @@ class Held:
         torch.autograd.graph.increment_version(changed)
         for index in self.used:
             self.versions[index] = self.unit.params[index]._version
+
+    def publish(self, uploaded: Event) -> Awaited:
+        """The updated slice becomes what all ranks use; returns what compute must follow."""
+        self.transfer.follow(uploaded)
+        return self.params.publish() or PAST
+
+    def publish_beside(self, comm: Solo | Group, uploaded: Event) -> Event:
+        """The same, in another thread than training, over ranks' connections of its own."""
+        if isinstance(self.params, PartitionedParams) or self.params.shard.numel() == self.params.full.numel():
+            return uploaded
+        with self.transfer.beside() as reached:
+            comm.all_gather(self.params.index, self.params.full, self.params.shard).wait()
+            return reached()
+
+    def begin(self, task: Task) -> None:
+        """The update of this unit has been handed over: whoever uses its parameters waits for it."""
+        self.underway = task
+        if isinstance(self.params, ReplicatedParams):
+            for param in self.unit.params:
+                mark(param, functools.partial(_arrive, weakref.ref(self)), Updating)
+        elif self.params.holds:
+            self.arrive()  # somebody reads the full parameters at this moment
+
+    def arrive(self) -> None:
+        """Wait for the update under way, if there is one. Raises what went wrong in it, every time."""
+        task = self.underway
+        if task is None:
+            return
+        if not task.done.done:
+            with phase("wait", f"update: {self.unit.name}"):
+                task.done.wait()
+        task.done.wait()
+        self.forget_update()
+        self.transfer.follow(task.arriving)
+        if self.recycle is not None and self.grads is not None:
+            self.recycle(self.grads, task.memory)
+        self.params.publish() if isinstance(self.params, PartitionedParams) else None
+
+    def forget_update(self) -> None:
+        """The update under way has ended, one way or the other."""
+        self.underway = None
+        if isinstance(self.params, ReplicatedParams):
+            for param in self.unit.params:
+                unmark(param)
+
+    def updating(self, wait: bool) -> bool:
+        """Whether an update is under way, after ``wait``ing for it if asked to."""
+        if wait:
+            self.arrive()
+        return self.underway is not None and not self.underway.done.done
 
     # ---- values from outside -------------------------------------------------------------------------------------------------
 
@@ -130,9 +186,7 @@ class Held:
         for index, make in values.items():
             mine, piece = self.layout.part(index, self.params.held)
             self.shard.set_master(mine, make().reshape(-1)[piece])
-        pending = self.params.publish()
-        if pending is not None:
-            pending.wait()
+        self.transfer.follow(self.params.publish() or PAST)
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------------
 
@@ -206,3 +260,10 @@ class Held:
             else:
                 writes.append(lambda key=key, value=value: shard.set_state(key, mine, value))  # type: ignore[misc]
         return writes
+
+
+def _arrive(reference: weakref.ref[Held]) -> None:
+    held = reference()
+    if held is None:
+        raise RuntimeError("this parameter is being updated by a ZeroOptimizer that is gone; keep the optimizer with its model")
+    held.arrive()

@@ -24,10 +24,13 @@ from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import trim
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
-from zk.offload.pipeline import Task
+from zk.offload.pipeline import Options, Task
 from zk.offload.rules import rule_for
+from zk.offload.streams import PAST
 from zk.offload.tiers import NVMeTier, Tier
-from zk.parallel.comm import Group, connect
+from zk.offload.transfer import Transfer
+from zk.offload.worker import Worker
+from zk.parallel.comm import Group, Solo, connect
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
@@ -83,10 +86,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last_norm = math.nan
         self.torn = ""  # what ended a step half-way
         self.tiers: dict[str, Tier] = {}
+        self.transfer: Transfer | None = None
+        self.worker = Worker("zk update")
+        self.publisher: Solo | Group = Solo()
         try:
             self._build(device)
         except BaseException:
-            self._close_files()
+            self._close_memory()
             raise
         scale = self.config.loss_scale
         if scale == "auto":
@@ -107,13 +113,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = find_units(self.model, number, dtype, config.units, device)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
-        assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device)
-        self.tiers = assembly.tiers
+        assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.worker)
+        self.tiers, self.transfer = assembly.tiers, assembly.transfer
         assembly.place(units, layouts)
+        if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
+            self.publisher = self.comm.twin()  # ranks' connections of the update that goes on beside training
         self.partition = Partition(self.model, config.prefetch, _weakly(self._written))
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
-        self.grads = GradReducer(self.comm, in_backward, config.stage == 0, _weakly(self._check_arrival))
+        self.grads = GradReducer(self.comm, in_backward, config.stage == 0, _weakly(self._check_arrival), self.transfer.follow)
         self._place_buffers(device, dtype)
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
             held = assembly.hold(index, unit, layout, self.partition, self.grads)
@@ -133,9 +141,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
                     units[0].name,
                 )
+        if config.overlap_step:
+            self._watch_forward()
         self.handles += [*self.grads.handles, *self.partition.handles, self.inner.register_step_pre_hook(_inner_step)]
         self._finalizer = weakref.finalize(self, _remove, self.handles)  # an optimizer that is dropped takes no gradients away any more
         self._finalizer.atexit = False
+
+    def _watch_forward(self) -> None:
+        """See in which order forward uses the units, and let each wait for its own update."""
+        self.forward_order: dict[int, None] = {}
+        for number, held in enumerate(self.held):
+            for anchor in held.unit.anchors:
+                call = functools.partial(_forward_uses, weakref.ref(held), self.forward_order, number)
+                self.handles.append(anchor.register_forward_pre_hook(Hook(call)))
 
     def _place_buffers(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """The model's buffers: made if they were deferred, cast with the parameters, the first rank's values on all."""
@@ -166,7 +184,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Lay everything out again for the groups as they are now, keeping masters."""
         masters = {param: master for held in self.held for param, master in held.masters().items()}
         self._finalizer()
-        self._close_files()
+        self._close_memory()
+        self.worker = Worker("zk update")
         for param, master in masters.items():
             param.data = master
         self.held, self.units = [], {}
@@ -204,6 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._finish_update()
         self._reduce()
         if not any(held.used for held in self.held):
             raise RuntimeError(
@@ -247,7 +267,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return torch.tensor(self.last_norm)
 
     def synchronize(self) -> None:
-        """Return when no work of zk is under way: reductions are done and gathered parameters released."""
+        """Return when no work of zk is under way: parameters are updated, reductions done and gathered parameters released."""
+        self._finish_update()
         while self.grads.queue:
             self.grads._complete()
         self.partition.reset()
@@ -267,7 +288,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
-        total = sum(held.shard.grads.sum_of_squares() for held in self.held if held.shard)
+        sums = [part for held in self._trained if held.shard for part in held.shard.sums_of_squares()]
+        on_device = [part for part in sums if isinstance(part, Tensor)]
+        values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
+        total = sum(next(values) if isinstance(part, Tensor) else part for part in sums)
         if self.config.stage > 0 and self.comm.world > 1:
             everywhere = torch.tensor([total], dtype=torch.float64)
             self.comm.all_reduce(everywhere)
@@ -276,21 +300,59 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _update(self, grad_scale: float) -> None:
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit."""
-        group_of = {param: group for group in self.param_groups for param in group["params"]}
-        tasks = []
-        for held in self._trained:
-            assert held.shard is not None
+        assert self.transfer is not None
+        beside = self.config.overlap_step
+        # as they are now: what is updated beside training must not see what schedulers write meanwhile
+        group_of = {param: group for group in map(dict, self.param_groups) for param in group["params"]}
+        tasks: dict[int, Task] = {}
+        for number, held in enumerate(self.held):
+            if held.shard is None:
+                continue
             held.adopt_writes()
             held.count_step()
             if held.used:
-                tasks.append(Task(held.unit.name, held.shard, list(held.runs(group_of)), held.params.publish))
+                publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
+                tasks[number] = Task(held.unit.name, held.shard, held.shard.take(), list(held.runs(group_of)), publish)
         try:
-            pipeline.update(tasks, grad_scale, self.num_threads, backwards=self.counters["steps"] % 2 == 1)
+            if beside:
+                self._update_beside(tasks, grad_scale)
+            else:
+                options = Options(grad_scale, self.num_threads, keep=True, backwards=self.counters["steps"] % 2 == 1)
+                pipeline.update(list(tasks.values()), options)
+                for number, task in tasks.items():
+                    self.held[number].updated()
+                    self.held[number].underway = task
+                    self.held[number].arrive()
         except BaseException as error:
-            self.torn = f"{type(error).__name__}: {error}"
+            self._tear(error)
             raise
-        for held in self._trained:
-            held.updated()
+
+    def _update_beside(self, tasks: dict[int, Task], grad_scale: float) -> None:
+        """Hand the update over to the worker, in the order in which forward will want it."""
+        assert self.transfer is not None
+        order = [number for number in self.forward_order if number in tasks]
+        order += [number for number in tasks if number not in self.forward_order]
+        ordered = [tasks[number] for number in order]
+        # one thread is left for this one, which launches what the device computes
+        threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
+        options = Options(grad_scale, threads, mark=self.transfer.mark())
+        pipeline.update(ordered, options, beside=False)
+        self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop))
+        for number in order:
+            self.held[number].updated()
+            self.held[number].begin(tasks[number])
+
+    def _finish_update(self) -> None:
+        """Wait for what is updated beside training."""
+        try:
+            for held in self.held:
+                held.arrive()
+        except BaseException as error:
+            self._tear(error)
+            raise
+
+    def _tear(self, error: BaseException) -> None:
+        self.torn = self.torn or f"{type(error).__name__}: {error}"
 
     def _written(self, params: PartitionedParams, indices: list[int]) -> None:
         self.held[params.index].keep_written(indices)
@@ -300,7 +362,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self.held:
             held.used.clear()
             if held.shard is not None and held.grads is not None:
-                self.grads.recycle(held.grads, held.shard.grads.clear())
+                self.grads.recycle(held.grads, held.shard.clear())
         self.max_norm = self.config.clip_grad_norm
 
     def _report_skip(self) -> None:
@@ -334,6 +396,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         own slices, flat. Before the first step there is no state, and nothing is collective.
         """
         self._check_open()
+        if not self.torn:
+            self._finish_update()
         if self.torn:
             log.warning("this state_dict() is from within a step() that ended half-way (%s)", self.torn)
         self.state.clear()
@@ -366,6 +430,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, self.rule)
         params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
+        self._end_update()
         plan = []
         for key, param in params.items():
             held, index = self.units[param]
@@ -380,9 +445,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for write in plan:
             write()
         for held in self._trained:
-            pending = held.params.publish()
-            if pending is not None:
-                pending.wait()
+            held.transfer.follow(held.params.publish() or PAST)
         self.torn = ""
         if "zk" in state_dict:
             self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
@@ -400,9 +463,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self.held:
             add(held.param_tier.name, "param", held.params.nbytes["param"])
             add("device", "gathered", held.params.nbytes["gathered"])
-            if held.shard is not None and held.tier is not None:
-                for kind, nbytes in held.shard.nbytes.items():
-                    add(held.tier.name, kind, nbytes)
+            for tier, kind, nbytes in held.shard.nbytes if held.shard is not None else ():
+                add(tier, kind, nbytes)
         on_cpu = self.held[0].unit.device.type == "cpu"
         add("host" if on_cpu and self.config.optimizer_tier != "device" else "device", "grad", self.grads.nbytes)
         prefetcher, nvme = self.partition.prefetcher, self.tiers.get("nvme")
@@ -422,8 +484,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""
-        tiers = [held.param_tier if kind == "param" else held.tier for held in self.held]
-        return "+".join(sorted({tier.name for tier in tiers if tier is not None}))
+        if kind == "param":
+            return "+".join(sorted({held.param_tier.name for held in self.held}))
+        return "+".join(sorted({section.tier for held in self._trained if held.shard for section in held.shard.sections}))
 
     def close(self, *, gather: bool = False) -> None:
         """Remove all hooks, and the files of the NVMe tier.
@@ -431,26 +494,51 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters that are full stay usable. What stage 3 partitioned can be read no more, unless ``gather`` (on all ranks, and with
         memory for all of it) makes it full once more.
         """
-        if not self.closed:
+        if self.closed:
+            return
+        try:
+            if not self.torn:
+                self._finish_update()
             self.grads.forget()
             if gather:
                 self.partition.gather_all()
-            self._finalizer()
-            self.partition.closed = self.closed = True
-            for param in self.units:
-                OWNERS.pop(param, None)
-            self._close_files()
-            self.comm.close()
+        finally:
+            self._end()
 
-    def _close_files(self) -> None:
+    def _end(self) -> None:
+        """Let go of everything, whatever is under way."""
+        self._finalizer()
+        self.partition.closed = self.closed = True
+        self._end_update()
+        for param in self.units:
+            OWNERS.pop(param, None)
+        self._close_memory()
+        self.comm.close()
+        self.publisher.close()
+
+    def _end_update(self) -> None:
+        """What is updated beside training ends or has ended, well or not."""
+        for held in self.held:
+            if held.underway is not None:
+                held.underway.done.event.wait()
+                held.forget_update()
+
+    def _close_memory(self) -> None:
+        """End the worker, remove files, and give page-locked memory back."""
+        self.worker.close()
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.close()
+        if self.transfer is not None:
+            self.transfer.close()
 
     def __enter__(self) -> ZeroOptimizer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:  # the run is over: what is under way is not worth waiting for
+            self.worker.close()
+            self.torn = self.torn or kind.__name__
         self.close()
 
 
@@ -478,3 +566,10 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def _forward_begins(grads: GradReducer, *_: Any) -> None:
     if torch._C._current_graph_task_id() == -1:
         grads.begin()
+
+
+def _forward_uses(reference: weakref.ref[Held], order: dict[int, None], number: int, *_: Any) -> None:
+    held = reference()
+    if held is not None:
+        order[number] = None
+        held.arrive()

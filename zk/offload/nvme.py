@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from zk.memory import aligned
+from zk.timeline import phase
 
 log = logging.getLogger("zk")
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
@@ -423,7 +424,8 @@ class File:
             else:
                 descriptor, buffer = direct, data[moved : moved + whole]
             try:
-                now = call(descriptor, [buffer], position)
+                with phase("write" if write else "read", f"{len(buffer) >> 10} KiB at {position}"):
+                    now = call(descriptor, [buffer], position)
             except InterruptedError:
                 continue
             except OSError as error:

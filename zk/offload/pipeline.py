@@ -1,60 +1,95 @@
 """In: units with reduced gradients. Out: updated parameters where they compute: fetch -> update+cast -> evict -> upload -> publish, over chunks.
 
-The only scheduler. State in memory is one chunk that is always there; on NVMe the next chunks are read and the last ones written while
-one is updated. Every other step goes the other way, so that what is still in memory is used first.
+The only scheduler. Chunks go through in order; while one is updated, the gradient of the next ones is still arriving from the device, or
+is read from the drive together with their state, and the parameters of the last ones are on their way home. The norm has been known before, so
+nothing is updated that is to be skipped. ``update`` runs where it is called: in step(), or beside training (overlap_step).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from zk.offload.state import OptimizerShard
+from zk.offload.state import OptimizerShard, TakenGradient
+from zk.offload.streams import PAST, Awaited, Event
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT
+from zk.offload.worker import Cancelled, Ticket
+from zk.timeline import phase
 
 Run = tuple[slice, Mapping[str, Any], int]  # consecutive elements of a shard, their group, and their step count
 
 
-class Ticket(Protocol):
-    """Something under way that can be waited for."""
-
-    def wait(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Task:
     """One unit's part in a step."""
 
     name: str
     shard: OptimizerShard
+    taken: TakenGradient
     runs: Sequence[Run]
-    publish: Callable[[], Ticket | None]  # brings the updated slice to the other ranks
+    publish: Callable[[Event], Awaited]  # once the slice is updated and the event past: brings it to the other ranks
+    done: Ticket = dataclasses.field(default_factory=Ticket)
+    arriving: Awaited = PAST  # set when done: what compute must follow before it uses the parameters
+    memory: Tensor | None = None  # set when done: what the gradient was in, to be used again
+    left: int = 0  # chunks to be updated
+
+    def __post_init__(self) -> None:
+        self.left = len(self.shard.chunks)
+
+    def end(self) -> None:
+        """All chunks are updated."""
+        self.arriving = self.publish(self.shard.arriving)
+        self.memory = self.taken.drop()
+        self.done.finish()
 
 
-def update(tasks: Sequence[Task], grad_scale: float, num_threads: int, backwards: bool) -> None:
-    """Update every unit, and publish one while the next is updated. Gradients are multiplied by ``grad_scale`` on the way.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """How one step is done."""
 
-    ``backwards`` goes from the last chunk of the last unit to the first; all ranks alike.
+    grad_scale: float  # what gradients are multiplied by on the way
+    num_threads: int
+    keep: bool = False  # the last chunks stay in memory for the next step, which must then go the other way
+    backwards: bool = False  # from the last chunk of the last unit to the first; all ranks alike
+    mark: Event | None = None  # what compute must have done before parameters are overwritten; None: what it has been asked for so far
+
+
+def update(tasks: Sequence[Task], options: Options, beside: bool | None = None, stop: threading.Event | None = None) -> None:
+    """Update every unit, and publish one while the next is updated. Where this ends early, all tasks that are not done end with the same error.
+
+    Args:
+        beside: only the chunks that host threads update (True), or only the others (False).
+        stop: looked at between chunks.
     """
-    work = [(task, index) for task in tasks for index in range(len(task.shard.chunks))]
-    if backwards:
+    work = [(task, index) for task in tasks for index in range(len(task.shard.chunks)) if beside in (None, task.shard.beside(index))]
+    if options.backwards:
         work.reverse()
-    left = {task.name: len(task.shard.chunks) for task in tasks}
-    tickets = []
+    try:
+        _run(work, options, stop)
+        for task in tasks:
+            if not task.left and not task.done.done:  # this rank has nothing of it
+                task.end()
+    except BaseException as error:
+        for task in tasks:
+            task.done.finish(error)
+        raise
+
+
+def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Event | None) -> None:
     asked = 0
     for position, (task, index) in enumerate(work):
+        if stop is not None and stop.is_set():
+            raise Cancelled(f"the run ended before the update of unit {task.name!r} did")
         asked = max(asked, position)
-        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1]):
+        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1], work[asked][0].taken):
             asked += 1
-        with torch.profiler.record_function(f"zk::update {task.name}"):
-            task.shard.update(index, task.runs, grad_scale, num_threads, keep=position >= len(work) - CHUNKS_KEPT)
-        left[task.name] -= 1
-        if left[task.name] == 0:
-            task.shard.upload()
-            tickets.append(task.publish())
-    for ticket in tickets:
-        if ticket is not None:
-            ticket.wait()
+        keep = options.keep and position >= len(work) - CHUNKS_KEPT
+        with phase("update", task.name):
+            task.shard.update(index, task.taken, task.runs, options.grad_scale, options.num_threads, keep, options.mark)
+        task.left -= 1
+        if not task.left:
+            task.end()

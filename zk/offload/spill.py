@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +20,13 @@ from torch import Tensor
 from zk.memory import aligned
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, File, Request, round_up
+from zk.offload.streams import PAST, Event
+from zk.offload.transfer import Arrival, Transfer
+from zk.offload.worker import Ticket, Worker
+from zk.timeline import phase
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +41,7 @@ class State(enum.Enum):
     FETCHING = "a read is filling the buffer"
     OPEN = "somebody works on the buffer"
     KEPT = "changed, nobody works on it, and the file does not have it yet"
-    EVICTING = "a write is emptying the buffer"
+    EVICTING = "a write, or a copy to the device, is emptying the buffer"
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +49,7 @@ class _Slot:
     piece: Piece
     buffer: Tensor  # (at least piece.nbytes,) uint8
     state: State
-    request: Request | None = None
+    request: Event | None = None  # the transfer under way
     dirty: bool = False  # the file does not have what is here
 
 
@@ -61,6 +71,7 @@ class Spill:
 
     def __init__(self, open_file: Callable[[int], File]) -> None:
         self.open_file = open_file
+        self.lock = threading.RLock()  # of all buffers: training and the update beside it both move pieces
         self.file: File | None = None
         self.nbytes = 0
         self.traffic = Traffic()
@@ -102,11 +113,12 @@ class Spill:
                 request.wait()  # raises what went wrong
                 del self.writes[start]
 
-    def stall(self, request: Request) -> None:
+    def stall(self, request: Event) -> None:
         """Wait, and count the time."""
         start = time.perf_counter()
         try:
-            request.wait()
+            with phase("wait", "drive"):
+                request.wait()
         finally:
             self.traffic.stall_ms += (time.perf_counter() - start) * 1e3
 
@@ -121,17 +133,30 @@ class Spill:
             self.file.close()
 
 
+def _locked(method: Callable[P, R]) -> Callable[P, R]:
+    """One thread at a time, over all buffers of a file."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        buffers: Any = args[0]
+        with buffers.spill.lock:
+            return method(*args, **kwargs)
+
+    return call
+
+
 class Buffers:
-    """A bounded number of buffers for pieces of up to ``nbytes`` bytes.
+    """A bounded number of buffers for pieces of up to ``nbytes`` bytes. May be used from several threads.
 
     Args:
         spill: whose pieces.
         nbytes: of each buffer; its pages exist once they are used.
         count: how many. ``open`` never needs more than one beyond those in use.
+        memory: where buffers come from: bytes -> page-aligned tensor.
     """
 
-    def __init__(self, spill: Spill, nbytes: int, count: int) -> None:
-        self.spill, self.nbytes, self.count = spill, round_up(nbytes), count
+    def __init__(self, spill: Spill, nbytes: int, count: int, memory: Callable[[int], Tensor] = aligned) -> None:
+        self.spill, self.nbytes, self.count, self.memory = spill, round_up(nbytes), count, memory
         self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
         self.free: list[Tensor] = []
         self.made = self.largest = 0
@@ -161,7 +186,7 @@ class Buffers:
             return self.free.pop()
         if self.made < self.count:
             self.made += 1
-            return aligned(self.nbytes)
+            return self.memory(self.nbytes)
         if not patient:
             return None
         for state in (State.EVICTING, State.FETCHING, State.KEPT):
@@ -177,6 +202,7 @@ class Buffers:
 
     # ---- the life of a piece -------------------------------------------------------------------------------------------------
 
+    @_locked
     def fetch(self, piece: Piece) -> bool:
         """Ask for a piece. False if no buffer is free to read it into; then ask again later, or just open it."""
         slot = self.slots.get(piece.offset)
@@ -198,6 +224,7 @@ class Buffers:
         self.largest = max(self.largest, piece.nbytes)
         return slot
 
+    @_locked
     def open(self, piece: Piece, read: bool = True) -> Tensor:
         """The bytes of a piece (nbytes,) uint8, to work on until it is put back. ``read=False`` if all of it is to be overwritten."""
         slot = self.slots.get(piece.offset)
@@ -231,15 +258,20 @@ class Buffers:
         self.slots[piece.offset] = self.slots.pop(piece.offset)
         return slot.buffer[: piece.nbytes]
 
-    def evict(self, piece: Piece, changed: bool) -> None:
-        """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it."""
+    @_locked
+    def evict(self, piece: Piece, changed: bool, after: Event = PAST) -> None:
+        """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it, once ``after`` is past."""
         slot = self.slots[piece.offset]
         if not changed and not slot.dirty:
-            self._free(piece.offset)
+            if after.done:
+                self._free(piece.offset)
+            else:
+                slot.request, slot.state = after, State.EVICTING
             return
         slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset, self)
         slot.state, slot.dirty = State.EVICTING, False
 
+    @_locked
     def drop(self, start: int, stop: int) -> None:
         """Give up what is here of these bytes and nobody works on: the file changes under it."""
         for offset, slot in list(self.slots.items()):
@@ -250,6 +282,7 @@ class Buffers:
                 finally:
                     self._free(offset)
 
+    @_locked
     def keep(self, piece: Piece) -> None:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
         slot = self.slots[piece.offset]
@@ -325,7 +358,7 @@ class FileStore:
 class FileHome:
     """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk."""
 
-    device = torch.device("cpu")
+    memory = "host"
 
     def __init__(self, spill: Spill, chunks: Sequence[slice], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -344,10 +377,10 @@ class FileHome:
         assert self.buffers is not None
         return self._view(self.buffers.open(self.piece))
 
-    def close(self) -> None:
-        """Done with what ``open`` gave."""
+    def close(self, after: Event = PAST) -> None:
+        """Done with what ``open`` gave, once ``after`` is past."""
         assert self.buffers is not None
-        self.buffers.evict(self.piece, changed=False)
+        self.buffers.evict(self.piece, changed=False, after=after)
 
     def write(self, values: Tensor) -> None:
         """Replace the slice by ``values`` (numel,)."""
@@ -366,63 +399,99 @@ class FileHome:
 class FileGrads:
     """The reduced gradient of a shard (numel,), in the file between backward and update; 16 bits, or fp32 once it is accumulated.
 
-    The sum of squares is taken while the gradient passes through memory.
+    The sum of squares is taken while the gradient passes through memory. From a device it is offloaded first, and goes on from there
+    beside training.
     """
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], num_threads: int) -> None:
-        self.chunks, self.num_threads = chunks, num_threads
+    def __init__(self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
+        self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
         self.numel: int = chunks[-1].stop if chunks else 0
         self.offset = spill.reserve(self.numel * torch.float32.itemsize)
         self.whole: Buffers | None = None  # for pieces of numel elements
         self.parts: Buffers | None = None  # for chunks
         self.dtype: torch.dtype | None = None
         self.sum = 0.0
+        self.added: Ticket | None = None
 
-    def add(self, grad: Tensor) -> bool:
-        """Take (numel,) ``grad``, or add it in fp32 to what is there. False: the caller may use its memory again."""
+    def add(self, grad: Tensor) -> Event | None:
+        """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
+        if self.transfer.link.joined:
+            self._add(grad)
+            return PAST
+        arrival = self.transfer.offload(grad, [slice(0, self.numel)])
+        self.added = self.worker.submit(functools.partial(self._arrive, arrival))
+        return arrival.events[-1]
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._add(arrival.whole())
+        arrival.drop()
+
+    def _add(self, grad: Tensor) -> None:
         assert self.whole is not None
         if self.dtype is not None:
-            piece = self._piece(slice(0, self.numel))
+            piece = self._piece(slice(0, self.numel), self.dtype)
             before = self.whole.open(piece)[: self.numel * self.dtype.itemsize].view(self.dtype)
             grad = before.to(torch.float32, copy=True).add_(grad)
             self.whole.evict(piece, changed=False)
         self.dtype = grad.dtype
-        piece = self._piece(slice(0, self.numel))
+        piece = self._piece(slice(0, self.numel), self.dtype)
         here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
         here.copy_(grad)
         self.sum = sum_of_squares(here, self.num_threads)
         self.whole.evict(piece, changed=True)
-        return False
 
-    def _piece(self, chunk: slice) -> Piece:
-        assert self.dtype is not None
-        size = self.dtype.itemsize
+    def _settle(self) -> None:
+        added, self.added = self.added, None
+        if added is not None:
+            added.wait()
+
+    def _piece(self, chunk: slice, dtype: torch.dtype) -> Piece:
+        size = dtype.itemsize
         return Piece(self.offset + chunk.start * size, round_up((chunk.stop - chunk.start) * size))
-
-    def fetch(self, index: int) -> bool:
-        """Ask for chunk ``index``; False if there is no buffer for it now."""
-        assert self.parts is not None
-        return self.parts.fetch(self._piece(self.chunks[index]))
-
-    def open(self, index: int) -> Tensor:
-        """Chunk ``index`` of the gradient."""
-        assert self.parts is not None and self.dtype is not None
-        chunk = self.chunks[index]
-        return self.parts.open(self._piece(chunk))[: (chunk.stop - chunk.start) * self.dtype.itemsize].view(self.dtype)
-
-    def close(self, index: int) -> None:
-        """Done with chunk ``index``."""
-        assert self.parts is not None
-        self.parts.evict(self._piece(self.chunks[index]), changed=False)
 
     def sum_of_squares(self) -> float:
         """Of the gradient, in float64; 0 without one."""
+        self._settle()
         return self.sum if self.dtype is not None else 0.0
+
+    def take(self) -> TakenFile:
+        """Hand it to the update."""
+        self._settle()
+        assert self.parts is not None and self.dtype is not None
+        dtype, self.dtype = self.dtype, None
+        pieces = [self._piece(chunk, dtype) for chunk in self.chunks]
+        return TakenFile(self.parts, pieces, [chunk.stop - chunk.start for chunk in self.chunks], dtype)
 
     def clear(self) -> None:
         """Forget the gradient."""
+        self._settle()
         self.dtype = None
 
     @property
     def nbytes(self) -> int:
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenFile:
+    """A gradient that is read back from the file, chunk by chunk."""
+
+    buffers: Buffers
+    pieces: Sequence[Piece]
+    numels: Sequence[int]
+    dtype: torch.dtype
+
+    def fetch(self, index: int) -> bool:
+        """Ask for chunk ``index``; False if there is no buffer for it now."""
+        return self.buffers.fetch(self.pieces[index])
+
+    def open(self, index: int) -> Tensor:
+        """Chunk ``index`` of the gradient."""
+        return self.buffers.open(self.pieces[index])[: self.numels[index] * self.dtype.itemsize].view(self.dtype)
+
+    def close(self, index: int) -> None:
+        """Done with chunk ``index``."""
+        self.buffers.evict(self.pieces[index], changed=False)
+
+    def drop(self) -> None:
+        """The file keeps no record of it."""

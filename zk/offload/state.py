@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from zk.kernels.split import join, split_
 from zk.offload.rules import Rule
-from zk.offload.tiers import Grads, Store
+from zk.offload.streams import PAST, Event
+from zk.offload.tiers import Grads, MemoryHome, MemoryStore, Store, Taken
+from zk.offload.transfer import Transfer
 
 Fields = dict[str, Tensor]
 
@@ -28,24 +31,72 @@ def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dty
     return fields
 
 
+@dataclasses.dataclass(slots=True)
+class Section:
+    """Consecutive elements of a shard whose state is on one tier. All stores have the same chunks."""
+
+    start: int  # its first element
+    tier: str  # the name of the tier of gradient, master and moments
+    param: Store  # the parameters where the update reaches them, as the field "param"
+    state: Store  # master and moments, as ``state_fields`` names them
+    grads: Grads
+    home: MemoryHome | None  # where the shard's parameters rest, if that is other memory than ``param``: they are copied there
+    transfer: Transfer
+    beside: bool  # host threads do the update, so it can go on while the device computes
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.state.chunks[-1].stop if self.state.chunks else 0)
+
+    def take_home(self, index: int, mark: Event | None) -> Event:
+        """Start to copy chunk ``index`` of the parameters home, if it is not there; after ``mark``, as for Transfer."""
+        if self.home is None:
+            return PAST
+        assert isinstance(self.param, MemoryStore)
+        chunk, here = self.param.chunks[index], self.param.open(index)["param"]
+        there = self.home.shard[self.start + chunk.start : self.start + chunk.stop]
+        if self.home.memory == "device":
+            event = self.transfer.upload(there, here, mark)
+        else:
+            self.home.guard.reader.wait()
+            event = self.home.guard.writer = self.transfer.offload_to(there, here, mark)
+        self.param.guard.reader = event
+        return event
+
+
+def _first(memory: Sequence[Tensor | None]) -> Tensor | None:
+    return next((one for one in memory if one is not None), None)
+
+
+class TakenGradient:
+    """One step's gradient of a shard, in sections, on its way through the update."""
+
+    def __init__(self, parts: Sequence[Taken]) -> None:
+        self.parts = parts
+
+    def drop(self) -> Tensor | None:
+        """Done with it; returns memory that was taken with it."""
+        return _first([part.drop() for part in self.parts])
+
+
 class OptimizerShard:
     """Optimizer state of the slice of a unit that this rank updates.
 
     Args:
         rule: the optimizer's arithmetic.
-        param: the slice of the parameters where the update reaches it, as the field "param".
-        state: master and moments, as ``state_fields`` names them.
-        grads: the gradient.
+        sections: where the state is, in order and without gaps.
         names: the moments.
-        home: (n,) where parameters compute, if that is other memory than ``param``; they are uploaded there.
-
-    All three stores have the same chunks.
     """
 
-    def __init__(self, rule: Rule, param: Store, state: Store, grads: Grads, names: Sequence[str], home: Tensor | None) -> None:
-        self.rule, self.param, self.state, self.grads, self.names, self.home = rule, param, state, grads, tuple(names), home
-        self.chunks = state.chunks
+    def __init__(self, rule: Rule, sections: Sequence[Section], names: Sequence[str]) -> None:
+        self.rule, self.sections, self.names = rule, sections, tuple(names)
+        self.places = [(section, number, index) for number, section in enumerate(sections) for index in range(len(section.state.chunks))]
+        self.chunks = [
+            slice(section.start + section.state.chunks[index].start, section.start + section.state.chunks[index].stop)
+            for section, _, index in self.places
+        ]
         self.split = self.has_master = False  # known with the first fields
+        self.arriving: Event = PAST  # the last copy home
 
     def start(self, initial: Tensor) -> None:
         """Masters start from ``initial`` (n,), the values in the model's original precision; moments from zero."""
@@ -62,17 +113,18 @@ class OptimizerShard:
     # ---- chunks --------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _chunk(self, index: int, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Fields]:
+    def _chunk(self, number: int, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Fields]:
         """The fields of a chunk, put back whatever happens inside."""
-        state = self.state.open(index, read)
+        section, _, index = self.places[number]
+        state = section.state.open(index, read)
         try:
-            param = self.param.open(index, read)
+            param = section.param.open(index, read)
             try:
                 yield {**state, **param}
             finally:
-                self.param.close(index, changes)
+                section.param.close(index, changes)
         finally:
-            self.state.close(index, changes, keep)
+            section.state.close(index, changes, keep)
 
     def _overlap(self, part: slice) -> Iterator[tuple[int, slice, slice]]:
         """For each chunk that ``part`` touches: its index, the slice of the chunk, the slice of ``part``."""
@@ -83,12 +135,12 @@ class OptimizerShard:
 
     def _read(self, part: slice, read: Callable[[Fields, slice], Tensor]) -> Tensor:
         """What ``read(fields, slice of the chunk)`` gives for ``part``; a view where one chunk holds all and rests in memory."""
-        whole = self.state.resident and self.param.resident and len(self.chunks) == 1 and part.stop > part.start
+        whole = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident and part.stop > part.start
         pieces = []
         for index, here, _ in self._overlap(part):
             with self._chunk(index, changes=False) as fields:
                 value = read(fields, here)
-                pieces.append(value if whole else value.clone())
+                pieces.append(value if whole else value.to("cpu", copy=True) if len(self.sections) > 1 else value.clone())
         return pieces[0] if whole else torch.cat(pieces) if pieces else torch.empty(0)
 
     def _write(self, part: slice, write: Callable[[Fields, slice, slice], None]) -> None:
@@ -97,17 +149,56 @@ class OptimizerShard:
             with self._chunk(index, changes=True) as fields:
                 write(fields, here, there)
 
+    # ---- the gradient --------------------------------------------------------------------------------------------------------
+
+    def add(self, grad: Tensor) -> Event | None:
+        """Take (n,) ``grad``, or add it to what is there: None, its memory is taken too; else that may be used again after the event."""
+        if len(self.sections) == 1:
+            return self.sections[0].grads.add(grad)
+        events = [section.grads.add(grad[section.start : section.stop]) for section in self.sections]
+        return None if None in events else events[-1]
+
+    def sums_of_squares(self) -> list[float | Tensor]:
+        """Of the gradient, in float64, section by section; maybe still on the device. 0 without a gradient."""
+        return [section.grads.sum_of_squares() for section in self.sections]
+
+    def take(self) -> TakenGradient:
+        """Hand the gradient to the update: the next one may come in."""
+        return TakenGradient([section.grads.take() for section in self.sections])
+
+    def clear(self) -> Tensor | None:
+        """Forget the gradient; returns memory that was taken."""
+        return _first([section.grads.clear() for section in self.sections])
+
     # ---- update --------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, index: int) -> bool:
-        """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
-        return self.state.fetch(index) and self.param.fetch(index) and self.grads.fetch(index)
+    def beside(self, number: int) -> bool:
+        """Whether host threads update a chunk."""
+        return self.places[number][0].beside
 
-    def update(self, index: int, runs: Sequence[tuple[slice, Mapping[str, Any], int]], grad_scale: float, num_threads: int, keep: bool) -> None:
-        """Update and cast chunk ``index``: of each run (elements, group, step), what lies in it. ``keep`` as for Store.close."""
-        chunk = self.chunks[index]
-        with self._chunk(index, changes=True, keep=keep) as fields:
-            grad = self.grads.open(index)
+    def fetch(self, number: int, taken: TakenGradient) -> bool:
+        """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
+        section, which, index = self.places[number]
+        return section.state.fetch(index) and section.param.fetch(index) and taken.parts[which].fetch(index)
+
+    def update(
+        self,
+        number: int,
+        taken: TakenGradient,
+        runs: Sequence[tuple[slice, Mapping[str, Any], int]],
+        grad_scale: float,
+        num_threads: int,
+        keep: bool,
+        mark: Event | None = None,
+    ) -> None:
+        """Update and cast chunk ``number``, and start to copy it home: of each run (elements, group, step), what lies in it.
+
+        ``keep`` as for Store.close; ``mark`` as for Section.take_home.
+        """
+        chunk = self.chunks[number]
+        section, which, index = self.places[number]
+        with self._chunk(number, changes=True, keep=keep) as fields:
+            grad = taken.parts[which].open(index)
             try:
                 for elements, group, step in runs:
                     start, stop = max(elements.start, chunk.start), min(elements.stop, chunk.stop)
@@ -118,14 +209,16 @@ class OptimizerShard:
                         flat.setdefault("master", None)
                         self.rule.update(flat, group, step, grad_scale, num_threads)
             finally:
-                self.grads.close(index)
+                taken.parts[which].close(index)
+        event = section.take_home(index, mark)
+        if event is not PAST:
+            self.arriving = event
 
     def upload(self) -> None:
-        """Bring the updated parameters to where they compute."""
-        if self.home is not None:
-            for index, chunk in enumerate(self.chunks):
-                self.home[chunk].copy_(self.param.open(index)["param"])
-                self.param.close(index, changed=False)
+        """Bring all parameters to where they rest, for compute to use."""
+        for section, _, index in self.places:
+            self.arriving = section.take_home(index, None)
+            section.transfer.follow(self.arriving)
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
 
@@ -156,15 +249,14 @@ class OptimizerShard:
 
     def adopt(self, part: slice) -> None:
         """Parameters of ``part`` were written from outside: elements that changed replace their master, the others keep it."""
-        if not self.has_master and self.home is None:
+        if not self.has_master and all(section.home is None for section in self.sections):
             return
-
-        def adopt(fields: Fields, here: slice, there: slice) -> None:
-            master = self._master(fields, here)
-            written = fields["param"][here].clone() if self.home is None else self.home[part][there].to(master.device, copy=True)
-            self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))
-
-        self._write(part, adopt)
+        for index, here, there in self._overlap(part):
+            home = self.places[index][0].home
+            with self._chunk(index, changes=True) as fields:
+                master = self._master(fields, here)
+                written = fields["param"][here].clone() if home is None else home.open()[part][there].to(master.device, copy=True)
+                self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))
         self.upload()
 
     def _moment(self, name: str, fields: Fields, here: slice) -> Tensor:
@@ -189,9 +281,13 @@ class OptimizerShard:
         self._write(part, write)
 
     @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes by kind: master, moments, gradient, and the parameter copy where there is one."""
-        sizes = {"moments": sum(self.state.nbytes(name) for name in self.names), "master": self.state.nbytes("master") if self.has_master else 0}
-        sizes["grad"] = self.grads.nbytes
-        sizes["param_copy"] = 0 if self.home is None else self.param.nbytes("param")
+    def nbytes(self) -> list[tuple[str, str, int]]:
+        """Tier, kind and bytes: of master, moments, gradient, and the parameter copy where there is one."""
+        sizes = []
+        for section in self.sections:
+            sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in self.names)))
+            sizes.append((section.tier, "master", section.state.nbytes("master") if self.has_master else 0))
+            sizes.append((section.tier, "grad", section.grads.nbytes))
+            sizes.append((section.tier, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
         return sizes
+

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,15 +24,19 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class Awaited(Protocol):
+    """Something that can be waited for."""
+
+    def wait(self) -> None:
+        """The calling thread waits for it."""
+
+
+class Event(Awaited, Protocol):
     """A point in the work of a stream."""
 
     @property
     def done(self) -> bool:
         """Whether all work up to it has ended."""
-
-    def wait(self) -> None:
-        """The calling thread waits for it."""
 
 
 class _Past:
@@ -56,7 +60,7 @@ class Link(Protocol):
     def mark(self) -> Event:
         """What compute (the calling thread's current stream) has been asked to do so far."""
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: Awaited) -> None:
         """What compute is asked to do from here on comes after ``event``."""
 
     def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
@@ -65,8 +69,11 @@ class Link(Protocol):
     def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         """Copy ``host`` to ``target`` (device), after ``after`` and earlier uploads."""
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Device work started inside, such as a collective, comes after the uploads so far, and not after compute."""
+    def beside(self) -> AbstractContextManager[Callable[[], Event]]:
+        """Device work started inside, such as a collective, comes after the uploads so far, and not after compute.
+
+        What it yields returns, while inside, the event of what has been started.
+        """
 
     def pin(self, memory: Tensor) -> None:
         """Register host memory, so that copies of it run beside the host. OSError, with the reason, if the system refuses."""
@@ -86,7 +93,7 @@ class Joined:
     def mark(self) -> Event:
         return PAST
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: Awaited) -> None:
         event.wait()
 
     def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
@@ -95,8 +102,8 @@ class Joined:
     def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         raise AssertionError("device and host memory are the same here: there is nothing to upload")
 
-    def beside(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def beside(self) -> AbstractContextManager[Callable[[], Event]]:
+        return contextlib.nullcontext(lambda: PAST)
 
     def pin(self, memory: Tensor) -> None:
         return
@@ -166,10 +173,10 @@ class CudaLink:
     def mark(self) -> Event:
         return self._record(self._compute())
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: Awaited) -> None:
         self._wait(self._compute(), event)
 
-    def _wait(self, stream: int, event: Event) -> None:
+    def _wait(self, stream: int, event: Awaited) -> None:
         if isinstance(event, CudaEvent):
             with self.on_device:
                 self.cupy.cuda.runtime.streamWaitEvent(stream, event.event.ptr)
@@ -197,9 +204,9 @@ class CudaLink:
         return self._copy(self.up.ptr, _TO_DEVICE, target, host, after)
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> Iterator[Callable[[], Event]]:
         with torch.cuda.stream(self.up_torch):
-            yield
+            yield lambda: self._record(self.up.ptr)
 
     def pin(self, memory: Tensor) -> None:
         try:

@@ -8,6 +8,7 @@ same memory and do nothing. On NVMe a chunk is fetched, worked on, and evicted (
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -16,11 +17,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from zk.memory import zeros
-from zk.offload.cpu_adam import sum_of_squares
+from zk.memory import aligned, zeros
+from zk.offload.cpu_adam import squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, chunks_of
+from zk.offload.streams import PAST, Event
+from zk.offload.transfer import Arrival, Transfer, pieces_of
+from zk.offload.worker import Ticket, Worker
 
 log = logging.getLogger("zk")
 # chunks of the update in host buffers at once, on NVMe: being read, worked on, written, and kept for the next step
@@ -48,11 +52,8 @@ class Store(Protocol):
         """Bytes of a field."""
 
 
-class Grads(Protocol):
-    """The reduced gradient of one shard (numel,), between backward and update."""
-
-    def add(self, grad: Tensor) -> bool:
-        """Take it, or add it in fp32 to what is there. True: its memory is taken too."""
+class Taken(Protocol):
+    """One step's gradient on its way through the update."""
 
     def fetch(self, index: int) -> bool:
         """Ask for a chunk; False if that is not possible now."""
@@ -63,8 +64,21 @@ class Grads(Protocol):
     def close(self, index: int) -> None:
         """Done with a chunk."""
 
-    def sum_of_squares(self) -> float:
-        """In float64; 0 without a gradient. Not finite exactly if some element is not."""
+    def drop(self) -> Tensor | None:
+        """Done with all of it; returns memory that was taken with it."""
+
+
+class Grads(Protocol):
+    """The reduced gradient of one shard (numel,), between backward and update."""
+
+    def add(self, grad: Tensor) -> Event | None:
+        """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
+
+    def sum_of_squares(self) -> float | Tensor:
+        """In float64, maybe still on the device; 0 without a gradient. Not finite exactly if some element is not."""
+
+    def take(self) -> Taken:
+        """Hand the gradient to the update: the next one may come in."""
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
@@ -73,18 +87,27 @@ class Grads(Protocol):
     def nbytes(self) -> int: ...
 
 
+@dataclasses.dataclass(slots=True)
+class Guard:
+    """The last copies from and to some memory; who writes it waits for the one, who reads it for the other."""
+
+    reader: Event = PAST
+    writer: Event = PAST
+
+
 class MemoryStore:
-    """Fields as tensors (numel,) that are always there."""
+    """Fields as tensors (numel,) that are always there. To be opened, they wait for copies that read them."""
 
     resident = True
 
-    def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor]) -> None:
-        self.chunks, self.fields = chunks, fields
+    def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], guard: Guard | None = None) -> None:
+        self.chunks, self.fields, self.guard = chunks, fields, guard or Guard()
 
     def fetch(self, index: int) -> bool:
         return True
 
     def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
+        self.guard.reader.wait()
         return {name: field[self.chunks[index]] for name, field in self.fields.items()}
 
     def close(self, index: int, changed: bool, keep: bool = False) -> None:
@@ -97,43 +120,34 @@ class MemoryStore:
 class MemoryHome:
     """A rank's slice of a unit's parameters (numel,) in device or host memory."""
 
-    def __init__(self, shard: Tensor, chunks: Sequence[slice]) -> None:
-        self.shard, self.device = shard, shard.device
-        self.store = MemoryStore(chunks, {"param": shard})
+    def __init__(self, shard: Tensor, chunks: Sequence[slice], memory: str) -> None:
+        self.shard, self.memory, self.guard = shard, memory, Guard()
+        self.store = MemoryStore(chunks, {"param": shard}, self.guard)
 
     def fetch(self) -> bool:
         return True
 
     def open(self) -> Tensor:
+        self.guard.writer.wait()
         return self.shard
 
-    def close(self) -> None:
-        return
+    def close(self, after: Event = PAST) -> None:
+        self.guard.reader = after
 
     def write(self, values: Tensor) -> None:
-        self.shard.copy_(values)
+        self.guard.reader.wait()
+        self.open().copy_(values)
 
     @property
     def nbytes(self) -> int:
         return self.shard.nbytes
 
 
-class MemoryGrads:
-    """The gradient as a tensor: offloaded in its own precision, fp32 once it is accumulated."""
+class TakenTensor:
+    """A gradient that is in memory; ``lent`` if that is to be used again."""
 
-    def __init__(self, chunks: Sequence[slice], device: torch.device, num_threads: int) -> None:
-        self.chunks, self.device, self.num_threads = chunks, device, num_threads
-        self.flat: Tensor | None = None
-
-    def add(self, grad: Tensor) -> bool:
-        if self.flat is None:
-            taken = grad.device == self.device
-            self.flat = grad if taken else grad.to(self.device)
-            return taken
-        if self.flat.dtype != torch.float32:
-            self.flat = self.flat.float()
-        self.flat += grad.to(self.device)
-        return False
+    def __init__(self, flat: Tensor | None, chunks: Sequence[slice], lent: bool) -> None:
+        self.flat, self.chunks, self.lent = flat, chunks, lent
 
     def fetch(self, index: int) -> bool:
         return True
@@ -145,8 +159,32 @@ class MemoryGrads:
     def close(self, index: int) -> None:
         return
 
-    def sum_of_squares(self) -> float:
-        return 0.0 if self.flat is None else sum_of_squares(self.flat, self.num_threads)
+    def drop(self) -> Tensor | None:
+        flat, self.flat = self.flat, None
+        return flat if self.lent else None
+
+
+class MemoryGrads:
+    """The gradient as a tensor in the memory where backward made it: in its own precision, fp32 once it is accumulated."""
+
+    def __init__(self, chunks: Sequence[slice], num_threads: int) -> None:
+        self.chunks, self.num_threads = chunks, num_threads
+        self.flat: Tensor | None = None
+
+    def add(self, grad: Tensor) -> Event | None:
+        if self.flat is None:
+            self.flat = grad
+            return None
+        if self.flat.dtype != torch.float32:
+            self.flat = self.flat.float()
+        self.flat += grad
+        return PAST
+
+    def sum_of_squares(self) -> float | Tensor:
+        return 0.0 if self.flat is None else squares(self.flat, self.num_threads)
+
+    def take(self) -> Taken:
+        return TakenTensor(self.clear(), self.chunks, lent=True)
 
     def clear(self) -> Tensor | None:
         flat, self.flat = self.flat, None
@@ -157,29 +195,119 @@ class MemoryGrads:
         return 0 if self.flat is None else self.flat.nbytes
 
 
+class TakenArrival:
+    """A gradient that arrives in host memory."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+
+    def fetch(self, index: int) -> bool:
+        return True
+
+    def open(self, index: int) -> Tensor:
+        return self.arrival.piece(index)
+
+    def close(self, index: int) -> None:
+        return
+
+    def drop(self) -> None:
+        self.arrival.drop()
+
+
+class HostGrads:
+    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 beside training once there is a second.
+
+    The sum of squares of the first is taken on the device, before it leaves.
+    """
+
+    def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
+        self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
+        self.first: Arrival | None = None
+        self.squares: float | Tensor = 0.0
+        self.total: Tensor | None = None  # fp32
+        self.added: Ticket | None = None
+
+    def add(self, grad: Tensor) -> Event | None:
+        arrival = self.transfer.offload(grad, self.chunks)
+        if self.first is None and self.total is None:
+            self.squares, self.first = squares(grad, self.num_threads), arrival
+        else:
+            first, self.first = self.first, None
+            if first is not None:
+                self.total = zeros(grad.numel(), torch.float32, torch.device("cpu"))
+            assert self.total is not None
+            self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival))
+        return arrival.events[-1]
+
+    def _settle(self) -> None:
+        added, self.added = self.added, None
+        if added is not None:
+            added.wait()
+
+    def sum_of_squares(self) -> float | Tensor:
+        self._settle()
+        return squares(self.total, self.num_threads) if self.total is not None else self.squares if self.first is not None else 0.0
+
+    def take(self) -> Taken:
+        self._settle()
+        (first, self.first), (total, self.total) = (self.first, None), (self.total, None)
+        return TakenArrival(first) if first is not None else TakenTensor(total, self.chunks, lent=False)
+
+    def clear(self) -> Tensor | None:
+        self._settle()
+        if self.first is not None:
+            self.first.drop()
+        self.first = self.total = None
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        kept = self.total if self.total is not None else self.first.record.tensor if self.first is not None else None
+        return 0 if kept is None else kept.nbytes
+
+
+def _add_up(total: Tensor, first: Arrival | None, second: Arrival) -> None:
+    """``total`` (n,) fp32 becomes or grows by what has arrived."""
+    if first is not None:
+        total.copy_(first.whole())
+        first.drop()
+    total += second.whole()
+    second.drop()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryTier:
-    """Device or host memory."""
+    """Device or host memory. ``memory`` says which; on a machine where both are the same all is "host"."""
 
     name: str
     device: torch.device
+    memory: str
+    transfer: Transfer
+    worker: Worker
 
     def chunks(self, numel: int) -> list[slice]:
-        """One: memory is not moved to be worked on."""
-        return [slice(0, numel)]
+        """What is worked on at once: all of it, where nothing is moved for that; pieces, where a link is between it and the device."""
+        return [slice(0, numel)] if self.transfer.link.joined or self.memory == "device" else pieces_of(numel)
+
+    def zeros(self, numel: int, dtype: torch.dtype, crosses: bool) -> Tensor:
+        """(numel,) zeros; ``crosses``: they are copied to or from the device."""
+        pinned = crosses and self.memory == "host" and not self.transfer.link.joined
+        return self.transfer.memory(numel, dtype) if pinned else zeros(numel, dtype, self.device)
 
     def home(self, numel: int, dtype: torch.dtype) -> MemoryHome:
         """Room for parameters."""
-        return MemoryHome(zeros(numel, dtype, self.device), self.chunks(numel))
+        return MemoryHome(self.zeros(numel, dtype, crosses=True), self.chunks(numel), self.memory)
 
     def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> MemoryStore:
         """Room for optimizer state, zeroed."""
         numel = chunks[-1].stop if chunks else 0
-        return MemoryStore(chunks, {name: zeros(numel, dtype, self.device) for name, dtype in fields.items()})
+        return MemoryStore(chunks, {name: self.zeros(numel, dtype, crosses=name == "param") for name, dtype in fields.items()})
 
-    def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads:
+    def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads | HostGrads:
         """Room for a gradient."""
-        return MemoryGrads(chunks, self.device, num_threads)
+        if self.memory == "device" or self.transfer.link.joined:
+            return MemoryGrads(chunks, num_threads)
+        return HostGrads(chunks, self.transfer, self.worker, num_threads)
 
 
 class NVMeTier:
@@ -190,12 +318,13 @@ class NVMeTier:
         rank: of this process.
         ahead: units whose parameters may be in host memory at once.
         checksum: notice when the drive returns something else than was written.
+        transfer, worker: as for MemoryTier.
     """
 
-    name, device = "nvme", torch.device("cpu")
+    name, memory = "nvme", "host"
 
-    def __init__(self, paths: Sequence[str], rank: int, ahead: int, checksum: bool) -> None:
-        self.ahead = ahead
+    def __init__(self, paths: Sequence[str], rank: int, ahead: int, checksum: bool, transfer: Transfer, worker: Worker) -> None:
+        self.ahead, self.transfer, self.worker = ahead, transfer, worker
         self.scratch = Scratch(paths, rank)
         self.spill = Spill(lambda nbytes: File(self.scratch.paths("state"), nbytes, checksum=checksum))
         self.stores: list[FileStore] = []
@@ -218,7 +347,7 @@ class NVMeTier:
 
     def grads(self, chunks: Sequence[slice], num_threads: int) -> FileGrads:
         """Room for a gradient."""
-        self.all_grads.append(FileGrads(self.spill, chunks, num_threads))
+        self.all_grads.append(FileGrads(self.spill, chunks, self.transfer, self.worker, num_threads))
         return self.all_grads[-1]
 
     def create(self) -> None:
@@ -226,7 +355,8 @@ class NVMeTier:
         self.spill.create()
         states = Buffers(self.spill, max((store.largest for store in self.stores), default=0), CHUNKS_IN_MEMORY)
         params = Buffers(self.spill, max((home.store.largest for home in self.homes), default=0), CHUNKS_IN_MEMORY)
-        whole = Buffers(self.spill, max((home.piece.nbytes for home in self.homes), default=0), self.ahead)
+        crossing = aligned if self.transfer.link.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
+        whole = Buffers(self.spill, max((home.piece.nbytes for home in self.homes), default=0), self.ahead, crossing)
         largest = max((chunk.stop - chunk.start for grads in self.all_grads for chunk in grads.chunks), default=0)
         parts = Buffers(self.spill, largest * torch.float32.itemsize, CHUNKS_IN_MEMORY)
         grads_out = Buffers(self.spill, max((grads.numel for grads in self.all_grads), default=0) * torch.float32.itemsize, 2)
@@ -263,10 +393,12 @@ Tier = MemoryTier | NVMeTier
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes of training state of one unit on one rank, by kind."""
+    """What one unit needs on one rank between uses."""
 
-    param_nbytes: int  # parameters between uses
-    optimizer_nbytes: int  # gradients, masters and moments; 0 for a frozen unit
+    param_nbytes: int  # parameters
+    numel: int  # elements whose optimizer state this rank keeps; 0 for a frozen unit
+    element_nbytes: int  # gradient, master and moments of one element
+    copy_nbytes: int = 0  # and beyond that, of an element that is updated off the device while its parameter rests there
 
 
 def readable(nbytes: int) -> str:
@@ -284,6 +416,10 @@ def free_nbytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+# sections of a unit's optimizer state begin on multiples of this many elements: a page in 16 bits
+_SECTION = 2048
+
+
 def place(
     param_tier: str,
     optimizer_tier: str,
@@ -293,20 +429,25 @@ def place(
     device_budget: int | None,
     host_budget: int | None,
     buffer_nbytes: int | None,
-) -> list[tuple[str, str]]:
-    """For each unit, the tiers of its parameters and of its optimizer state.
+) -> list[tuple[str, list[tuple[str, int]]]]:
+    """For each unit, the tier of its parameters, and the tiers of its optimizer state with the elements on each, in order.
 
     "auto" fills the device up to its budget, then the host, then NVMe. What "nvme" is asked for stays in the host's memory as far as a
-    host_budget is given. Parameters go first: they are used twice in every step, optimizer state once.
+    host_budget is given. Parameters go first, unit by unit: they are used twice in every step, optimizer state once. That fills what is
+    left to the element, so at most one unit is divided between two tiers.
     ``buffer_nbytes`` is what moving to and from NVMe takes of the host; None where there is no path for it.
     Raises ValueError if the state does not fit in the budgets, with what it needs and the remedy.
     """
+    # what is left free on a device is for activations and gathered parameters
+    share = 0.9 if device.type == "cpu" else 0.5
     room = {
-        "device": device_budget if device_budget is not None else int(0.9 * free_nbytes(device)),
+        "device": device_budget if device_budget is not None else int(share * free_nbytes(device)),
         "host": host_budget if host_budget is not None else int(0.9 * free_nbytes(torch.device("cpu"))),
     }
     may_spill = buffer_nbytes is not None
-    needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.optimizer_nbytes for need in needs)
+    needed = sum(
+        (param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.numel * need.element_nbytes for need in needs
+    )
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
         if buffer_nbytes > host_budget:
             raise ValueError(
@@ -317,23 +458,41 @@ def place(
     shared = device.type == "cpu" and device_budget is None  # the device is the host: what one takes the other has not
     used = {"device": 0, "host": 0, "nvme": 0}
 
-    def fits(tier: str, nbytes: int) -> bool:
-        taken = used["device"] + used["host"] if shared else used[tier]
-        return taken + nbytes <= room[tier]
+    def left(tier: str) -> int:
+        return max(0, room[tier] - (used["device"] + used["host"] if shared else used[tier]))
 
-    def choose(wanted: str, nbytes: int, may_leave: bool) -> str:
+    def order(wanted: str, may_leave: bool) -> list[str]:
+        """The tiers to try; the last one takes what is left over."""
         if wanted == "auto":
-            order = ["device", "host"] if may_leave else ["device"]
-            tier = next((tier for tier in order if fits(tier, nbytes)), "nvme" if may_spill and may_leave else order[-1])
-        elif wanted == "nvme" and host_budget is not None and fits("host", nbytes):
-            tier = "host"
-        else:
-            tier = wanted
+            return ["device"] if not may_leave else ["device", "host", "nvme"] if may_spill else ["device", "host"]
+        return ["host", "nvme"] if wanted == "nvme" and host_budget is not None else [wanted]
+
+    def whole(wanted: str, nbytes: int, may_leave: bool) -> str:
+        tiers = order(wanted, may_leave)
+        tier = next((tier for tier in tiers if tier != "nvme" and nbytes <= left(tier)), tiers[-1])
         used[tier] += nbytes
         return tier
 
-    params = [choose(param_tier, need.param_nbytes, stage == 3) for need in needs]
-    states = [choose(optimizer_tier, need.optimizer_nbytes, True) for need in needs]
+    def divided(need: Needs, rests_on_drive: bool) -> list[tuple[str, int]]:
+        parts: list[tuple[str, int]] = []
+        rest, tiers = need.numel, order(optimizer_tier, may_leave=True)
+        if rests_on_drive and len(tiers) > 1:
+            tiers = [tier for tier in tiers if tier != "device"]  # they are updated in host memory
+        for tier in tiers:
+            per_element = need.element_nbytes + (need.copy_nbytes if tier != "device" else 0)
+            fits = rest if tier == tiers[-1] else min(rest, left(tier) // per_element if tier != "nvme" else rest)
+            if fits < rest and (rests_on_drive or fits < _SECTION):
+                fits = 0  # what is on the drive is updated as it is moved, by whole chunks
+            elif fits < rest:
+                fits -= fits % _SECTION
+            if fits:
+                parts.append((tier, fits))
+                used[tier] += fits * per_element
+                rest -= fits
+        return parts or [(tiers[0], 0)]
+
+    params = [whole(param_tier, need.param_nbytes, stage == 3) for need in needs]
+    states = [divided(need, tier == "nvme") for need, tier in zip(needs, params, strict=True)]
     for name, budget in (("device", device_budget), ("host", host_budget)):
         if budget is not None and used[name] > budget:
             remedy = "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device" if name == "device" else (

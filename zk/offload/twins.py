@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 from unittest import mock
@@ -24,7 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.offload.streams import LINKS, Event, Link, check_copy
+from zk.offload.streams import LINKS, Awaited, Event, Link, check_copy
+from zk.timeline import Resource, phase
 
 CPU = torch.device("cpu")
 AnyLink = TypeVar("AnyLink", bound=Link)
@@ -92,6 +93,8 @@ class AdversarialLink:
 
     def learn(self, who: str, clock: Clock) -> None:
         """``who`` comes after all that ``clock`` counts: what it waited for happens now."""
+        if who == "host" and threading.current_thread() is threading.main_thread():
+            self.learn("compute", clock)  # what training asks for once it has waited comes later
         with self.lock:
             _join(self.known[who], clock)
             for copy in list(self.copies):
@@ -125,7 +128,7 @@ class AdversarialLink:
             clock = {**self.known["compute"], "compute": self.count["compute"]}
             return _Point(self, clock)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: Awaited) -> None:
         if isinstance(event, _Point):
             self.learn("compute", event.clock)
         else:
@@ -165,13 +168,13 @@ class AdversarialLink:
         return self._copy("up", target, host, after)
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> Iterator[Callable[[], Event]]:
         """Collectives of a CPU run at once, so what they come after does too; compute still knows nothing of it."""
         with self.lock:
             for copy in self.copies:
                 if copy.queue == "up" and not copy.arrived:
                     copy.target.copy_(copy.content)
-        yield
+        yield lambda: _Point(self, dict(self.known["up"]))
 
     def pin(self, memory: Tensor) -> None:
         if self.refuses_to_pin:
@@ -191,15 +194,17 @@ class _Flag:
         return self.event.is_set()
 
     def wait(self) -> None:
-        self.event.wait()
+        if not self.event.is_set():
+            with phase("wait", "link"):
+                self.event.wait()
 
 
 class _Lane(threading.Thread):
     """One direction: copies one after the other, each as long as its bytes take."""
 
-    def __init__(self, nbytes_per_s: float) -> None:
-        super().__init__(daemon=True)
-        self.nbytes_per_s, self.busy_s = nbytes_per_s, 0.0
+    def __init__(self, nbytes_per_s: float, resource: Resource) -> None:
+        super().__init__(daemon=True, name=f"zk-twin-{resource}")
+        self.nbytes_per_s, self.resource, self.busy_s = nbytes_per_s, resource, 0.0
         self.condition = threading.Condition()
         self.queue: list[tuple[Tensor, Tensor, tuple[Event, ...], _Flag]] = []
         self.start()
@@ -221,8 +226,9 @@ class _Lane(threading.Thread):
             for event in after:
                 event.wait()
             start = time.perf_counter()
-            target.copy_(source)
-            time.sleep(max(0.0, start + source.nbytes / self.nbytes_per_s - time.perf_counter()))
+            with phase(self.resource, f"{source.nbytes >> 10} KiB"):
+                target.copy_(source)
+                time.sleep(max(0.0, start + source.nbytes / self.nbytes_per_s - time.perf_counter()))
             self.busy_s += time.perf_counter() - start
             flag.event.set()
 
@@ -233,14 +239,14 @@ class ThrottledLink:
     device, joined = CPU, False
 
     def __init__(self, nbytes_per_s: float) -> None:
-        self.down, self.up = _Lane(nbytes_per_s), _Lane(nbytes_per_s)
+        self.down, self.up = _Lane(nbytes_per_s, "offload"), _Lane(nbytes_per_s, "upload")
 
     def mark(self) -> Event:
         flag = _Flag()  # a CPU has done what it was asked to
         flag.event.set()
         return flag
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: Awaited) -> None:
         event.wait()
 
     def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
@@ -249,7 +255,7 @@ class ThrottledLink:
     def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         return self.up.submit(target, host, after)
 
-    def beside(self) -> AbstractContextManager[None]:
+    def beside(self) -> AbstractContextManager[Callable[[], Event]]:
         raise NotImplementedError("collectives beside a throttled link; train in one process")
 
     def pin(self, memory: Tensor) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import os
 import sys
 import weakref
@@ -23,6 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zk.timeline import note, now_ns, phase, recording
 
 GATHER, REDUCE, NORM, BROADCAST, STATE = range(5)
 _VERBS = ("gather", "reduce", "norm", "broadcast", "state")
@@ -78,8 +81,10 @@ class _Works:
 
     def wait(self) -> None:
         works, self.works = self.works, []
-        for work in works:
-            self.comm.guard(self.label, work.wait)
+        if works:
+            with phase("wait", f"other ranks: {self.label}"):
+                for work in works:
+                    self.comm.guard(self.label, work.wait)
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
@@ -107,6 +112,13 @@ class Group:
         if not _GROUPS:
             atexit.register(_leave)
         _GROUPS.add(self)
+
+    def twin(self) -> Group:
+        """The same ranks over connections of their own, for another thread; a collective."""
+        group = dist.new_group(self.ranks, backend=dist.get_backend(self.group))
+        twin = Group(group, self.overlap)
+        twin.names = self.names
+        return twin
 
     def close(self) -> None:
         """Let go of the process groups, so that destroying them ends their threads."""
@@ -149,7 +161,8 @@ class Group:
         self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, self.control)))
 
         def check() -> None:
-            self.guard(label, works[0].wait)
+            with phase("wait", f"other ranks: they announce {label}"):
+                self.guard(label, works[0].wait)
             for rank, row in enumerate(all_.tolist()):
                 if row != mine.tolist():
                     raise RuntimeError(
@@ -165,12 +178,16 @@ class Group:
 
     def _launch(self, label: str, check: Callable[[], None], start: Callable[[], list[dist.Work]], finish: Callable[[], object] | None) -> Pending:
         works: list[dist.Work] = []
+        start_ns = now_ns()
         self.guard(label, lambda: works.extend(start()))
+        if self.gloo and recording():  # NCCL's own kernels tell more
+            _note_when_done(label, start_ns, works)
 
         def done() -> None:
             check()
             if finish is not None:
-                finish()
+                with phase("collective", f"{label}: its arithmetic"):
+                    finish()
 
         pending = _Works(self, label, works, done)
         if not self.overlap:
@@ -234,6 +251,18 @@ class Group:
         """Sum ``tensor`` (host memory) over ranks, in place."""
         label, check = self._announce(NORM, -1)
         self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self.control, async_op=True)], None).wait()
+
+
+def _note_when_done(label: str, start_ns: int, works: Sequence[dist.Work]) -> None:
+    """A span until the last of ``works`` has ended, which gloo's own threads tell; they may be waited for much later."""
+    ended = itertools.count(1)
+
+    def end(_: object) -> None:
+        if next(ended) == len(works):
+            note("collective", label, start_ns, now_ns())
+
+    for work in works:
+        work.get_future().add_done_callback(end)
 
 
 def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from zk.memory import zeros
-from zk.parallel.comm import STATE, Group, Pending, Solo
+from zk.parallel.comm import STATE, Done, Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.units import Unit
 
+_DONE = Done()
 # reductions under way at once: one being summed while the next one's bytes travel
 _IN_FLIGHT = 2
 
@@ -33,7 +34,8 @@ class UnitGrads:
     index: int  # the unit's number, the same on all ranks
     layout: Layout
     held: slice  # of the flat buffer: what this rank updates
-    sink: Callable[[Tensor], bool]  # takes a reduced gradient (held,); True if it keeps the tensor itself
+    # takes a reduced gradient (held,): None if it keeps the tensor itself, else what to come after before that is used again
+    sink: Callable[[Tensor], Pending | None]
     bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced
     present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
     accumulated: bool = False  # some parameter is in the bucket more than once
@@ -58,17 +60,26 @@ class GradReducer:
         in_backward: reduce each unit when it is complete, and pass it on; False keeps full gradients until ``finish``.
         replicate: every rank gets the whole reduced gradient (stage 0).
         check: called before anything is accepted; raises if gradients must not arrive now.
+        follow: makes compute come after what a sink returned.
     """
 
-    def __init__(self, comm: Solo | Group, in_backward: bool, replicate: bool, check: Callable[[nn.Parameter], None]) -> None:
-        self.comm, self.in_backward, self.replicate, self.check = comm, in_backward, replicate, check
+    def __init__(
+        self,
+        comm: Solo | Group,
+        in_backward: bool,
+        replicate: bool,
+        check: Callable[[nn.Parameter], None],
+        follow: Callable[[Pending], None] = Pending.wait,
+    ) -> None:
+        self.comm, self.in_backward, self.replicate, self.check, self.follow = comm, in_backward, replicate, check, follow
         self.units: list[UnitGrads] = []
         self.order: list[int] = []  # positions in units
         self.learned = False
         self.completed: list[int] = []
         self.started: set[int] = set()
         self.queue: list[tuple[UnitGrads, Pending, Tensor, Tensor]] = []
-        self.pool: dict[tuple[Layout, torch.dtype], list[Tensor]] = {}  # by layout: what is padding in one is a parameter in another
+        # buckets to use again, each with what to come after; by layout: what is padding in one is a parameter in another
+        self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Pending]]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
@@ -155,12 +166,16 @@ class GradReducer:
         """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
         dtype = torch.float32 if unit.wide else unit.unit.dtype
         free = self.pool.get((unit.layout, dtype))
-        return free.pop() if free else zeros(unit.layout.numel, dtype, unit.unit.device)
+        if not free:
+            return zeros(unit.layout.numel, dtype, unit.unit.device)
+        bucket, event = free.pop(0)
+        self.follow(event)
+        return bucket
 
-    def _give(self, unit: UnitGrads, bucket: Tensor) -> None:
+    def _give(self, unit: UnitGrads, bucket: Tensor, after: Pending = _DONE) -> None:
         free = self.pool.setdefault((unit.layout, bucket.dtype), [])
         if not self.in_backward or len(free) < _IN_FLIGHT:
-            free.append(bucket)
+            free.append((bucket, after))
 
     def recycle(self, unit: UnitGrads, grad: Tensor | None) -> None:
         """A gradient given to the sink is not needed any more."""
@@ -203,8 +218,9 @@ class GradReducer:
             shard = full
         if shard is not bucket:
             self._give(unit, bucket)
-        if not unit.sink(shard) and shard is bucket:
-            self._give(unit, bucket)
+        after = unit.sink(shard)
+        if after is not None and shard is bucket:
+            self._give(unit, bucket, after)
 
     def _backward_ended(self) -> None:
         self.task = -1
@@ -278,5 +294,5 @@ class GradReducer:
     @property
     def nbytes(self) -> int:
         """Bytes of buckets, in use and kept for use again."""
-        buckets = [unit.bucket for unit in self.units] + [bucket for free in self.pool.values() for bucket in free]
+        buckets = [unit.bucket for unit in self.units] + [bucket for free in self.pool.values() for bucket, _ in free]
         return sum(bucket.nbytes for bucket in buckets if bucket is not None)

@@ -46,8 +46,8 @@ class Home(Protocol):
     def open(self) -> Tensor:
         """The slice, readable until ``close``."""
 
-    def close(self) -> None:
-        """Done with it."""
+    def close(self, after: Any = ...) -> None:
+        """Done with it, once ``after`` is past."""
 
     def write(self, values: Tensor) -> None:
         """Replace it."""
@@ -56,12 +56,26 @@ class Home(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Uploads(Protocol):
+    """Copies from where a slice rests to where it computes."""
+
+    def upload(self, target: Tensor, host: Tensor) -> Any:
+        """Start one; returns what to wait for."""
+
+    def follow(self, event: Any) -> None:
+        """Compute comes after it."""
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Collectives started inside come after the copies so far, not after compute."""
+
+
 class PartitionedParams:
     """Stage 3: between uses only this rank's shard exists.
 
     Args:
         unit, index, layout, comm: as for ReplicatedParams.
         home: where this rank's slice rests between uses.
+        uploads: brings the slice from there to the device; None where it rests in the device's memory.
         on_use: called when a released parameter is used; gathers or raises.
     """
 
@@ -72,11 +86,15 @@ class PartitionedParams:
         layout: Layout,
         comm: Solo | Group,
         home: Home,
+        uploads: Uploads | None,
         on_use: Callable[[PartitionedParams], None],
     ) -> None:
         self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
         self.held = layout.shard(comm.rank)
-        self.home = home
+        self.home, self.uploads = home, uploads
+        # whether the slice is being updated beside training, at the end of which it is waited for if asked to
+        self.updating: Callable[[bool], bool] = lambda wait: False
+        self.uploaded: Any = None
         self.lease = Lease(layout.numel, unit.dtype, unit.device)
         self.full = self.lease.tensor
         view_params(unit, layout, self.full)
@@ -94,28 +112,40 @@ class PartitionedParams:
 
     def fetch(self) -> None:
         """Ask for this rank's slice, so that a later ``start`` need not wait for it."""
-        if self.state is State.RELEASED:
+        if self.state is State.RELEASED and not self.updating(False):
             self.home.fetch()
 
     def start(self) -> None:
         """RELEASED -> GATHERING."""
         if self.state is not State.RELEASED:
             return
+        self.updating(True)
         source = self.home.open()
         self.lease.take()
-        if source.device != self.full.device:
-            source = source.to(self.full.device)
-        self.pending = self.comm.all_gather(self.index, self.full, source)
+        if self.uploads is None:
+            self.pending = self.comm.all_gather(self.index, self.full, source)
+        else:
+            mine = self.full[self.held]
+            self.uploaded = self.uploads.upload(mine, source)
+            if self.comm.world > 1:
+                with self.uploads.beside():
+                    self.pending = self.comm.all_gather(self.index, self.full, mine)
         self.state = State.GATHERING
 
     def gather(self) -> None:
         """Any state -> GATHERED, waiting for the collective."""
         self.start()
         if self.state is State.GATHERING:
-            assert self.pending is not None
-            self.pending.wait()
-            self.pending = None
-            self.home.close()
+            uploaded, self.uploaded = self.uploaded, None
+            if self.uploads is not None:
+                self.uploads.follow(uploaded)
+            pending, self.pending = self.pending, None
+            if pending is not None:
+                pending.wait()
+            if uploaded is None:
+                self.home.close()
+            else:
+                self.home.close(uploaded)
             for param in self.unit.params:
                 unmark(param)
             self.state = State.GATHERED
@@ -243,6 +273,7 @@ class Partition:
         self.root_depth = 0
         self.task = -1  # the backward under way
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
+        self.below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None  # the hooks on saved tensors around them
         self.closed = False
 
     # ---- wiring --------------------------------------------------------------------------------------------------------------
@@ -299,6 +330,7 @@ class Partition:
             mode = "train" if torch.is_grad_enabled() else "infer"
             if mode == "infer" or self.prefetcher.mode != mode:
                 self.prefetcher.begin(mode)
+            self.below = torch._C._autograd._top_saved_tensors_default_hooks(True)
             self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self.saved_hooks.__enter__()
         self.depth += 1
@@ -334,7 +366,7 @@ class Partition:
             params.release()
         if self.depth == 0 and not in_backward:
             if self.saved_hooks is not None:
-                hooks, self.saved_hooks = self.saved_hooks, None
+                hooks, self.saved_hooks, self.below = self.saved_hooks, None, None
                 hooks.__exit__(None, None, None)
             if not torch.is_grad_enabled():
                 self.prefetcher.end()
@@ -387,12 +419,19 @@ class Partition:
             if not params.calls and not params.depth and self.model not in params.unit.anchors:
                 params.release()
 
-    def _pack(self, tensor: Tensor) -> tuple[PartitionedParams | None, Tensor, int]:
+    def _pack(self, tensor: Tensor) -> tuple[Any, Any, int]:
         known = tensor.layout is torch.strided and self.by_storage.get(tensor.untyped_storage()._cdata)
-        return known or None, tensor, tensor._version
+        if not known and self.below is not None:  # torch asks the innermost hooks only; what is no parameter goes on to those around
+            pack, unpack = self.below
+            return unpack, pack(tensor), -1
+        # (an output that is kept with its graph, which keeps what it saved, would never be freed)
+        return known or None, tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
-    def _unpack(self, packed: tuple[PartitionedParams | None, Tensor, int]) -> Tensor:
-        params, tensor, version = packed
+    def _unpack(self, packed: tuple[Any, Any, int]) -> Tensor:
+        params, saved, version = packed
+        if callable(params):
+            return params(saved)  # type: ignore[no-any-return]
+        tensor: Tensor = saved
         if params is not None and params.state is not State.GATHERED:
             self._watch_backward()
             self._use(params)

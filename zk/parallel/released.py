@@ -7,6 +7,7 @@ class is one of these: metadata (shape, dtype, grad, hooks ...) reads as always,
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ _METHODS = frozenset(
 )
 # released parameter -> what to call with its name when values are needed
 _on_use: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_own_class: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _is_metadata(function: Any) -> bool:
@@ -74,24 +76,40 @@ class Released(nn.Parameter):
         return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
 
 
+class Updating(Released):
+    """A parameter whose update goes on beside training: any use of its values waits for that."""
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        _on_use[self]()
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _on_use[self]()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _on_use[self]()
+        return self.__reduce_ex__(protocol)
+
+
 @functools.cache
-def _stand_in(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    return Released if kind is nn.Parameter else type(f"Released{kind.__name__}", (Released, kind), {})
+def _stand_in(kind: type[nn.Parameter], role: type[Released]) -> type[nn.Parameter]:
+    return role if kind is nn.Parameter else type(f"{role.__name__}{kind.__name__}", (role, kind), {})
 
 
-def mark(param: nn.Parameter, on_use: Callable[[], None]) -> None:
-    """Put the stand-in in place; ``on_use`` gathers the parameter (which calls ``unmark``) or raises."""
+def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] = Released) -> None:
+    """Put the stand-in in place; ``on_use`` makes the parameter usable (and calls ``unmark``) or raises."""
     if not isinstance(param, Released):
-        _on_use[param] = on_use
-        param.__class__ = _stand_in(type(param))  # type: ignore[assignment]
+        _on_use[param], _own_class[param] = on_use, type(param)
+        param.__class__ = _stand_in(type(param), role)  # type: ignore[assignment]
 
 
 def unmark(param: nn.Parameter) -> None:
     """Give the parameter its own class back."""
     if isinstance(param, Released):
-        param.__class__ = nn.Parameter if type(param) is Released else type(param).__mro__[2]  # type: ignore[assignment]
+        param.__class__ = _own_class.pop(param)
 
 
 def is_released(param: Tensor) -> bool:
     """Whether ``param`` has no memory at the moment."""
-    return isinstance(param, Released)
+    return isinstance(param, Released) and not isinstance(param, Updating)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import zk
 from zk.memory import peak_nbytes
+from zk.timeline import Recorder, Timeline, phase, write_chrome_trace
+from zk.train import overlap
 from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
 from zk.train.save import save_model
@@ -40,6 +42,7 @@ class Job:
     seed: int = 0
     sample: int = 240
     check: bool = False
+    profile: bool = False
     zero: zk.ZeroConfig = dataclasses.field(
         default_factory=lambda: zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", clip_grad_norm=1.0)
     )
@@ -55,6 +58,7 @@ class Record:
     # one step: (phase, {"device param": bytes, ...}) at each sampling point, in order
     timeline: list[tuple[str, dict[str, int]]] = dataclasses.field(default_factory=list)
     check_losses: list[float] = dataclasses.field(default_factory=list)
+    profiled: tuple[int, Timeline] | None = None  # number of a step, from 1, and what went on in it
 
 
 def fast_dtype(device: torch.device) -> str:
@@ -171,17 +175,25 @@ def train(job: Job) -> Record:
                 batches.append((ids[mine].to(device), targets[mine].to(device)))
                 everyones.append((ids.to(device), targets.to(device)))
             watch = step == job.steps - 1
-            with _watch(model, optimizer, record) if watch else _nothing() as note:
+            profile = job.profile and step == max(0, job.steps - 2)  # late, and not the one that is watched, if there is another
+            with (
+                _profile(model, device, record, step) if profile else contextlib.nullcontext(),
+                _watch(model, optimizer, record) if watch else _nothing() as note,
+            ):
                 total = 0.0
                 for ids, targets in batches:
-                    loss = model(ids, targets) / job.accumulate
+                    with phase("forward", "model"):
+                        loss = model(ids, targets) / job.accumulate
                     note("forward")
-                    optimizer.backward(loss)
-                    total += loss.item()
+                    with phase("backward", "model"):
+                        optimizer.backward(loss)
+                    with phase("wait", "device: the loss"):
+                        total += loss.item()
                 note("backward")
-                optimizer.step()
+                with phase("step", "optimizer"):
+                    optimizer.step()
                 note("step")
-            optimizer.zero_grad()
+                optimizer.zero_grad()
             scheduler.step()
             record.losses.append(_mean_over_ranks(total, optimizer))
             record.step_ms.append((time.perf_counter() - start) * 1e3)
@@ -228,6 +240,15 @@ def _mean_over_ranks(value: float, optimizer: zk.ZeroOptimizer) -> float:
 @contextmanager
 def _nothing() -> Iterator[Callable[[str], None]]:
     yield lambda phase: None
+
+
+@contextmanager
+def _profile(model: GPT, device: torch.device, record: Record, step: int) -> Iterator[Recorder]:
+    """Note what each resource does, and when, while one step goes by."""
+    blocks = {f"blocks.{index}": block for index, block in enumerate(model.blocks)}
+    with overlap.recorded(blocks, device) as recorder:
+        yield recorder
+    record.profiled = (step + 1, recorder.timeline)
 
 
 @contextmanager
@@ -305,6 +326,11 @@ def _report(
             table.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
     console.print()
     console.print(table)
+    files = []
+    if record.profiled is not None:
+        step, timeline = record.profiled
+        overlap.print_table(console, timeline, step)
+        files.append(write_chrome_trace(timeline, job.out / ("trace.json" if rank == 0 else f"trace-rank{rank}.json"), rank))
     if job.sample:
         for when, text in (("before", before), ("after", after)):
             console.print(f"\n[bold]sample {when} training[/bold]")
@@ -312,7 +338,11 @@ def _report(
     if rank == 0:
         from zk.train import picture
 
-        drawn = picture.draw(record, job.out / "training.png")
+        files.insert(0, saved)
+        pictures = [picture.draw(record, job.out / "training.png")]
+        if record.profiled is not None:
+            pictures.append(overlap.draw(timeline, job.out / "timeline.png", step))
+        drawn = [path for path in pictures if path is not None]
         steps = sorted(record.step_ms)
         console.print(f"\nvalidation loss  {record.valid[0]:.4f} -> [bold]{record.valid[job.steps]:.4f}[/bold] nats per byte")
         console.print(f"step             {steps[len(steps) // 2]:.0f} ms (median); {int(metrics['skipped_steps'])} of {job.steps} steps skipped")
@@ -327,7 +357,10 @@ def _report(
             worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
             both = f"last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}"
             console.print(f"check            {both}; largest difference of any step {worst:.2g}")
-        console.print(f"saved            {saved}" + (f", {drawn}" if drawn else " (no picture: matplotlib is not installed)"))
+        names = ", ".join(map(str, (*files, *drawn))) + ("" if drawn else " (no picture: matplotlib is not installed)")
+        console.print(f"saved            {names}", soft_wrap=True)
+        if record.profiled is not None:
+            console.print(f"                 open {files[1]} in https://ui.perfetto.dev", soft_wrap=True)
 
 
 def _printable(text: str) -> str:

@@ -1,0 +1,117 @@
+"""In: gradients on the device, parameters in host memory. Out: either on the other side: offload and upload, in large pieces, both at once.
+
+Source: ZeRO-Offload, arXiv 2101.06840, section 4: 16-bit gradients go down and 16-bit parameters come up, 2 bytes each per parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from zk.offload.pinned import Arena, Record
+from zk.offload.streams import Awaited, Event, Link
+from zk.timeline import phase
+
+# elements of one piece: 16 MiB in 16 bits, large enough for the full speed of a link, small enough that the update soon has its first
+PIECE_NUMEL = 1 << 23
+
+
+def pieces_of(numel: int) -> list[slice]:
+    """``numel`` elements in even pieces of at most about PIECE_NUMEL, whole cache lines each."""
+    count = max(1, -(-numel // PIECE_NUMEL))
+    size = -(-numel // count // 64) * 64 or 64
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)] or [slice(0, 0)]
+
+
+@dataclasses.dataclass(slots=True)
+class Arrival:
+    """A tensor on its way into host memory, and its events, piece by piece."""
+
+    record: Record
+    pieces: Sequence[slice]
+    events: list[Event]
+
+    def piece(self, index: int) -> Tensor:
+        """Piece ``index``, once it is there."""
+        if not self.events[index].done:
+            with phase("wait", "link: a gradient"):
+                self.events[index].wait()
+        self.events[index].wait()
+        return self.record.tensor[self.pieces[index]]
+
+    def whole(self) -> Tensor:
+        """All of it, once it is there."""
+        self.events[-1].wait()
+        return self.record.tensor
+
+    def drop(self) -> None:
+        """It is not needed any more."""
+        self.record.release(self.events[-1])
+
+
+class Transfer:
+    """Copies between one device and the host for one optimizer.
+
+    Args:
+        link: to the device.
+        arena: host memory that copies run to and from; None where both memories are the same.
+        overlap: False waits for every copy where it is asked for.
+    """
+
+    def __init__(self, link: Link, arena: Arena | None, overlap: bool) -> None:
+        self.link, self.arena, self.overlap = link, arena, overlap
+        self.last: dict[str, Event] = {}  # copy of each direction
+
+    def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of host memory for as long as the optimizer lives, zero."""
+        assert self.arena is not None
+        return self.arena.acquire(numel, dtype, lasting=True).tensor.zero_()
+
+    def offload(self, source: Tensor, pieces: Sequence[slice]) -> Arrival:
+        """Start to bring ``source`` (numel,) to host memory of its own. ``source`` may be used again after the last event."""
+        assert self.arena is not None
+        record = self.arena.acquire(source.numel(), source.dtype)
+        return Arrival(record, pieces, [self.offload_to(record.tensor[piece], source[piece]) for piece in pieces])
+
+    def offload_to(self, host: Tensor, source: Tensor, mark: Event | None = None) -> Event:
+        """Start to copy ``source`` to ``host``; after ``mark``, or after what compute has been asked to do so far."""
+        return self._started("offload", self.link.offload(host, source, [mark or self.link.mark()]))
+
+    def upload(self, target: Tensor, host: Tensor, mark: Event | None = None) -> Event:
+        """Start to copy ``host`` to ``target``; after ``mark``, or after what compute has been asked to do so far."""
+        return self._started("upload", self.link.upload(target, host, [mark or self.link.mark()]))
+
+    def _started(self, direction: str, event: Event) -> Event:
+        self.last[direction] = event
+        if not self.overlap:
+            event.wait()
+        return event
+
+    def mark(self) -> Event:
+        """As for Link."""
+        return self.link.mark()
+
+    def follow(self, event: Awaited) -> None:
+        """As for Link."""
+        self.link.follow(event)
+
+    def beside(self) -> AbstractContextManager[Callable[[], Event]]:
+        """As for Link."""
+        return self.link.beside()
+
+    @property
+    def nbytes(self) -> int:
+        """Page-locked host memory taken."""
+        return self.arena.nbytes if self.arena is not None else 0
+
+    def close(self) -> None:
+        """Wait for what is under way and give page-locked memory back."""
+        for event in self.last.values():
+            event.wait()
+        self.last.clear()
+        if self.arena is not None:
+            self.arena.close()

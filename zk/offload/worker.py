@@ -1,0 +1,100 @@
+"""In: jobs. Out: the same jobs done one after the other in a thread beside training, and what went wrong in them, where they are waited for."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class Cancelled(RuntimeError):
+    """The job was not done, or not to its end, because the run is over."""
+
+
+class Ticket:
+    """One job, or a part of one that is waited for by itself."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait()`` would return, or raise, at once."""
+        return self.event.is_set()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It has ended; the first call counts."""
+        if not self.event.is_set():
+            self.error = error
+            self.event.set()
+
+    def wait(self) -> None:
+        """Return when it has ended. Raises what ended it, with the traceback of the thread that did it."""
+        self.event.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Worker:
+    """One thread. It starts with the first job and ends with ``close``, or with the program.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
+        self.stop = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> Ticket:
+        """Do ``job`` after all that was submitted before."""
+        if self.stop.is_set():
+            raise Cancelled(f"the thread {self.name!r} has ended")
+        if self.thread is None:
+            self.thread = threading.Thread(target=_run, args=(self.jobs,), name=self.name, daemon=True)
+            self.thread.start()
+            _WORKERS.add(self)
+            weakref.finalize(self, self.jobs.put, None).atexit = False  # the thread does not outlive who made it
+        ticket = Ticket()
+        self.jobs.put((job, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """No job comes any more, and those under way are asked to end (they look at ``stop``); returns when the thread has ended."""
+        self.stop.set()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.jobs.put(None)
+            self.thread.join()
+            self.thread = None
+
+
+def _run(jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]) -> None:
+    with torch.no_grad():  # gradients are switched on thread by thread
+        while (entry := jobs.get()) is not None:
+            job, ticket = entry
+            try:
+                job()
+            except BaseException as error:
+                ticket.finish(error)
+            else:
+                ticket.finish()
+            del entry, job, ticket  # a waiting thread holds nothing
+
+
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back into a finalized interpreter ends the process with SIGABRT."""
+    for worker in list(_WORKERS):
+        with contextlib.suppress(RuntimeError):
+            worker.close()
