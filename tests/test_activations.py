@@ -336,11 +336,15 @@ def test_device_memory_falls_to_the_window_and_copies_are_bounded() -> None:
             assert most[0] <= (4 + 4 + 2 if offload_it else 40) and (offload_it or most[0] == 40)
             assert link.most_pending <= 5 * KiB
             link.pending = link.most_pending = 0
-            device: list[int] = []
+            device = [0]
+
+            def note(_grad: Tensor, device: list[int] = device, offload: ActivationOffload = offload) -> None:
+                device[0] = max(device[0], offload.kept_nbytes + offload.here.nbytes)
+
             for weight in weights:
-                weight.register_hook(lambda grad, offload=offload: device.append(offload.kept_nbytes + offload.here.nbytes))
+                weight.register_hook(note)
             y.sum().backward()
-            assert max(device) <= (4 + 4 + 4 + 1) * KiB and link.most_pending <= 6 * KiB
+            assert device[0] <= (4 + 4 + 4 + 1) * KiB and link.most_pending <= 6 * KiB
             assert nothing_left(offload)
 
 
@@ -358,9 +362,9 @@ def test_each_storage_moves_once_however_many_views_of_it_are_saved() -> None:
     with strict() as link, small(min_nbytes=512, keep_last=0) as offload:
         h = torch.randn(16, 16) @ weight  # leaves its 3 KiB storage to three views; the input is 1 KiB
         q, k, v = h.chunk(3, dim=-1)
-        end = (q * k).sum() + (k * v).sum() + (h.t() * h.t()).sum()
+        end = (q * k).sum() + (k * v).sum() + (h.t() * h.t()).sum() + torch.randn(16, 16, requires_grad=True).exp().sum()
         end.backward()
-        assert (offload.num_offloaded, offload.num_uploaded) == (2, 2) and link.moved["down"] == 4 * KiB
+        assert (offload.num_offloaded, offload.num_uploaded) == (3, 2) and link.moved["down"] == 5 * KiB
 
 
 def test_a_graph_that_is_dropped_gives_everything_back() -> None:
@@ -471,6 +475,7 @@ def test_tensors_come_back_as_they_were(where: str, tmp_path: Path) -> None:
         assert nothing_left(offload)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors
 def test_what_must_or_had_better_stay_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
     large, leaf = torch.randn(100, 100), torch.randn(16, 16, requires_grad=True)
@@ -498,7 +503,7 @@ class Own(Tensor):
 
 @pytest.mark.parametrize(("keep_last", "min_nbytes"), [(0, 64), (1 << 20, 64), (0, 1 << 20)], ids=["moved", "newest", "left alone"])
 def test_writing_to_a_saved_tensor_is_an_error_in_backward(keep_last: int, min_nbytes: int) -> None:
-    with strict(), small(min_nbytes=min_nbytes, keep_last=keep_last):
+    with pretend(AdversarialLink()), small(min_nbytes=min_nbytes, keep_last=keep_last):  # (what is copied meanwhile does not matter)
         x = torch.randn(16, 16, requires_grad=True)
         y = x * 1
         z = y * y
@@ -515,7 +520,7 @@ def test_writing_to_a_saved_tensor_is_an_error_in_backward(keep_last: int, min_n
 @pytest.mark.parametrize("keep_last", [0, 1 << 20])
 def test_the_same_memory_saved_before_and_after_a_write_is_two_things(keep_last: int) -> None:
     found: list[Tensor] = []
-    with strict(), small(keep_last=keep_last):
+    with pretend(AdversarialLink()), small(keep_last=keep_last):
         x = torch.zeros(16, 16)
         first = Saves.apply(torch.ones(1, requires_grad=True), found, x)
         x.add_(1)
@@ -650,7 +655,7 @@ def test_files_hold_what_memory_does_not(link: str, keep_last: int, tmp_path: Pa
         for order, result in orders.items():
             assert same(in_order(order, offload), result), order
         assert offload.files and len(offload.files.files) > 2 and nothing_left(offload)
-        assert offload.files.nbytes < offload.offloaded_nbytes, "places are used again"
+        assert offload.files.nbytes < offload.num_offloaded * nvme.ALIGN / 2, "places are used again"
         assert len(os.listdir(tmp_path / "a")) == len(os.listdir(tmp_path / "b")) == 1
         del offload
         gc.collect()

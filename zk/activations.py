@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -28,7 +29,7 @@ from zk.config import parse_nbytes
 from zk.held import OWNERS
 from zk.materialize import compute_device
 from zk.memory import aligned
-from zk.offload.nvme import File, round_up
+from zk.offload.nvme import File, Request, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.streams import PAST, Awaited, Event, Link, link_to
 
@@ -186,6 +187,24 @@ _POOLS: weakref.WeakKeyDictionary[Link, _Pool] = weakref.WeakKeyDictionary()
 # ---- files -------------------------------------------------------------------------------------------------------------------
 
 
+class _Transfer:
+    """A request. What goes wrong in it is raised anew each time: an exception that is kept would keep the frames it passed, and their graph."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    @property
+    def done(self) -> bool:
+        return self.request.done
+
+    def wait(self) -> None:
+        try:
+            self.request.wait()
+        except OSError as error:
+            error.__traceback__ = None
+            raise copy.copy(error) from None
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Slot:
     """A place in a file, and what was last started there."""
@@ -196,12 +215,12 @@ class _Slot:
     request: Event = PAST
 
     def write(self, memory: Tensor) -> Event:
-        self.request = self.file.write_async(memory, self.offset)
+        self.request = _Transfer(self.file.write_async(memory, self.offset))
         return self.request
 
     def read(self, memory: Tensor) -> Event:
         self.request.wait()  # requests that overlap are not ordered
-        self.request = self.file.read_async(memory, self.offset)
+        self.request = _Transfer(self.file.read_async(memory, self.offset))
         return self.request
 
 

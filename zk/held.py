@@ -96,8 +96,10 @@ class Held:
 
     def publish(self, uploaded: Event) -> Awaited:
         """The updated slice becomes what all ranks use; returns what compute must follow."""
+        if isinstance(self.params, PartitionedParams) or self.params.shard.numel() == self.params.full.numel():
+            return uploaded
         self.transfer.follow(uploaded)
-        return self.params.publish() or PAST
+        return self.params.publish()
 
     def publish_beside(self, comm: Solo | Group, uploaded: Event) -> Event:
         """The same, in another thread than training, over ranks' connections of its own."""

@@ -317,8 +317,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if beside:
                 self._update_beside(tasks, grad_scale)
             else:
-                options = Options(grad_scale, self.num_threads, keep=True, backwards=self.counters["steps"] % 2 == 1)
-                pipeline.update(list(tasks.values()), options)
+                self._update_now(tasks, grad_scale)
                 for number, task in tasks.items():
                     self.held[number].updated()
                     self.held[number].underway = task
@@ -326,6 +325,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             self._tear(error)
             raise
+
+    def _update_now(self, tasks: dict[int, Task], grad_scale: float) -> None:
+        """Update in this thread: what is on a drive there and back again, everything else in the order in which gradients have left."""
+        spilled = "nvme" in self.tiers
+        options = Options(grad_scale, self.num_threads, keep=spilled, backwards=spilled and self.counters["steps"] % 2 == 1)
+        trained = [number for number, held in enumerate(self.held) if held.shard is not None]
+        order = sorted(tasks) if spilled else [trained[position] for position in self.grads.order if trained[position] in tasks]
+        pipeline.update([tasks[number] for number in order], options)
 
     def _update_beside(self, tasks: dict[int, Task], grad_scale: float) -> None:
         """Hand the update over to the worker, in the order in which forward will want it."""
@@ -454,7 +461,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def metrics(self) -> dict[str, float]:
-        """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind."""
+        """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.
+
+        ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device.
+        """
         sizes: dict[str, float] = {}
 
         def add(tier: str, kind: str, nbytes: int) -> None:
@@ -472,6 +482,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if isinstance(nvme, NVMeTier):
             add("host", "buffer", nvme.spill.buffer_nbytes)
             moved = nvme.metrics()
+        if self.transfer is not None and self.transfer.nbytes:
+            moved["pinned_nbytes"] = self.transfer.nbytes
         return {
             **self.counters,
             "grad_norm": self.last_norm,

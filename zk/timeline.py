@@ -449,7 +449,7 @@ def device_spans(trace: Mapping[str, Any]) -> list[Span]:
 def _device_resource(category: str, name: str) -> Resource | None:
     lower = name.lower()
     if category == "kernel":
-        if lower.startswith("nccl"):
+        if lower.removeprefix("void ").startswith("nccl"):
             return "collective"
         return "update" if "adam" in lower else "compute"
     if category == "gpu_memcpy":
@@ -457,7 +457,7 @@ def _device_resource(category: str, name: str) -> Resource | None:
             return "upload"
         if "dtoh" in lower:
             return "offload"
-        return "compute"  # within the device
+        return None if "htoh" in lower else "compute"  # within the device
     return "compute" if category == "gpu_memset" else None
 
 

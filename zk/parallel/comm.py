@@ -41,6 +41,8 @@ class Pending(Protocol):
 class Done:
     """A collective that needed no work."""
 
+    done = True
+
     def wait(self) -> None:
         return
 
@@ -195,10 +197,14 @@ class Group:
         return pending
 
     def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Pending:
-        """Collect every rank's ``shard`` (shard_numel,) into ``full`` (world * shard_numel,). ``shard`` may be a view of ``full``."""
+        """Collect every rank's ``shard`` (shard_numel,) into ``full`` (world * shard_numel,). ``shard`` may be a view of ``full``.
+
+        Host memory goes over gloo, whatever carries the device's.
+        """
         label, check = self._announce(GATHER, unit)
-        if not self.gloo:
+        if not self.gloo and full.device.type != "cpu":
             return self._launch(label, check, lambda: [_all_gather(full, shard, self.group)], None)
+        group = self.group if self.gloo else self.control
         parts = full.chunk(self.world)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
@@ -206,7 +212,7 @@ class Group:
         return self._launch(
             label,
             check,
-            lambda: [dist.broadcast(part, self.ranks[rank], group=self.group, async_op=True) for rank, part in enumerate(as_bytes)],
+            lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
             None,
         )
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,14 @@ _DONE = Done()
 _IN_FLIGHT = 2
 
 
+class Leaving(Pending, Protocol):
+    """Something that still reads a gradient."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+
 @dataclasses.dataclass(slots=True)
 class UnitGrads:
     """Gradients of one trained unit on their way out."""
@@ -35,7 +44,7 @@ class UnitGrads:
     layout: Layout
     held: slice  # of the flat buffer: what this rank updates
     # takes a reduced gradient (held,): None if it keeps the tensor itself, else what to come after before that is used again
-    sink: Callable[[Tensor], Pending | None]
+    sink: Callable[[Tensor], Leaving | None]
     bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced
     present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
     accumulated: bool = False  # some parameter is in the bucket more than once
@@ -69,7 +78,7 @@ class GradReducer:
         in_backward: bool,
         replicate: bool,
         check: Callable[[nn.Parameter], None],
-        follow: Callable[[Pending], None] = Pending.wait,
+        follow: Callable[[Leaving], None] = Pending.wait,
     ) -> None:
         self.comm, self.in_backward, self.replicate, self.check, self.follow = comm, in_backward, replicate, check, follow
         self.units: list[UnitGrads] = []
@@ -79,7 +88,7 @@ class GradReducer:
         self.started: set[int] = set()
         self.queue: list[tuple[UnitGrads, Pending, Tensor, Tensor]] = []
         # buckets to use again, each with what to come after; by layout: what is padding in one is a parameter in another
-        self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Pending]]] = {}
+        self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Leaving]]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
@@ -166,13 +175,13 @@ class GradReducer:
         """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
         dtype = torch.float32 if unit.wide else unit.unit.dtype
         free = self.pool.get((unit.layout, dtype))
-        if not free:
+        if not free or not (free[0][1].done or len(free) >= _IN_FLIGHT):  # on its way out: another one, as long as that are not too many
             return zeros(unit.layout.numel, dtype, unit.unit.device)
         bucket, event = free.pop(0)
         self.follow(event)
         return bucket
 
-    def _give(self, unit: UnitGrads, bucket: Tensor, after: Pending = _DONE) -> None:
+    def _give(self, unit: UnitGrads, bucket: Tensor, after: Leaving = _DONE) -> None:
         free = self.pool.setdefault((unit.layout, bucket.dtype), [])
         if not self.in_backward or len(free) < _IN_FLIGHT:
             free.append((bucket, after))

@@ -26,6 +26,9 @@ _DESCRIBED = {  # row of the table and the picture -> what a reader is told it i
 }
 
 
+_SPENT = ("forward", "backward", "update")  # of the training thread's time, what comes first
+
+
 @contextmanager
 def recorded(blocks: dict[str, nn.Module], device: torch.device) -> Iterator[Recorder]:
     """Record what goes on inside, with a span for each block's forward and backward."""
@@ -65,19 +68,17 @@ def print_table(console: Console, timeline: Timeline, step: int) -> None:
     whole_ms = (timeline.stop_ns - timeline.start_ns) / 1e6
     title = f"overlap in step {step}, {whole_ms:,.1f} ms"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in ("resource", ""):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("busy ms", "behind compute", "behind update", "exposed"):
+    table.add_column("resource", no_wrap=True)
+    for heading in ("busy ms", "behind compute", "behind update", "in the open"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("hidden", no_wrap=True)
     for row in rows:
-        described = f"[dim]{_DESCRIBED[row.resource]}[/dim]"
         if row.resource == "compute":
-            table.add_row(row.resource, described, f"{row.busy_ms:,.1f}", "", "", "", "")
+            table.add_row(row.resource, f"{row.busy_ms:,.1f}")
             continue
         beside = "" if row.resource == "update" else f"{row.update_ms:,.1f}"
         times = (f"{row.busy_ms:,.1f}", f"{row.hidden_ms:,.1f}", beside, f"{row.exposed_ms - row.update_ms:,.1f}")
-        table.add_row(row.resource, described, *times, f"{_bar(row.share)} {row.share:4.0%}")
+        table.add_row(row.resource, *times, f"{_bar(row.share)} {row.share:4.0%}")
     console.print()
     console.print(table)
     unused = [resource for resource in _DESCRIBED if resource not in (*(row.resource for row in rows), "wait")]
@@ -95,12 +96,22 @@ def _spent(timeline: Timeline, whole_ms: float) -> str:
     """ "forward 20%, backward 40%, update 30%, waiting for the drive 8%, other 2%"."""
     spent = timeline.training_thread()
     spent["other"] += spent.pop("step", 0.0)
-    order = sorted(spent, key=lambda what: (what == "other", what.startswith("wait"), list(_SPENT).index(what) if what in _SPENT else 99))
+    order = [*_SPENT, *sorted(what for what in spent if what not in (*_SPENT, "other")), "other"]
+    spent = {what: spent.get(what, 0.0) for what in order}
     parts = [f"{what.replace('wait: ', 'waiting for ')} {spent[what] / whole_ms:.0%}" for what in order if spent[what] / whole_ms >= 0.005]
     return ", ".join(parts)
 
 
-_SPENT = ("forward", "backward", "update")
+def _longest_waits(timeline: Timeline) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Waits of the training thread without a gap between them, (start, width) in ns: for what the most of each was."""
+    waits = [(span.name.partition(":")[0], start, stop) for span, start, stop in timeline.pieces() if span.resource == "wait"]
+    for first, last in timeline.busy("wait"):
+        spent: dict[str, int] = {}
+        for kind, start, stop in waits:
+            if first <= start and stop <= last:
+                spent[kind] = spent.get(kind, 0) + stop - start
+        yield max(spent, key=lambda kind: spent[kind]), (first, last - first)
+
 
 _COLORS = {
     "forward": "#4477aa",
@@ -154,24 +165,31 @@ def draw(timeline: Timeline, path: Path, step: int) -> Path | None:
             for part in ("forward", "backward"):
                 pieces = [(start, stop) for span, start, stop in timeline.pieces() if span.resource == part and timeline.trains(span.thread)]
                 axes.broken_barh(bars(pieces), (bottom, height), facecolors=_COLORS[part], edgecolor="white", linewidth=0.3)
-        elif name in ("compute", "wait"):
-            axes.broken_barh(bars(compute if name == "compute" else waits), (bottom, height), facecolors=color)
+        elif name == "compute":
+            axes.broken_barh(bars(compute), (bottom, height), facecolors=color, linewidth=0)
+        elif name == "wait":
+            axes.broken_barh(bars(waits), (bottom, height), facecolors=color, linewidth=0)
+            for kind, (start, width) in _longest_waits(timeline):
+                if width / 1e6 > 0.012 * (len(kind) + 1) * whole_ms:  # the word fits
+                    axes.text((start + width / 2 - timeline.start_ns) / 1e6, place, kind, ha="center", va="center", fontsize=8, color="white")
         else:
             busy = timeline.busy(name)  # type: ignore[arg-type]
             axes.broken_barh(bars(busy), (bottom, height), facecolors=color, alpha=0.4, linewidth=0)
             axes.broken_barh(bars(intersection(busy, compute)), (bottom, height), facecolors=color, linewidth=0)
 
-    right = {row.resource: (f"{row.busy_ms:,.0f} ms", f"{row.share:.0%}") for row in rows}
-    right["compute"] = (right["compute"][0], "")
-    right["wait"] = (f"{length(waits) / 1e6:,.0f} ms", "")
-    for place, cells in (*enumerate(right[name] for name in names), (-0.72, ("busy", "hidden"))):
-        for column, cell in zip((1.065, 1.125), cells, strict=True):
-            color = "#555555" if place < 0 else "#222222"
-            axes.text(column, place, cell, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=10, color=color)
-    axes.set_yticks(range(len(names)), [f"{name}\n{_DESCRIBED[name]}" for name in names], fontsize=9)
+    cells = {row.resource: (f"{row.busy_ms:,.0f} ms", f"{row.share:.0%}" if row.resource != "compute" else "") for row in rows}
+    cells["wait"] = (f"{length(waits) / 1e6:,.0f} ms", "")
+    beside = axes.get_yaxis_transform()  # x: of the axes' width; y: row
+    for column, x in enumerate((1.065, 1.125)):
+        axes.text(x, -0.72, ("busy", "hidden")[column], transform=beside, ha="right", va="center", color="#555555")
+        for place, name in enumerate(names):
+            axes.text(x, place, cells[name][column], transform=beside, ha="right", va="center")
+    for place, name in enumerate(names):
+        axes.text(-0.008, place - 0.13, name, transform=beside, ha="right", va="center")
+        axes.text(-0.008, place + 0.2, _DESCRIBED[name], transform=beside, ha="right", va="center", fontsize=8, color="#777777")
+    axes.set_yticks([])
     axes.set(xlim=(0, whole_ms), ylim=(len(names) - 0.45, -1.0), xlabel="ms since the step began")
     axes.set_title(f"Step {step}: {whole_ms:,.0f} ms", loc="left", fontsize=12)
-    axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     key = [Patch(facecolor="#777777", label="hidden behind compute"), Patch(facecolor="#777777", alpha=0.4, label="exposed")]
     if len(rows) > 1:

@@ -1,0 +1,129 @@
+"""Does a step take as long as its slowest resource? Compute, link and update that take a given time each, against the model of their overlap.
+
+    python benchmarks/overlap_model.py [--units 8] [--steps 6]
+
+No GPU: compute and update sleep, and the link (zk.offload.twins.ThrottledLink) moves a given number of bytes per second, so all that
+is measured is whether zk lets them run beside one another. With f, b, d, u the milliseconds that one of N units takes in forward, in backward,
+on the link in one direction, and in its update:
+
+    step(), update inside      N f  +  max(N b, b + (N-2) d)  +  max(N u + d, u + N d)
+    overlap_step=True                  max(N b + d, b + N d)  +  max(N f + u + d, N u + d + f, N d + u + f)
+
+Each maximum is over the resources that work beside one another, and the rest is the tail: the first or last unit's share of the others.
+The norm of all gradients is known before anything is updated, so no update begins before the end of backward; and backward does not run
+further ahead of the link than two buckets, which bounds the device's memory. Ends with an error if a row differs from the model by more than 15%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import zk
+from zk.offload import rules
+from zk.offload.twins import ThrottledLink, pretend
+
+NUMEL = 1 << 20  # of a unit: 2 MiB in 16 bits
+TOLERANCE = 0.15
+# forward, backward, link (each way), update: milliseconds of one unit
+RATIOS = {
+    "compute is the slowest": (30, 60, 15, 15),
+    "link is the slowest": (15, 30, 70, 20),
+    "update is the slowest": (15, 30, 20, 70),
+    "all alike": (40, 40, 40, 40),
+}
+
+
+class _Compute(torch.autograd.Function):
+    """Takes its time in both directions; the weight's gradient is the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        ctx.save_for_backward(weight)
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, ctx.saved_tensors[0].clone(), None, None
+
+
+class Block(nn.Module):
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((NUMEL,), 0.01))
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Compute.apply(x, self.weight, self.forward_s, self.backward_s)
+
+
+def model_ms(units: int, forward: float, backward: float, link: float, update: float, overlap_step: bool) -> float:
+    """Milliseconds of a step, by the formula above."""
+    n, f, b, d, u = units, forward, backward, link, update
+    if overlap_step:
+        return max(n * b + d, b + n * d) + max(n * f + u + d, n * u + d + f, n * d + u + f)
+    return n * f + max(n * b, b + (n - 2) * d) + max(n * u + d, n * d + u)
+
+
+def measured_ms(units: int, steps: int, times: tuple[float, float, float, float], **options: Any) -> tuple[float, float]:
+    """The median step, and the time that the busier direction of the link was busy in one step, in milliseconds."""
+    forward, backward, link, update = (ms / 1e3 for ms in times)
+    adam_ = rules.adam_
+
+    def slow_adam(param: Tensor, *args: Any, **kwargs: Any) -> None:
+        end = time.perf_counter() + update * param.numel() / NUMEL
+        adam_(param, *args, **kwargs)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    blocks = nn.Sequential(*[Block(forward, backward) for _ in range(units)])
+    with pretend(ThrottledLink(2 * NUMEL / link)) as throttled, mock.patch.object(rules, "adam_", slow_adam):
+        inner = torch.optim.AdamW(blocks.parameters(), lr=1e-3)
+        with zk.ZeroOptimizer(blocks, inner, stage=2, dtype="bf16", optimizer_tier="host", clip_grad_norm=1.0, **options) as optimizer:
+            starts = []
+            for _ in range(steps + 1):
+                starts.append(time.perf_counter())
+                x = torch.zeros(1, requires_grad=True)
+                blocks(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            starts.append(time.perf_counter())
+            optimizer.synchronize()
+            busy = max(throttled.down.busy_s, throttled.up.busy_s) / (steps + 1)
+    took = [stop - start for start, stop in zip(starts[1:], starts[2:], strict=False)]  # the first step meets nothing under way
+    return statistics.median(took) * 1e3, busy * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--units", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args()
+    print(f"{options.units} units; ms of one unit in forward, backward, on the link, in its update. {datetime.date.today()}\n")
+    print("| slowest | f b d u | overlap | one after the other | model | measured | measured / model |")
+    print("|---|---|---|---:|---:|---:|---:|")
+    worst = 0.0
+    for name, times in RATIOS.items():
+        alone, _ = measured_ms(options.units, max(2, options.steps // 2), times, overlap=False)
+        for overlap_step in (False, True):
+            want = model_ms(options.units, *times, overlap_step)
+            got, _ = measured_ms(options.units, options.steps, times, overlap_step=overlap_step)
+            worst = max(worst, abs(got / want - 1))
+            how = "overlap_step" if overlap_step else "step()"
+            print(f"| {name} | {' '.join(map(str, times))} | {how} | {alone:.0f} | {want:.0f} | {got:.0f} | {got / want:.2f} |", flush=True)
+    print(f"\nLargest difference from the model: {worst:.0%} (asked: at most {TOLERANCE:.0%}).")
+    sys.exit(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()
