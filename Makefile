@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test bench bench-peers bench-nvme bench-tiled gpu lint clean
+.PHONY: train test mutate bench bench-peers bench-nvme bench-tiled bench-overlap gpu lint clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# removes every wait for copies between device and host, one at a time: some test must fail (about a quarter of an hour)
+mutate: $(READY)
+	$(BIN)/python -m tests.mutate_waits $(ARGS)
 
 bench: $(READY)
 	mkdir -p runs
@@ -41,6 +45,10 @@ gpu: $(READY)
 bench-tiled: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/tiled_memory.py $(NVME) $(ARGS)
+
+# a step against the model of its overlap, with compute, link and update that take a given time each
+bench-overlap: $(READY)
+	$(BIN)/python benchmarks/overlap_model.py $(ARGS)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

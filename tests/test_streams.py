@@ -104,6 +104,72 @@ def test_it_finds_an_upload_of_what_has_not_arrived() -> None:
     assert len(link.races) == 1 and "its owner must wait first" in link.races[0]
 
 
+def test_it_finds_a_copy_that_comes_after_an_older_mark_than_what_compute_wrote() -> None:
+    link, (device, host) = AdversarialLink(), pair()
+    link.follow(link.offload(host, device, [link.mark()]))
+    mark = link.mark()
+    device += 1
+    link.offload(host, device, [mark]).wait()
+    assert host.isnan().all() and len(link.races) == 1 and "an older mark" in link.races[0]
+    link.offload(host, device, [link.mark()]).wait()
+    assert torch.equal(host, device) and len(link.races) == 1
+
+
+@pytest.mark.parametrize("direction", ("down", "up"))
+def test_it_finds_a_target_that_is_written_before_the_copy_is_over(direction: str) -> None:
+    link, (source, target) = AdversarialLink(), pair()
+    copy = link.offload if direction == "down" else link.upload
+    copy(target, source, [link.mark()])
+    target.zero_()
+    link.finish()
+    assert len(link.races) == 1 and "was written under it" in link.races[0]
+
+
+def test_it_shows_no_copy_whose_target_a_later_one_is_still_to_write() -> None:
+    link, (device, host) = AdversarialLink(), pair()
+    first = link.offload(host, device, [link.mark()])
+    second = link.offload(host, torch.ones(8), [link.mark()])
+    first.wait()
+    assert host.isnan().all()
+    second.wait()
+    assert (host == 1).all() and not link.races
+
+
+def test_it_finds_memory_that_is_unlocked_under_a_copy() -> None:
+    link, (device, _) = AdversarialLink(), pair()
+    memory = torch.zeros(16)
+    link.pin(memory)
+    event = link.offload(memory[8:], device, [link.mark()])
+    link.unpin(memory)
+    assert len(link.races) == 1 and "unlocked under it" in link.races[0]
+    link.pin(memory)
+    event.wait()
+    link.unpin(memory)
+    assert len(link.races) == 1
+
+
+def test_what_is_uploaded_is_there_for_what_runs_beside_compute_and_not_for_compute() -> None:
+    link, (host, device) = AdversarialLink(), pair()
+    link.upload(device, host, [link.mark()])
+    with link.beside() as reached:
+        assert torch.equal(device, host)
+        event = reached()
+    assert device.isnan().all()
+    link.follow(event)
+    assert torch.equal(device, host) and not link.races
+
+
+def test_compute_gets_hold_of_memory_once_for_each_copy() -> None:
+    """The host learns later than compute that an upload is over; that is not compute's business any more."""
+    link, (host, device) = AdversarialLink(), pair()
+    link.follow(link.upload(device, host, [link.mark()]))
+    mark = link.mark()
+    link.follow(link.upload(torch.empty(8), torch.ones(8), [link.mark()]))
+    event = link.upload(device, torch.ones(8), [mark])
+    link.follow(event)
+    assert (device == 1).all() and not link.races
+
+
 def test_a_throttled_link_takes_its_time_in_both_directions_at_once() -> None:
     link = ThrottledLink(nbytes_per_s=4e6)
     there, back = (torch.ones(50_000), torch.zeros(50_000)), (torch.ones(50_000), torch.zeros(50_000))  # 0.05 s each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 
 from zk import timeline as module
 from zk.cli import app
+from zk.offload.twins import ThrottledLink
+from zk.parallel.comm import Group
 from zk.timeline import (
     MEASURED,
     RESOURCES,
@@ -126,8 +129,8 @@ def test_figures_are_those_of_a_count_moment_by_moment(some: list[Span]) -> None
     for tick in range(40):
         for thread in ("main", "io", "worker"):
             held = [s for s in told.spans if s.thread == thread and s.holds and s.start_ns <= tick * MS < s.stop_ns]
-            # the innermost; of those alike in start and end, the one that was entered last
-            inner = max(enumerate(held), key=lambda pair: (pair[1].start_ns, -pair[1].stop_ns, pair[0]))[1] if held else None
+            # of spans alike in start and end, the first in the list is inside: it was the first to end
+            inner = max(held, key=lambda s: (s.start_ns, -s.stop_ns), default=None)
             free = [s for s in told.spans if s.thread == thread and not s.holds and s.start_ns <= tick * MS < s.stop_ns]
             for active in (*([inner] if inner else []), *free):
                 if active.resource != "wait" or thread == "main":
@@ -162,7 +165,7 @@ def test_union_and_intersection_are_those_of_sets(first: list[tuple[int, int]], 
     assert moments(a) == moments(first) and moments(both) == moments(first) & moments(second)
     for intervals in (a, both):
         assert all(start < stop for start, stop in intervals)
-        assert all(x[1] < y[0] for x, y in zip(a, a[1:], strict=False))
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(a))
         assert length(intervals) == len(moments(intervals))
 
 
@@ -213,9 +216,8 @@ def test_without_a_recorder_nothing_is_kept_and_no_label_is_made(monkeypatch: py
 
 
 def test_an_exception_inside_keeps_the_span_and_goes_on() -> None:
-    with pytest.raises(KeyError), Recorder() as recorder:
-        with phase("backward", "whole"), phase("update", "unit"):
-            raise KeyError("x")
+    with pytest.raises(KeyError), Recorder() as recorder, phase("backward", "whole"), phase("update", "unit"):
+        raise KeyError("x")
     assert [(s.resource, s.name) for s in recorder.timeline.spans] == [("backward", "whole"), ("update", "unit")]
     assert not recording()
 
@@ -264,6 +266,43 @@ def test_under_torchs_profiler_phases_are_labels() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, phase("update", "blocks.0"):
         pass
     assert "zk::update blocks.0" in [event.name for event in profile.events()]
+
+
+def test_a_collective_is_a_span_until_it_ends_and_not_until_it_is_waited_for(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        comm = Group(None)
+        comm.name_units(["blocks.0"], "")
+        bucket, shard = torch.ones(64), torch.empty(64)
+        with Recorder() as recorder:
+            pending = comm.reduce_scatter(0, bucket, shard)
+            deadline = time.monotonic() + 30
+            while not any(s.resource == "collective" for s in recorder.spans) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            waited_from = now_ns()
+            pending.wait()
+        comm.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(shard, bucket)
+    told = {(s.resource, s.name, s.holds): s for s in recorder.timeline.spans}
+    under_way = told["collective", "reduce of unit 'blocks.0'", False]
+    assert under_way.stop_ns < waited_from
+    assert told["collective", "reduce of unit 'blocks.0': its arithmetic", True].start_ns >= waited_from
+    assert ("wait", "other ranks: reduce of unit 'blocks.0'", True) in told
+
+
+def test_copies_over_a_throttled_link_are_spans_of_its_two_directions() -> None:
+    link = ThrottledLink(64e6)
+    host, device = torch.zeros(1 << 18), torch.ones(1 << 18)
+    with Recorder() as recorder:
+        arrived = [link.offload(host, device, [link.mark()]), link.upload(torch.empty_like(device), host.clone(), [])]
+        for event in arrived:
+            link.follow(event)
+    told = {s.resource: s for s in recorder.timeline.spans}
+    assert set(told) == {"offload", "upload", "wait"} and told["wait"].name == "link"
+    assert (told["offload"].stop_ns - told["offload"].start_ns) >= 15 * MS  # 1 MiB at 64 MB/s takes 16.4 ms
+    assert {told["offload"].thread, told["upload"].thread} == {"zk-twin-offload", "zk-twin-upload"}
 
 
 # ---- Chrome's format -------------------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ class _Transfer:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Slot:
-    """A place in a file, and what was last started there."""
+    """A place in a file, and what was last started there. Memory is given up once it is written, so what is read has been written."""
 
     file: File
     offset: int
@@ -219,7 +219,6 @@ class _Slot:
         return self.request
 
     def read(self, memory: Tensor) -> Event:
-        self.request.wait()  # requests that overlap are not ordered
         self.request = _Transfer(self.file.read_async(memory, self.offset))
         return self.request
 
@@ -509,20 +508,37 @@ class ActivationOffload:
         _check_version(packed.witness, packed.version, packed.shape)
         with self._alone():
             self.clock += 1
-            block = self.blocks[packed.number]
-            if block.device is None:
-                self._bring(block, needed=True)
-                self.num_late += 1
-            elif block in self.here and not block.used:
-                self.num_ahead += 1
-            if block in self.here:
-                self.link.follow(block.event)
-                block.used = True
-            assert block.device is not None
-            storage = block.device.untyped_storage()
-            tensor = torch.empty(0, dtype=packed.dtype, device=self.link.device).set_(storage, packed.offset, packed.shape, packed.stride)
-            self._bring_ahead(packed.number, block)
+            try:
+                return self._bring_back(packed)
+            except OSError:
+                self._forget_reads()
+                raise
+
+    def _bring_back(self, saved: _Saved) -> Tensor:
+        """The tensor as it was, and those before it on their way."""
+        block = self.blocks[saved.number]
+        if block.device is None:
+            self._bring(block, needed=True)
+            self.num_late += 1
+        elif block in self.here and not block.used:
+            self.num_ahead += 1
+        if block in self.here:
+            self.link.follow(block.event)
+            block.used = True
+        assert block.device is not None
+        storage = block.device.untyped_storage()
+        tensor = torch.empty(0, dtype=saved.dtype, device=self.link.device).set_(storage, saved.offset, saved.shape, saved.stride)
+        self._bring_ahead(saved.number, block)
         return tensor
+
+    def _forget_reads(self) -> None:
+        """A drive has refused: what is needed again, is read again."""
+        for block in list(self.here):
+            self._let_go(block)
+        for block in set(self.blocks.values()):
+            if block.read is not None:
+                self._give_host(block, block.read)
+                block.read = None
 
     def _earlier(self, number: int) -> Iterator[_Block]:
         """The blocks of tensors saved before ``number``, the last of them first, that are not on the device for other reasons."""
@@ -586,12 +602,8 @@ class ActivationOffload:
         assert block.read is not None
         if not (needed or block.read.done):
             return False
-        read, block.read = block.read, None
-        try:
-            read.wait()
-        except OSError:
-            self._give_host(block)
-            raise
+        block.read.wait()
+        block.read = None
         return True
 
     def _let_go(self, block: _Block) -> None:
@@ -639,7 +651,7 @@ class ActivationOffload:
         for queue in (self.newest, self.leaving, self.landed):
             queue.drop(block)
         self._let_go(block)
-        self._give_host(block, block.read or PAST, block.slot.request if block.slot is not None else PAST)
+        self._give_host(block, block.read or PAST)
         if block.slot is not None:
             assert self.files is not None
             self.files.give(block.slot)

@@ -41,11 +41,13 @@ def train(
         list[Path] | None,
         typer.Option(help="Folder on the drive, for the nvme tier; repeat it to stripe over several.", exists=True, file_okay=False),
     ] = None,
+    device_budget: Annotated[str | None, typer.Option(help="Device memory that training state may take; tiers that are auto fill it first.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory that training state may take, such as 4GiB.")] = None,
     state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32, or bf16, which halves them.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
+    overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update beside training, in the order of the next forward.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
@@ -68,10 +70,12 @@ def train(
             param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
             optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
             nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
+            device_budget=device_budget,
             host_budget=host_budget,
             state_dtype=state_dtype,
             clip_grad_norm=clip or None,
             prefetch=prefetch,
+            overlap_step=overlap_step,
         )
         model = GPTConfig(width=width, layers=layers, heads=heads, context=context)
         run(

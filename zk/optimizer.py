@@ -351,12 +351,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _finish_update(self) -> None:
         """Wait for what is updated beside training."""
-        try:
-            for held in self.held:
+        for held in self.held:
+            try:
                 held.arrive()
-        except BaseException as error:
-            self._tear(error)
-            raise
+            except BaseException as error:
+                if held.underway is not None and held.underway.done.error is error:  # and not Ctrl-C: that ends the waiting only
+                    self._tear(error)
+                raise
 
     def _tear(self, error: BaseException) -> None:
         self.torn = self.torn or f"{type(error).__name__}: {error}"
@@ -533,7 +534,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self.held:
             if held.underway is not None:
                 held.underway.done.event.wait()
-                held.forget_update()
+                if held.underway.done.error is None:
+                    held.arrive()
+                else:
+                    held.forget_update()
 
     def _close_memory(self) -> None:
         """End the worker, remove files, and give page-locked memory back."""

@@ -224,16 +224,16 @@ def length(intervals: Intervals) -> int:
 
 
 def own(spans: Sequence[Span]) -> list[tuple[Span, int, int]]:
-    """The moments of each of one thread's spans in which it is the innermost: the one that began last, and of these the shortest."""
+    """The moments of each of one thread's spans in which it is the innermost: the one that began last, then ends first, then is named first."""
     edges = sorted({edge for span in spans for edge in (span.start_ns, span.stop_ns)})
-    waiting = sorted(spans, key=lambda span: (span.start_ns, -span.stop_ns), reverse=True)  # next to begin last
+    waiting = sorted(spans, key=lambda span: span.start_ns)[::-1]  # the next to begin is the last
     active: list[tuple[int, int, int, Span]] = []
     pieces: list[tuple[Span, int, int]] = []
     order = 0
     for start, stop in itertools.pairwise(edges):
         while waiting and waiting[-1].start_ns <= start:
             span = waiting.pop()
-            order -= 1
+            order += 1
             heapq.heappush(active, (-span.start_ns, span.stop_ns, order, span))
         while active and active[0][1] <= start:
             heapq.heappop(active)
@@ -433,17 +433,23 @@ def device_spans(trace: Mapping[str, Any]) -> list[Span]:
     base = int(trace.get("baseTimeNanoseconds", 0))
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and "ts" in event]
     clocks = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(_CLOCK)]
-    shifts = (int(event["name"].removeprefix(_CLOCK)) - base - round(float(event["ts"]) * 1e3) for event in clocks)
+    shifts = (int(event["name"].removeprefix(_CLOCK)) - base - _ns(event["ts"]) for event in clocks)
     shift = max(shifts, default=0)  # a label begins a little after the time it names: the one that was delayed least
     spans = []
     for event in events:
         resource = _device_resource(event.get("cat", ""), event["name"])
         if resource is not None:
-            start = base + shift + round(float(event["ts"]) * 1e3)
+            start = base + shift + _ns(event["ts"])
             args = event.get("args", {})
             thread = f"device {args.get('device', event.get('pid'))} stream {args.get('stream', event.get('tid'))}"
-            spans.append(Span(resource, event["name"], start, start + round(float(event.get("dur", 0)) * 1e3), thread, holds=False))
+            spans.append(Span(resource, event["name"], start, start + _ns(event.get("dur", 0)), thread, holds=False))
     return sorted(spans, key=lambda span: span.start_ns)
+
+
+def _ns(us: float) -> int:
+    """Microseconds, which may count from 1970, in nanoseconds."""
+    whole = int(us)
+    return whole * 1000 + round((us - whole) * 1000)
 
 
 def _device_resource(category: str, name: str) -> Resource | None:

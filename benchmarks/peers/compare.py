@@ -43,6 +43,9 @@ WHAT = {
     "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",
     "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.75 GiB",
     "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.75 GiB, bf16 moments",
+    "zk_stage3_overlap_step": "zk stage 3, optimizer and parameters on host, overlap_step",
+    "zk_stage3_nvme_overlap_step": "zk stage 3, both on NVMe, no host budget, overlap_step",
+    "zk_stage3_nvme_cached_overlap_step": "zk stage 3, both on NVMe, host_budget 1.75 GiB, overlap_step",
 }
 
 

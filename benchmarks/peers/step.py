@@ -163,6 +163,9 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage3": lambda model: zk(model, 3),
     "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
     "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB"),
+    "zk_stage3_overlap_step": lambda model: zk(model, 3, "host", overlap_step=True),
+    "zk_stage3_nvme_overlap_step": lambda model: zk(model, 3, "nvme", overlap_step=True),
+    "zk_stage3_nvme_cached_overlap_step": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", overlap_step=True),
     "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", state_dtype="bf16"),
 }
 

@@ -180,7 +180,7 @@ def draw(timeline: Timeline, path: Path, step: int) -> Path | None:
     cells = {row.resource: (f"{row.busy_ms:,.0f} ms", f"{row.share:.0%}" if row.resource != "compute" else "") for row in rows}
     cells["wait"] = (f"{length(waits) / 1e6:,.0f} ms", "")
     beside = axes.get_yaxis_transform()  # x: of the axes' width; y: row
-    for column, x in enumerate((1.065, 1.125)):
+    for column, x in enumerate((1.085, 1.145)):
         axes.text(x, -0.72, ("busy", "hidden")[column], transform=beside, ha="right", va="center", color="#555555")
         for place, name in enumerate(names):
             axes.text(x, place, cells[name][column], transform=beside, ha="right", va="center")
