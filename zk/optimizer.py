@@ -342,8 +342,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ordered = [tasks[number] for number in order]
         # one thread is left for this one, which launches what the device computes
         threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
+        pipeline.update(ordered, Options(grad_scale, threads), beside=False)
         options = Options(grad_scale, threads, mark=self.transfer.mark())
-        pipeline.update(ordered, options, beside=False)
         self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop))
         for number in order:
             self.held[number].updated()
