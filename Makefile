@@ -37,9 +37,10 @@ bench-nvme: $(READY) $(VENV)/.peers
 	$(BIN)/python benchmarks/nvme_floor.py $(NVME)
 	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments
 
-# on a machine with a GPU: the kernels' tests and benchmarks, and a dated report in benchmarks/results/
+# on a machine with a GPU: all that is to be tested and measured there, in less than ten minutes, and a dated report in benchmarks/results/;
+# some of it: make gpu ARGS='--sections step,peers'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
 gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --nvme $(NVME) $(ARGS)
 
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)

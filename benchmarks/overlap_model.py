@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import statistics
 import sys
 import time
@@ -100,7 +101,7 @@ def measured_ms(units: int, steps: int, times: tuple[float, float, float, float]
             starts.append(time.perf_counter())
             optimizer.synchronize()
             busy = max(throttled.down.busy_s, throttled.up.busy_s) / (steps + 1)
-    took = [stop - start for start, stop in zip(starts[1:], starts[2:], strict=False)]  # the first step meets nothing under way
+    took = [stop - start for start, stop in itertools.pairwise(starts[1:])]  # the first step meets nothing under way
     return statistics.median(took) * 1e3, busy * 1e3
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,15 @@ from zk.offload.streams import Event
 from zk.offload.twins import AdversarialLink, ThrottledLink, pretend
 
 KiB = 1024
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are too small for more, and on a busy machine threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Strict(AdversarialLink):
@@ -346,6 +356,38 @@ def test_device_memory_falls_to_the_window_and_copies_are_bounded() -> None:
             y.sum().backward()
             assert device[0] <= (4 + 4 + 4 + 1) * KiB and link.most_pending <= 6 * KiB
             assert nothing_left(offload)
+
+
+class Prompt(Lazy):
+    """Its copies are done at once."""
+
+    def _copy(self, queue: str, target: Tensor, source: Tensor, after: object) -> Event:
+        super()._copy(queue, target, source, after).wait()
+        return Lazy.Event(self, 0)
+
+
+def test_what_has_arrived_in_host_memory_is_off_the_device_at_once() -> None:
+    with pretend(Prompt()), small(min_nbytes=512, keep_last=4 * KiB) as offload:
+        outputs = chain(torch.randn(16, 16), list(weights_of(20)))
+        assert offload.kept_nbytes == offload.newest.nbytes <= 4 * KiB
+        del outputs
+
+
+def test_copies_ahead_of_use_are_bounded_whatever_is_used() -> None:
+    weights = weights_of(10)
+    with pretend(Lazy()):
+        offload = small(min_nbytes=512, keep_last=4 * KiB)
+        with offload:
+            graphs = [chain(torch.randn(16, 16), list(weights)) for _ in range(12)]
+        for index in (0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11):
+            torch.autograd.grad(graphs[index][8].sum(), graphs[index][7], retain_graph=True)  # others come ahead, in vain
+            assert offload.here.nbytes <= 6 * KiB
+        late = offload.num_late
+        for _ in range(3):
+            for graph in reversed(graphs):
+                torch.autograd.grad(graph[-1].sum(), weights, retain_graph=True)
+                assert offload.here.nbytes <= 6 * KiB
+        assert offload.num_late - late <= 6, "what came in vain does not stay in the way"
 
 
 def test_uploads_are_under_way_before_they_are_needed() -> None:
@@ -664,6 +706,12 @@ def test_files_hold_what_memory_does_not(link: str, keep_last: int, tmp_path: Pa
 
 def test_host_memory_is_bounded_with_files(tmp_path: Path) -> None:
     weights = weights_of(60)
+    with pretend(Lazy()) as link:
+        offload = small(min_nbytes=512, keep_last=4 * KiB, nvme_path=tmp_path)
+        for pages in range(1, 12):  # other sizes every time
+            with offload:
+                chain(torch.randn(pages, 1024), [nn.Parameter(torch.eye(1024)) for _ in range(3)])
+        assert sum(link.pinned.values()) <= (32 + 4 * 11) * KiB
     with pretend(Lazy()):
         offload = small(min_nbytes=512, keep_last=2 * KiB, nvme_path=tmp_path)
         with offload:
@@ -687,16 +735,75 @@ def test_writes_under_way_are_bounded_where_device_and_host_are_one(tmp_path: Pa
         assert nothing_left(offload)
 
 
+@contextlib.contextmanager
+def slow(call: str, first: int, count: int) -> Iterator[None]:
+    """Some of the transfers take their time."""
+    really, numbers = getattr(nvme.SYSTEM, call), iter(range(1 << 30))
+
+    def move(*args: object) -> int:
+        if first <= next(numbers) < first + count:
+            time.sleep(0.1)
+        return really(*args)  # type: ignore[no-any-return]
+
+    with mock.patch.object(nvme.SYSTEM, call, move):
+        yield
+
+
 def test_a_place_is_not_given_away_under_a_write(tmp_path: Path) -> None:
-    with adversarial_drive(seed=3):
-        offload = small(keep_last=0, nvme_path=tmp_path)
-        for round_ in range(30):
-            found: list[Tensor] = []
+    nvme.can_bypass_cache(str(tmp_path))
+    offload, found = small(keep_last=0, nvme_path=tmp_path), list[Tensor]()
+    with slow("pwritev", 0, 1), offload:
+        Saves.apply(torch.ones(1, requires_grad=True), [], torch.full((64, 64), -1.0))  # dropped at once, while it is written
+        y = Saves.apply(torch.ones(1, requires_grad=True), found, torch.full((64, 64), 1.0))
+        z = Saves.apply(torch.ones(1, requires_grad=True), [], torch.full((64, 64), 2.0))
+        time.sleep(0.2)
+    y.backward()
+    assert torch.equal(found[0], torch.full((64, 64), 1.0)) and offload.num_late == 1
+    del z
+
+
+def test_a_host_buffer_is_not_given_away_under_a_read(tmp_path: Path) -> None:
+    wanted = in_order("together", None)
+    nvme.can_bypass_cache(str(tmp_path))
+    with strict():
+        offload = small(keep_last=2 * KiB, nvme_path=tmp_path)
+        with offload:
+            outputs = chain(torch.randn(8, 16), list(weights_of(20)))
+        with slow("preadv", 0, 20):
+            torch.autograd.grad(outputs[12].sum(), outputs[11])  # starts to fetch what comes before
+            assert any(block.read is not None for block in offload.blocks.values())
+            del outputs
+            assert same(in_order("together", offload), wanted)
+
+
+def test_what_could_not_be_read_can_be_read_later(tmp_path: Path) -> None:
+    def grads(offload: ActivationOffload | None) -> Iterator[list[Tensor]]:
+        torch.manual_seed(1)
+        weights = weights_of(12)
+        with offload or contextlib.nullcontext():
+            end = chain(torch.randn(8, 16), list(weights))[-1].sum()
+        while True:
+            yield list(torch.autograd.grad(end, weights, retain_graph=True))
+
+    def refuse(*_: object) -> int:
+        raise OSError(5, "the drive is gone")
+
+    nvme.can_bypass_cache(str(tmp_path))
+    for around in (contextlib.nullcontext, strict):
+        with around():
+            end = grads(small(keep_last=0, nvme_path=tmp_path))
+            wanted = next(grads(None))
+            assert same(next(end), wanted)
+            with torch.no_grad():
+                weights = weights_of(12)
+            offload = small(keep_last=0, nvme_path=tmp_path)
             with offload:
-                Saves.apply(torch.ones(1, requires_grad=True), [], torch.full((64, 64), -1.0))  # dropped at once
-                y = Saves.apply(torch.ones(1, requires_grad=True), found, torch.full((64, 64), float(round_)))
-            y.backward()
-            assert torch.equal(found[0], torch.full((64, 64), float(round_)))
+                torch.manual_seed(1)
+                loss = chain(torch.randn(8, 16), list(weights))[-1].sum()
+            with mock.patch.object(nvme.SYSTEM, "preadv", refuse), pytest.raises(OSError, match="the drive is gone"):
+                torch.autograd.grad(loss, weights, retain_graph=True)
+            assert same(list(torch.autograd.grad(loss, weights)), wanted)
+            del loss, end
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])

@@ -115,7 +115,7 @@ OVERLAPPED = [
             (1, "frozen", "nvme", True, True),
         ),
     )
-] + [Case(stage=3, dtype="bf16", tier="auto", params="host", separate=True, overlap_step=True, budgets=(("device_budget", 60_000),))]
+] + [Case(stage=3, dtype="bf16", tier="auto", params="host", separate=True, overlap_step=True, budgets=(("device_budget", 20_000),))]
 
 
 @pytest.mark.parametrize("world", (1, 2))

@@ -170,6 +170,17 @@ def test_compute_gets_hold_of_memory_once_for_each_copy() -> None:
     assert (device == 1).all() and not link.races
 
 
+def test_pieces_of_one_tensor_are_each_their_own() -> None:
+    """What compute gets hold of is the bytes of a copy, not all that lies beside them."""
+    link, (host, device) = AdversarialLink(), pair()
+    mark = link.mark()
+    link.follow(link.upload(device[:4], host[:4], [mark]))
+    link.follow(link.upload(device[4:], host[4:], [mark]))
+    assert torch.equal(device, host) and not link.races
+    link.upload(device[2:6], torch.ones(4), [mark])
+    assert len(link.races) == 1
+
+
 def test_a_throttled_link_takes_its_time_in_both_directions_at_once() -> None:
     link = ThrottledLink(nbytes_per_s=4e6)
     there, back = (torch.ones(50_000), torch.zeros(50_000)), (torch.ones(50_000), torch.zeros(50_000))  # 0.05 s each

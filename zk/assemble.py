@@ -136,7 +136,7 @@ class Assembly:
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self._reads_ahead, config.nvme_checksum, self.transfer, self.worker)
         for unit, layout, (param_tier, names) in zip(units, layouts, placed, strict=True):
             self.rooms.append(self._room(unit, layout, param_tier, names))
-        if config.overlap_step and all(part.tier.memory == "device" for room in self.rooms for part in room.parts):
+        if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.link.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
                 "compute; remove it, or set optimizer_tier='host'"

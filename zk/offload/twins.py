@@ -103,7 +103,7 @@ class AdversarialLink:
         self.known: dict[str, Clock] = {name: {} for name in ("host", "compute", "down", "up")}
         self.count = {"compute": 0, "down": 0, "up": 0}
         self.copies: list[_Copy] = []  # not yet known to both sides
-        self.seen: dict[int, int] = {}  # storage in device memory -> compute's count when it last got hold of it
+        self.seen: dict[Place, int] = {}  # device memory -> compute's count when it last got hold of it
         self.sources: dict[int, tuple[StorageWeakRef, set[Place]]] = {}  # device memory that was offloaded
         self.races: list[str] = []
         self.refuses_to_pin = refuses_to_pin
@@ -130,7 +130,7 @@ class AdversarialLink:
                     continue
                 if who == "compute":
                     device_end = copy.source if copy.queue == "down" else copy.target
-                    self.seen[device_end.untyped_storage()._cdata] = self.count["compute"]
+                    self.seen[_place(device_end)] = self.count["compute"]
                 if copy.read and copy.arrived:
                     self.copies.remove(copy)
 
@@ -194,7 +194,9 @@ class AdversarialLink:
                     known.get(other.queue, 0) >= other.number
                 ):
                     self.races.append(f"a copy {queue} is asked for from memory that a copy {other.queue} writes: its owner must wait first")
-            if asked.get("compute", 0) <= self.seen.get(device_end.untyped_storage()._cdata, 0):
+            storage, start, nbytes = _place(device_end)
+            counts = [count for (other, at, size), count in self.seen.items() if other == storage and start < at + size and at < start + nbytes]
+            if asked.get("compute", 0) <= max(counts, default=0):
                 self.races.append(f"a copy {queue} of {source.nbytes} bytes does not come after what compute does with the device's memory")
                 spoiled = True
             if queue == "down":
