@@ -409,6 +409,15 @@ def test_each_storage_moves_once_however_many_views_of_it_are_saved() -> None:
         assert (offload.num_offloaded, offload.num_uploaded) == (3, 2) and link.moved["down"] == 5 * KiB
 
 
+def test_what_is_saved_again_is_among_the_newest_again() -> None:
+    a, b, c = (torch.randn(16, 16) for _ in range(3))
+    with strict(), small(keep_last=2 * KiB) as offload:
+        y = Saves.apply(torch.ones(1, requires_grad=True), [], a, b, a, c)
+        moved = [offload.by_storage[tensor.untyped_storage()._cdata] not in offload.newest for tensor in (a, b, c)]
+        assert moved == [False, True, False]
+        del y
+
+
 def test_a_graph_that_is_dropped_gives_everything_back() -> None:
     with strict() as link:
         offload = small(keep_last=2 * KiB)
@@ -424,6 +433,11 @@ def test_a_graph_that_is_dropped_gives_everything_back() -> None:
             assert nothing_left(offload)
             link.finish()
             assert storage.expired()
+        with small(min_nbytes="1MiB"):  # what is left alone
+            y = torch.randn(8, 8, requires_grad=True).exp()
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        assert storage.expired()
         gone = weakref.ref(offload)
         del offload
         gc.collect()
@@ -524,6 +538,7 @@ def test_what_must_or_had_better_stay_is_left_alone() -> None:
     stays = [
         leaf, leaf.t(), model[0].weight, model[0].weight.t(), model[0].weight.detach(), model[1].running_mean, large[:20],
         torch.randn(16, 16).to_sparse(), torch.randn(4), nn.Parameter(torch.randn(16, 16), requires_grad=False),
+        nn.Parameter(torch.randn(16, 16), requires_grad=False).t(),
         torch.randn(16, 16, device="meta"), torch.randn(16, 16, dtype=torch.complex64).conj(), torch.empty(0),
         torch.quantize_per_tensor(torch.randn(16, 16), 0.1, 0, torch.quint8), torch.randn(16, 16).as_subclass(Own),
     ]  # fmt: skip
@@ -565,12 +580,29 @@ def test_the_same_memory_saved_before_and_after_a_write_is_two_things(keep_last:
     with pretend(AdversarialLink()), small(keep_last=keep_last):
         x = torch.zeros(16, 16)
         first = Saves.apply(torch.ones(1, requires_grad=True), found, x)
+        others = chain(torch.randn(16, 16), list(weights_of(5)))  # push it out
         x.add_(1)
         second = Saves.apply(torch.ones(1, requires_grad=True), found, x)
+        others += chain(torch.randn(16, 16), list(weights_of(5)))
         second.backward()
         assert torch.equal(found[0], torch.ones(16, 16))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             first.backward()
+
+
+def test_a_storage_that_was_resized_is_saved_as_it_is() -> None:
+    found: list[Tensor] = []
+    with pretend(Lazy()), small(keep_last=0):
+        x = torch.ones(64)
+        first = Saves.apply(torch.ones(1, requires_grad=True), [], x)
+        x.untyped_storage().resize_(4 * KiB)
+        longer = torch.empty(0).set_(x.untyped_storage(), 0, (KiB,)).fill_(2)
+        longer = torch.empty(0).set_(x.untyped_storage(), 0, (KiB,))  # of version 0
+        second = Saves.apply(torch.ones(1, requires_grad=True), found, longer)
+        others = chain(torch.randn(16, 16), list(weights_of(5)))
+        second.backward()
+        assert torch.equal(found[0], torch.full((KiB,), 2.0))
+        del first, others
 
 
 # ---- beside other hooks ------------------------------------------------------------------------------------------------------------
@@ -662,6 +694,10 @@ def test_the_hooks_of_stage_3_pass_on_what_is_not_theirs_and_get_what_is() -> No
         assert torch.equal(loss.detach(), wanted[0]) and packed
         loss.backward()
         assert all(params.state.name == "RELEASED" for params in zero.partition.params)
+        with pretend(AdversarialLink()), small(keep_last=0) as offload, zk.gather(model.parameters()):
+            z = Saves.apply(torch.ones(1, requires_grad=True), [], model.blocks[0].qkv.weight.detach())  # type: ignore[union-attr]
+            assert not offload.count, "a detached parameter is known by its storage"
+            del z
         y = model(batch(0)[:, :-1]).softmax(-1)
         storages = [StorageWeakRef(y.untyped_storage())]
         del y

@@ -26,7 +26,7 @@ from tests.models import GPT, batch, loss_of
 from tests.parity import DTYPES
 from zk.config import DynamicLossScale
 from zk.offload import rules, spill, transfer
-from zk.offload.twins import AdversarialLink, pretend
+from zk.offload.twins import AdversarialLink, ThrottledLink, pretend
 from zk.offload.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -229,6 +229,36 @@ def test_a_core_is_left_for_the_thread_that_launches() -> None:
             train(model, optimizer)
             optimizer.close()
             assert set(seen) == {want}
+
+
+def test_a_piece_is_updated_while_the_one_before_is_still_on_its_way_up() -> None:
+    class Slow(ThrottledLink):
+        """Uploads wait until they are let go."""
+
+        def __init__(self) -> None:
+            super().__init__(1e12)
+            self.go = threading.Event()
+
+        def upload(self, target: Tensor, host: Tensor, after: Any) -> Any:
+            return super().upload(target, host, [*after, self.go])  # type: ignore[list-item]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pretend(Slow()) as link, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
+        link.go.set()
+        optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16", optimizer_tier="host", overlap_step=True)
+        link.go.clear()
+        with gated() as gate:
+            gate.through.release(10_000)
+            model(torch.randn(2, 64)).sum().backward()
+            optimizer.step()
+            for _ in range(500):
+                if gate.calls >= 5:
+                    break
+                threading.Event().wait(0.01)
+            assert gate.calls == 5, "all five pieces, though none has come up"
+            link.go.set()
+        optimizer.close()
 
 
 # ---- errors and ends ---------------------------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ class Held:
         if isinstance(self.params, PartitionedParams):
             return
         assert self.shard is not None
+        written = []
         for index, param in enumerate(self.unit.params):
             place = self.params.full[self.layout.whole(index)]
             if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
@@ -161,8 +162,9 @@ class Held:
                     ".data); move the model first, then wrap it, and use dtype= to convert"
                 )
             if param._version != self.versions[index]:
-                self.shard.adopt(self.mine(index))
+                written.append(self.mine(index))
                 self.versions[index] = param._version
+        self.shard.adopt(written)
 
     def keep_written(self, indices: Sequence[int]) -> None:
         """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
@@ -170,11 +172,16 @@ class Held:
         if isinstance(self.params, PartitionedParams):
             self.params.home.write(self.params.full[self.params.held])
         if self.shard is not None:
-            for index in indices:
-                self.shard.adopt(self.mine(index))
+            self.shard.adopt([self.mine(index) for index in indices])
+
+    def rewritten(self) -> None:
+        """All parameters have other values now, and masters agree with them."""
+        torch.autograd.graph.increment_version(self.unit.params)
+        self.versions = [param._version for param in self.unit.params]
 
     def overwrite(self, values: Mapping[int, Callable[[], Tensor]]) -> None:
         """Replace parameters, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
+        self.arrive()
         if self.shard is None:
             self.params.hold()
             for index, make in values.items():

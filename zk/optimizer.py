@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -460,6 +462,53 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.counters.update(state_dict["zk"]["counters"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def save_checkpoint(self, directory: str | os.PathLike[str], *, scheduler: Any = None, extra: Any = None, keep: int | None = None) -> Path:
+        """Write all that training goes on from into ``directory/step-NNNNNNNN``; returns that folder. On all ranks, between two steps.
+
+        Each rank writes what it updates, chunk by chunk, as safetensors, with a manifest of names, shapes and checksums. The folder has its
+        name only when it is whole and on the drive; ``directory/latest`` names it after that.
+
+        Args:
+            directory: on a file system that all ranks see; made if need be.
+            scheduler: its state_dict() is kept too.
+            extra: what else training needs (its position in the data, say), of what JSON can hold.
+            keep: remove all but the newest so many checkpoints, afterwards.
+
+        Raises OSError if the drive refuses or has no room, and what fails on one rank raises on all; earlier checkpoints stay whole.
+        """
+        self._check_open()
+        if self.torn:
+            raise RuntimeError(f"an earlier step() ended half-way ({self.torn}): there is no whole state to save")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
+        from zk.checkpoint import save
+
+        self._finish_update()
+        self.partition.reset()
+        return save.save(self, Path(directory), scheduler, extra, keep)
+
+    def load_checkpoint(self, directory: str | os.PathLike[str], *, scheduler: Any = None) -> Any:
+        """Go on from a checkpoint: parameters, optimizer state, groups, loss scale, counters and random numbers. On all ranks.
+
+        It may have been written at any other world size, stage, tier and dtype; each rank reads the elements that it holds.
+
+        Args:
+            directory: what ``save_checkpoint`` was given (the latest one is taken), or the folder of one step.
+            scheduler: to be given if and only if it was when saving.
+
+        Returns ``extra`` as it was saved (tuples as lists). Raises CheckpointError (a ValueError), naming the file, if something is missing,
+        altered or does not belong to this model: then nothing has been changed.
+        """
+        self._check_open()
+        from zk.checkpoint import load
+
+        self._end_update()
+        self.grads.forget()
+        self._clear()
+        extra = load.load(self, Path(directory), scheduler)
+        self.torn = ""
+        return extra
 
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.

@@ -321,6 +321,11 @@ class FileStore:
             self.pieces.append(Piece(spill.reserve(nbytes), nbytes))
         self.largest = max((piece.nbytes for piece in self.pieces), default=0)
 
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of each field."""
+        return self.fields
+
     def fetch(self, index: int) -> bool:
         """Ask for chunk ``index``; False if there is no buffer for it now."""
         assert self.buffers is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,14 +54,15 @@ class Section:
         if self.home is None:
             return PAST
         assert isinstance(self.param, MemoryStore)
-        chunk, here = self.param.chunks[index], self.param.open(index)["param"]
+        chunk = self.param.chunks[index]
+        here = self.param.fields["param"][chunk]
         there = self.home.shard[self.start + chunk.start : self.start + chunk.stop]
         if self.home.memory == "device":
             event = self.transfer.upload(there, here, mark)
         else:
             self.home.guard.reader.wait()
             event = self.home.guard.writer = self.transfer.offload_to(there, here, mark)
-        self.param.guard.reader = event
+        self.param.readers[index] = event
         return event
 
 
@@ -214,6 +216,30 @@ class OptimizerShard:
         if event is not PAST:
             self.arriving = event
 
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def opened(self, number: int, changes: bool = False) -> AbstractContextManager[Fields]:
+        """The fields of chunk ``number``, to read, or to put other values into."""
+        return self._chunk(number, changes, read=True)
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """What ``exact`` returns."""
+        stored = self.sections[0].state.dtypes.get(kind, torch.float32) if kind != "master" else torch.float32
+        return stored
+
+    def exact(self, kind: str, fields: Fields, here: slice) -> Tensor:
+        """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk."""
+        if kind == "master":
+            return self._master(fields, here).float()
+        state = fields[kind][here]
+        return state.abs() if self.split and kind == "exp_avg_sq" else state
+
+    def put(self, fields: Fields, here: slice, values: Mapping[str, Tensor]) -> None:
+        """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
+        for name in self.names:
+            fields[name][here].copy_(values[name])
+        self._set_master(fields, here, values["master"])
+
     def upload(self) -> None:
         """Bring all parameters to where they rest, for compute to use."""
         for section, _, index in self.places:
@@ -247,16 +273,20 @@ class OptimizerShard:
         self._write(part, lambda fields, here, there: self._set_master(fields, here, values[there]))
         self.upload()
 
-    def adopt(self, part: slice) -> None:
-        """Parameters of ``part`` were written from outside: elements that changed replace their master, the others keep it."""
-        if not self.has_master and all(section.home is None for section in self.sections):
+    def adopt(self, parts: Sequence[slice]) -> None:
+        """Parameters of ``parts`` were written from outside: elements that changed replace their master, the others keep it.
+
+        All that were written at once, as what comes home afterwards is everything.
+        """
+        if not parts or (not self.has_master and all(section.home is None for section in self.sections)):
             return
-        for index, here, there in self._overlap(part):
-            home = self.places[index][0].home
-            with self._chunk(index, changes=True) as fields:
-                master = self._master(fields, here)
-                written = fields["param"][here].clone() if home is None else home.open()[part][there].to(master.device, copy=True)
-                self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))
+        for part in parts:
+            for index, here, there in self._overlap(part):
+                home = self.places[index][0].home
+                with self._chunk(index, changes=True) as fields:
+                    master = self._master(fields, here)
+                    written = fields["param"][here].clone() if home is None else home.open()[part][there].to(master.device, copy=True)
+                    self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))
         self.upload()
 
     def _moment(self, name: str, fields: Fields, here: slice) -> Tensor:

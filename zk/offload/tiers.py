@@ -39,6 +39,10 @@ class Store(Protocol):
     chunks: Sequence[slice]
     resident: bool  # what was opened stays valid after it is closed
 
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of each field."""
+
     def fetch(self, index: int) -> bool:
         """Ask for a chunk; False if that is not possible now."""
 
@@ -102,12 +106,18 @@ class MemoryStore:
 
     def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], guard: Guard | None = None) -> None:
         self.chunks, self.fields, self.guard = chunks, fields, guard or Guard()
+        self.readers: dict[int, Event] = {}  # copies that read one chunk
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: field.dtype for name, field in self.fields.items()}
 
     def fetch(self, index: int) -> bool:
         return True
 
     def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
         self.guard.reader.wait()
+        self.readers.pop(index, PAST).wait()
         return {name: field[self.chunks[index]] for name, field in self.fields.items()}
 
     def close(self, index: int, changed: bool, keep: bool = False) -> None:

@@ -1,0 +1,458 @@
+"""Removes every wait that keeps copies between device and host memory right, one at a time, and shows which test notices.
+
+    python -m tests.mutate_waits [part of "file:line" ...] [--list]
+
+A wait is a statement (``event.wait()``, ``link.follow(event)``, ``held.arrive()`` ...), an event that a copy comes after, or one that is
+handed on: as an argument of what releases memory, as an attribute, as what a function returns. They are found in the syntax tree, so a new
+one is tried as soon as it is written. Each mutant runs in a process of its own, forked from one that has imported torch and nothing of zk:
+first cases of the parity grid on the device whose copies are as late as they may be (tests/test_parity.py runs the same ones), then the
+tests of the file that it is in. The first failure, a hang or a crash ends it. One that survives must be explained below. Before all that the
+package runs as it is: what fails then would kill every mutant.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import faulthandler
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = (
+    "zk/offload/transfer.py",
+    "zk/offload/tiers.py",
+    "zk/offload/state.py",
+    "zk/offload/pinned.py",
+    "zk/offload/pipeline.py",
+    "zk/offload/spill.py",
+    "zk/offload/worker.py",
+    "zk/parallel/partitioned.py",
+    "zk/parallel/grads.py",
+    "zk/held.py",
+    "zk/access.py",
+    "zk/optimizer.py",
+    "zk/assemble.py",
+    "zk/activations.py",
+)
+TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
+PAST = "__import__('zk.offload.streams', fromlist=['PAST']).PAST"
+
+# (file, function, what is removed) -> why nothing can notice
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("zk/offload/transfer.py", "Arrival.piece", "self.events[index].wait()"): "the same wait comes once more, outside of the timeline's phase",
+    ("zk/offload/transfer.py", "Arrival.piece", "self.events[index].wait() #2"): "the event is done by then: the wait before it was for the same",
+    ("zk/offload/spill.py", "Buffers.open", "self.spill.stall(slot.request)"): "the same wait comes next; this one counts the time",
+    ("zk/held.py", "Held.arrive", "task.done.wait()"): "the same wait comes next, outside of the timeline's phase",
+    ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes)"): (
+        "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
+    ),
+}
+
+# statements that are nothing but a wait
+_WAITS = frozenset(
+    ("wait", "follow", "arrive", "settle", "stall", "updating", "join", "_settle", "_finish_update", "_end_update", "_after_writes")
+)
+# a call of these may be told what to come after
+_TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update"))
+_EVENT = re.compile(r"^(after|uploaded|event|mark|\w+\.mark|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
+# attributes that hold what is to be waited for
+_HOLDERS = frozenset(("reader", "readers", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))
+_TICKETS = frozenset(("added", "underway", "pending"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One file with one wait less."""
+
+    file: str
+    line: int
+    function: str
+    what: str
+    source: str  # of the whole file
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.file, self.function, self.what
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects (start, stop, replacement, what) in the text of a file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.starts = [0]
+        for line in text.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line.encode()))
+        self.data = text.encode()
+        self.names: list[str] = []
+        self.found: list[tuple[int, int, str, str, int, str]] = []
+
+    def _span(self, node: ast.AST) -> tuple[int, int]:
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+
+    def _source(self, node: ast.AST) -> str:
+        start, stop = self._span(node)
+        return self.data[start:stop].decode()
+
+    def _add(self, node: ast.AST, replacement: str, what: str) -> None:
+        self.found.append((*self._span(node), replacement, " ".join(what.split()), node.lineno, ".".join(self.names)))  # type: ignore[attr-defined]
+
+    def _scope(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+        self.names.append(node.name)
+        self.generic_visit(node)
+        self.names.pop()
+
+    visit_ClassDef = visit_FunctionDef = _scope
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _WAITS:
+            inner = call.func.value
+            if call.func.attr == "wait" and isinstance(inner, ast.Call):
+                self._add(node, self._source(inner), f"{self._source(node)} -> without the wait")
+            elif call.func.attr == "follow":
+                self._add(node, self._source(call.args[0]), self._source(node))
+            else:
+                self._add(node, "pass", self._source(node))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if name in ("offload", "upload"):
+            for value in values:
+                if isinstance(value, ast.List) and value.elts and "mark" in self._source(value):
+                    self._add(value, "[]", f"{name}(after {self._source(value)})")
+        if name == "beside" and not node.args and isinstance(node.func, ast.Attribute):
+            owner = self._source(node.func.value)
+            if not self.names or self.names[-1] != "beside":
+                self._add(node, f"__import__('contextlib').nullcontext({owner}.mark)", f"{self._source(node)} -> with compute")
+        for keyword in node.keywords:
+            if keyword.arg == "mark":
+                self._add(keyword.value, PAST, f"{name or self._source(node.func)}(mark={self._source(keyword.value)})")
+        if name in _TOLD:
+            for value in node.args + [keyword.value for keyword in node.keywords if keyword.arg != "mark"]:
+                if _EVENT.match(self._source(value)):
+                    star = "*" if isinstance(value, ast.Starred) else ""
+                    self._add(value, "*()" if star else PAST, f"{name}(after {self._source(value)})")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for place, value in pairs:
+                held = place.value if isinstance(place, ast.Subscript) else place
+                attribute = held.attr if isinstance(held, ast.Attribute) and self.names[-1] != "__init__" else ""
+                nothing = (isinstance(value, ast.Constant) and value.value is None) or self._source(value) in ("PAST", "()")
+                instead = PAST if attribute in _HOLDERS else "None" if attribute in _TICKETS else ""
+                if attribute == "last" and isinstance(place, ast.Subscript):
+                    instead = PAST
+                what = f"{self._source(place)} = {self._source(value)}"
+                if isinstance(place, ast.Subscript) and attribute == "writes":
+                    self._add(node, "pass", what)
+                elif instead and not nothing and (attribute != "read" or isinstance(value, ast.Call)):
+                    if isinstance(target, ast.Tuple):
+                        self._add(value, instead, what)
+                    else:
+                        self._add(node, f"{self._source(node)}; {self._source(place)} = {instead}", what)
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        value = node.value
+        if value is not None:
+            source = self._source(value)
+            if source in ("event", "uploaded", "copied") or re.match(r".*\.events\[.*\]$", source):
+                self._add(value, PAST, f"return {source}")
+            elif "publish()" in source or source == "reached()":
+                self._add(value, f"({source}, {PAST})[1]", f"return {source}")
+        self.generic_visit(node)
+
+
+def mutants() -> list[Mutant]:
+    """Of all files, in order."""
+    result = []
+    for file in FILES:
+        path = ROOT / file
+        text = path.read_text()
+        finder = _Finder(text)
+        finder.visit(ast.parse(text))
+        for start, stop, replacement, what, line, function in sorted(finder.found, key=lambda one: one[0]):
+            source = (finder.data[:start] + replacement.encode() + finder.data[stop:]).decode()
+            ast.parse(source)
+            same = sum(one.function == function and one.what.split(" #")[0] == what for one in result if one.file == file)
+            result.append(Mutant(file, line, function, f"{what} #{same + 1}" if same else what, source))
+    return result
+
+
+# ---- running a mutated package ------------------------------------------------------------------------------------------------
+
+
+class _Serve(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports one module from other source than its file's."""
+
+    def __init__(self, file: str, source: str) -> None:
+        self.path, self.source = ROOT / file, source
+        self.name = file.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self, origin=str(self.path)) if fullname == self.name else None
+
+    def get_source(self, fullname: str) -> str:
+        return self.source
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = str(self.path)
+        exec(compile(self.source, str(self.path), "exec"), module.__dict__)
+
+
+_CARRIED = "ZK_MUTANT"  # a mutant, for the ranks that a test spawns
+
+
+def _carry() -> None:
+    """In a rank of a spawned world, which imports the main module of its parent first: the mutant of the parent."""
+    carried = os.environ.get(_CARRIED)
+    if carried and not any(isinstance(finder, _Serve) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Serve(*json.loads(Path(carried).read_text())))
+
+
+_carry()
+
+
+class _First:
+    """A pytest plugin: tells each test that begins, and keeps the first that failed."""
+
+    failed = ""
+
+    def __init__(self, begins: Callable[[str], None]) -> None:
+        self.begins = begins
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.begins(nodeid)
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        if getattr(report, "failed", False) and not self.failed:
+            self.failed = str(getattr(report, "nodeid", "?"))
+
+    def pytest_collectreport(self, report: object) -> None:
+        self.pytest_runtest_logreport(report)
+
+
+Begins = Callable[[str], None]
+Check = Callable[[Begins], str]  # told what begins; returns what failed
+
+
+def _pytest(*arguments: str) -> Check:
+    def run(begins: Begins) -> str:
+        import pytest
+
+        first = _First(begins)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--rootdir", str(ROOT), *arguments], plugins=[first])
+        return first.failed or (f"pytest ended with {code}" if code else "")
+
+    return run
+
+
+def _grid(file: str) -> Iterator[Check]:
+    """Cases of tests/test_parity.py in one process, those that differ most from each other first."""
+    from tests.parity import Case, run_case
+    from tests.test_parity import OVERLAPPED, SEPARATE
+
+    cases = [case for case in [*OVERLAPPED, *SEPARATE] if case.separate and case.stage in (1, 2, 3)]
+    spread = {}
+    for case in cases:
+        spread.setdefault((case.stage == 3, case.tier, case.overlap_step, case.accumulation > 1, case.params), case)
+
+    def runner(case: Case) -> Check:
+        def run(begins: Begins) -> str:
+            begins(f"parity {case}")
+            found = run_case(case)
+            return f"parity {case}" if found else ""
+
+        return run
+
+    order = sorted(spread.values(), key=lambda case: (case.tier == "nvme") != (file == "zk/offload/spill.py"))
+    yield from map(runner, order)
+
+
+_SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not other_precisions"
+
+
+def _checks(file: str) -> Iterator[Check]:
+    """What a mutant of ``file`` must pass, the most likely failure first."""
+    if file == "zk/activations.py":
+        yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
+        return
+    if file == "zk/offload/pinned.py":
+        yield _pytest("tests/test_pinned.py")
+    else:
+        yield from _grid(file)
+    yield _pytest("tests/test_waits.py", "-k", "not two_ranks")
+    if file == "zk/offload/spill.py":
+        yield _pytest("tests/test_nvme_coherence.py")
+    if file in ("zk/held.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"):
+        yield _pytest("tests/test_waits.py", "-k", "two_ranks")
+    if file in ("zk/held.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+        yield _pytest("tests/test_overlap.py")
+
+
+_END = b"END "  # what comes after it is what killed the mutant
+
+
+def _child(mutant: Mutant, pipe: int) -> None:
+    """In a forked process: install the mutant, run the checks, say which one failed."""
+    os.setsid()  # with the ranks that it may spawn
+    faulthandler.disable()
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(devnull, stream)
+    warnings.simplefilter("ignore")
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as carried:
+        json.dump([mutant.file, mutant.source], carried)
+        carried.flush()
+        os.environ[_CARRIED] = carried.name
+        _carry()
+        import torch
+
+        torch.set_num_threads(1)
+        current = killed = ""
+
+        def begins(name: str) -> None:
+            nonlocal current
+            current = name
+            os.write(pipe, f"{name}\n".encode())
+
+        try:
+            for check in _checks(mutant.file):
+                killed = check(begins)
+                if killed:
+                    break
+        except BaseException as error:
+            killed = f"{current}: {type(error).__name__}: {error}"
+        os.write(pipe, _END + killed.replace("\n", " ").encode()[:1000] + b"\n")
+
+
+@dataclasses.dataclass
+class _Running:
+    mutant: Mutant
+    pid: int
+    pipe: int
+    deadline: float
+    said: bytes = b""
+
+
+def _start(mutant: Mutant) -> _Running:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        try:
+            _child(mutant, writer)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return _Running(mutant, pid, reader, time.monotonic() + TIMEOUT_S)
+
+
+def _ended(running: _Running) -> str | None:
+    """What killed the mutant ("" for nothing), None while it runs."""
+    open_still = True
+    if select.select([running.pipe], [], [], 0.02)[0]:
+        heard = os.read(running.pipe, 1 << 16)
+        running.said += heard
+        running.deadline, open_still = time.monotonic() + TIMEOUT_S, bool(heard)
+    lines = running.said.split(b"\n")
+    ended = next((line for line in lines[:-1] if line.startswith(_END)), None)
+    late = time.monotonic() > running.deadline
+    if ended is None and open_still and not late:
+        return None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)  # and the ranks that it spawned
+    os.waitpid(running.pid, 0)
+    os.close(running.pipe)
+    if ended is not None:
+        return ended[len(_END) :].decode(errors="replace")
+    began = lines[-2].decode(errors="replace") if len(lines) > 1 else "its imports"
+    return f"hangs in {began}" if late else f"crashes in {began}"
+
+
+def run(chosen: Sequence[Mutant], report: Callable[[Mutant, str], None], at_once: int = 2) -> None:
+    """Try every mutant; calls ``report(mutant, what killed it)`` as they end."""
+    waiting, running = list(chosen), list[_Running]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(_start(waiting.pop(0)))
+        for one in list(running):
+            killed = _ended(one)
+            if killed is not None:
+                running.remove(one)
+                report(one.mutant, killed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    found = mutants()
+    wanted = [argument for argument in arguments if not argument.startswith("--")]
+    chosen = [one for one in found if not wanted or any(part in f"{one.file}:{one.line}" for part in wanted)]
+    if "--list" in arguments:
+        for one in chosen:
+            print(f"{one.file}:{one.line} {one.function}: {one.what}")
+        print(len(chosen), "waits")
+        return 0
+    # what every mutant needs and none changes
+    import hypothesis  # noqa: F401
+    import numba  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import torch.testing  # noqa: F401
+
+    import tests.conftest  # noqa: F401
+
+    kinds = {(name if name.endswith(("activations.py", "pinned.py", "spill.py")) else "zk/held.py") for name in {one.file for one in chosen}}
+    broken: list[str] = []
+    unchanged = [Mutant(file, 0, "", "", (ROOT / file).read_text()) for file in sorted(kinds)]
+    run(unchanged, lambda mutant, failed: broken.append(f"{mutant.file}: {failed}") if failed else None)
+    if broken:
+        print("nothing is removed, and there are failures already:", *broken, sep="\n  ")
+        return 2
+
+    outcomes: dict[Mutant, str] = {}
+
+    def report(mutant: Mutant, killed: str) -> None:
+        outcomes[mutant] = killed
+        reason = EQUIVALENT.get(mutant.key)
+        verdict = killed.splitlines()[0] if killed else f"survived, explained: {reason}" if reason else "SURVIVED"
+        print(f"{mutant.file}:{mutant.line}  {mutant.function}: {mutant.what}\n    {verdict}", flush=True)
+
+    run(chosen, report)
+    survived = [one for one, killed in outcomes.items() if not killed]
+    unexplained = [one for one in survived if one.key not in EQUIVALENT]
+    print(f"\n{len(outcomes)} waits removed: {len(outcomes) - len(survived)} killed, {len(survived)} survived, {len(unexplained)} unexplained")
+    for one in unexplained:
+        print(f"  SURVIVED {one.file}:{one.line} {one.function}: {one.what}")
+    stale = [] if wanted else [key for key in EQUIVALENT if key not in {one.key for one in survived}]
+    for key in stale:
+        print(f"  explained, and not among the survivors: {key}")
+    return 1 if unexplained or stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,611 @@
+"""What users may do between and beside steps, on a device whose copies run as late as they may: each is where one particular wait is needed.
+
+The loop forward, backward, step hides many a wait behind another one. Here are the orders of events in which they stand alone; that every
+wait has its test is what ``make mutate`` shows. Results are compared bit for bit with the same calls where device and host memory are one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zk
+from tests.models import GPT, VOCAB, batch, loss_of
+from tests.world import run_world
+from zk.offload import rules, spill, transfer
+from zk.offload.cpu_adam import default_engine
+from zk.offload.pinned import Arena
+from zk.offload.streams import PAST
+from zk.offload.tiers import HostGrads, NVMeTier
+from zk.offload.transfer import Transfer
+from zk.offload.twins import AdversarialLink, pretend
+from zk.offload.worker import Ticket, Worker
+from zk.parallel.comm import Solo
+from zk.parallel.grads import GradReducer, UnitGrads
+from zk.parallel.layout import Layout
+from zk.units import Unit
+
+
+class Lookup(nn.Module):
+    """Tables, whose backward needs no parameter: it may come after a step that changed them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Embedding(VOCAB, 150) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return sum(block(ids).float().square().mean() for block in self.blocks)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def late_worker() -> Iterator[None]:
+    """Jobs beside training do not begin at once."""
+    submit = Worker.submit
+
+    def late(self: Worker, job: Callable[[], None]) -> Ticket:
+        submit(self, functools.partial(time.sleep, 0.004))
+        return submit(self, job)
+
+    with mock.patch.object(Worker, "submit", late):
+        yield
+
+
+@contextlib.contextmanager
+def latest() -> Iterator[AdversarialLink]:
+    """A device with memory of its own, everything on the way to it and back as late as it may be, in small pieces."""
+    small = mock.patch.object(transfer, "PIECE_NUMEL", 1024), mock.patch.object(spill, "CHUNK_NUMEL", 2048)
+    with pretend(AdversarialLink()) as link, small[0], small[1], late_worker():
+        yield link
+        link.finish()
+        assert not link.races, link.races[:3]
+        assert not link.pinned
+
+
+@pytest.fixture(autouse=True)
+def _torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ZK_CPU_ADAM", "torch")  # nothing to compile
+    default_engine.cache_clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    default_engine.cache_clear()
+
+
+def make(kind: str = "plain", **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = Lookup() if kind == "lookup" else GPT(kind)
+    return model, zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), num_threads=1, **options)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    with zk.gather(model.parameters()):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def evaluate(model: nn.Module, seed: int) -> Tensor:
+    with torch.no_grad():
+        return loss_of(model, batch(seed))
+
+
+def train(model: nn.Module, optimizer: zk.ZeroOptimizer, seed: int) -> None:
+    loss_of(model, batch(seed)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- what users do ------------------------------------------------------------------------------------------------------------
+
+
+def an_evaluation_between_backward_and_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    found = []
+    for seed in range(3):
+        loss_of(model, batch(seed)).backward()
+        found.append(evaluate(model, seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def several_evaluations_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    train(model, optimizer, 0)
+    found = [evaluate(model, seed) for seed in range(2)]
+    train(model, optimizer, 1)
+    return [*found, evaluate(model, 3)]
+
+
+def steps_without_a_forward(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    for number in range(3):
+        for index, param in enumerate(model.parameters()):
+            param.grad = torch.full(param.shape, 1e-2 * (index - number), dtype=param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def a_backward_after_the_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    losses = [model(batch(seed)) for seed in range(2)]
+    for loss in losses:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+def gradients_that_are_dropped_on_their_way(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    for seed in range(2):
+        for micro in range(seed + 1):
+            loss_of(model, batch(10 * seed + micro)).backward()
+        optimizer.zero_grad()
+        train(model, optimizer, seed)
+    return []
+
+
+def a_backward_that_fails(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    for seed in range(2):
+        handle = model.blocks[0].register_full_backward_hook(lambda *_: fail(_[0]))  # type: ignore[index, union-attr]
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, batch(seed)).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        train(model, optimizer, seed)
+    return []
+
+
+def a_state_loaded_right_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    train(model, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(state)
+    found = [evaluate(model, 0)]
+    train(model, optimizer, 2)
+    return found
+
+
+def the_state_right_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    found = []
+    for seed in range(2):
+        train(model, optimizer, seed)
+        state = optimizer.state_dict()["state"]
+        found += [value.clone() for key in sorted(state) for _, value in sorted(state[key].items())]
+    return found
+
+
+def parameters_written_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    found = []
+    for seed in range(2):
+        train(model, optimizer, seed)
+        with zk.gather(model.parameters(), write=True), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        found.append(evaluate(model, seed))
+        train(model, optimizer, seed + 5)
+    return found
+
+
+def a_gather_for_writing_in_which_nothing_is_touched(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    for seed in range(2):
+        train(model, optimizer, seed)
+        with zk.gather(model.parameters(), write=True):
+            pass
+    return [evaluate(model, 3)]
+
+
+def a_model_loaded_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    saved = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    found = [evaluate(model, 0), *before.values()]
+    train(model, optimizer, 1)
+    return found
+
+
+def _load_file(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({key: value.contiguous() for key, value in values.items()}, f"{folder}/model.safetensors")
+        zk.load_pretrained(model, f"{folder}/model.safetensors")
+
+
+def a_file_loaded_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    saved = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 0)
+    _load_file(model, saved)
+    found = [*values(model), evaluate(model, 0)]
+    train(model, optimizer, 1)
+    return found
+
+
+def a_file_and_a_state_loaded_after_a_forward(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    """What backward would need next is being gathered by then."""
+    saved = copy.deepcopy(model.state_dict())
+    found = []
+    for what in ("file", "state"):
+        for seed in range(2):
+            train(model, optimizer, seed)
+        state = copy.deepcopy(optimizer.state_dict())
+        found.append(loss_of(model, batch(3)).detach())
+        if what == "file":
+            _load_file(model, saved)
+        else:
+            optimizer.load_state_dict(state)
+        found.append(evaluate(model, 4))
+    return found
+
+
+def a_model_saved_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    train(model, optimizer, 0)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return list(torch.load(file).values())
+
+
+def parameters_seen_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    found = []
+    for seed, look in enumerate(
+        (
+            lambda param: param.sum(),
+            lambda param: copy.deepcopy(param),
+            lambda param: torch.tensor(list(repr(param).encode())),
+            lambda param: next(iter(copy.deepcopy(model).parameters())),
+        )
+    ):
+        train(model, optimizer, seed)
+        with zk.gather(model.parameters()) if optimizer.config.stage == 3 else contextlib.nullcontext():
+            found += [look(param).detach().clone() for param in [model.head.weight, model.blocks[1].up.bias]]  # type: ignore[union-attr, index]
+    return found
+
+
+def a_gather_that_is_held_over_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    train(model, optimizer, 0)
+    loss_of(model, batch(1)).backward()
+    with zk.gather(model.parameters()):
+        optimizer.step()
+        found = [param.detach().clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    return found
+
+
+def closed_right_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    optimizer.close(gather=True)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+Scenario = Callable[[nn.Module, zk.ZeroOptimizer], list[Tensor]]
+GPTS: tuple[Scenario, ...] = (
+    an_evaluation_between_backward_and_step,
+    several_evaluations_after_a_step,
+    steps_without_a_forward,
+    gradients_that_are_dropped_on_their_way,
+    a_backward_that_fails,
+    a_state_loaded_right_after_a_step,
+    the_state_right_after_a_step,
+    parameters_written_after_a_step,
+    a_gather_for_writing_in_which_nothing_is_touched,
+    a_model_loaded_after_a_step,
+    a_file_loaded_after_a_step,
+    a_file_and_a_state_loaded_after_a_forward,
+    a_model_saved_after_a_step,
+    parameters_seen_after_a_step,
+    a_gather_that_is_held_over_a_step,
+    closed_right_after_a_step,
+)
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"stage": 2, "optimizer_tier": "host"},
+    "partitioned": {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
+    "nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "divided": {"stage": 3, "param_tier": "host", "optimizer_tier": "auto", "device_budget": 60_000},
+}
+
+
+def outcome(scenario: Scenario, kind: str, **options: Any) -> list[Tensor]:
+    """What the scenario sees, and the parameters in the end."""
+    model, optimizer = make(kind, **options)
+    found = scenario(model, optimizer)
+    if not optimizer.closed:
+        found += values(model)
+        optimizer.close()
+    return found
+
+
+@functools.cache
+def wanted(scenario: Scenario, kind: str, dtype: str | None) -> list[Tensor]:
+    """The same where device and host memory are one, and step() ends with the update."""
+    return outcome(scenario, kind, stage=2, optimizer_tier="host", dtype=dtype)
+
+
+def check(scenario: Scenario, kind: str, tier: str, dtype: str | None, path: Any, **options: Any) -> None:
+    want = wanted(scenario, kind, dtype)
+    more = {"nvme_path": path} if tier == "nvme" else {}
+    with latest():
+        found = outcome(scenario, kind, dtype=dtype, **TIERS[tier], **more, **options)
+    assert len(found) == len(want)
+    for index, (mine, theirs) in enumerate(zip(found, want, strict=True)):
+        assert torch.equal(mine, theirs), f"value {index} of {len(want)} differs"
+
+
+def cases(scenarios: Sequence[Scenario]) -> Iterator[Any]:
+    for scenario, tier, overlap_step in itertools.product(scenarios, TIERS, (False, True)):
+        if (tier == "nvme" and not overlap_step) or (tier == "divided" and overlap_step and scenario not in (*GPTS[:2], *scenarios[:1])):
+            continue  # shows nothing more, and takes its time
+        name = f"{scenario.__name__}-{tier}-{'beside' if overlap_step else 'in step'}"
+        yield pytest.param(scenario, tier, overlap_step, id=name)
+
+
+@pytest.mark.parametrize(("scenario", "tier", "overlap_step"), list(cases(GPTS)))
+def test_whatever_comes_between_steps_changes_no_bit(scenario: Scenario, tier: str, overlap_step: bool, tmp_path: Any) -> None:
+    # (a bf16 value written from outside keeps the lower half of its master where the update works in place, and not where it has a copy)
+    written = scenario in (parameters_written_after_a_step, a_model_loaded_after_a_step)
+    check(scenario, "plain", tier, None if overlap_step or written else "bf16", tmp_path, overlap_step=overlap_step)
+
+
+@pytest.mark.parametrize(("scenario", "tier", "overlap_step"), list(cases([a_backward_after_the_step])))
+def test_a_gradient_may_arrive_while_the_parameters_of_the_last_step_are_on_their_way(
+    scenario: Scenario, tier: str, overlap_step: bool, tmp_path: Any
+) -> None:
+    """Backward of a table asks for no parameter, so nothing waits for their upload but what is about to write what it reads."""
+    check(scenario, "lookup", tier, "bf16", tmp_path, overlap_step=overlap_step)
+
+
+@pytest.mark.parametrize("prefetch", (0, 3))
+def test_host_buffers_of_the_drive_are_not_used_again_while_uploads_read_them(prefetch: int, tmp_path: Any) -> None:
+    check(an_evaluation_between_backward_and_step, "plain", "nvme", "bf16", tmp_path, prefetch=prefetch)
+    check(several_evaluations_after_a_step, "frozen", "nvme", "bf16", tmp_path, prefetch=prefetch)
+
+
+def test_frozen_parameters_written_while_their_upload_may_still_read() -> None:
+    check(parameters_written_after_a_step, "frozen", "partitioned", "bf16", None)
+
+
+def test_a_step_begins_when_the_one_before_has_ended_though_no_forward_came_between(tmp_path: Any) -> None:
+    """Where device and host memory are one, a gradient is written to the file at once: not while the last one is still read there."""
+    want = wanted(steps_without_a_forward, "plain", None)
+    with late_worker(), mock.patch.object(spill, "CHUNK_NUMEL", 2048):
+        found = outcome(steps_without_a_forward, "plain", nvme_path=tmp_path, overlap_step=True, **TIERS["nvme"])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+
+
+def test_a_state_of_nothing_but_step_counts_is_loaded_after_the_update_beside_training() -> None:
+    def run(**options: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = GPT()
+        optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), optimizer_tier="host", num_threads=1, **options)
+        state = optimizer.state_dict()
+        train(model, optimizer, 0)
+        optimizer.load_state_dict(state)
+        found = evaluate(model, 0)
+        optimizer.close()
+        return found
+
+    want = run()
+    with latest():
+        assert torch.equal(run(overlap_step=True), want)
+
+
+def test_synchronize_leaves_nothing_under_way() -> None:
+    with latest():
+        model, optimizer = make(stage=2, optimizer_tier="host", overlap_step=True)
+        train(model, optimizer, 0)
+        optimizer.synchronize()
+        assert all(held.underway is None for held in optimizer.held)
+        optimizer.close()
+
+
+def test_an_update_that_failed_is_told_in_close_and_parameters_stay_usable() -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    with latest():
+        model, optimizer = make(stage=2, optimizer_tier="host", overlap_step=True)
+        with mock.patch.object(rules, "adam_", fail):
+            train(model, optimizer, 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.close()
+        for param in model.parameters():
+            assert type(param) is nn.Parameter and param.sum().isfinite()
+
+
+# ---- the pieces by themselves ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def moves(overlap: bool = True) -> Iterator[tuple[AdversarialLink, Transfer, Arena]]:
+    with latest() as link:
+        arena = Arena(link, 1 << 16)
+        transfer_ = Transfer(link, arena, overlap)
+        yield link, transfer_, arena
+        transfer_.close()
+
+
+def test_what_is_dropped_on_its_way_keeps_its_memory_until_it_has_arrived() -> None:
+    with moves() as (link, transfer_, arena):
+        numel = arena.nbytes // 4
+        transfer_.offload(torch.ones(numel), [slice(0, numel)]).drop()
+        block = arena.acquire(numel, torch.float32)  # the same memory
+        assert arena.num_growths == 0
+        block.tensor.fill_(7.0)
+        link.finish()
+        assert bool((block.tensor == 7).all())
+        block.release()
+
+
+def test_without_overlap_a_copy_is_over_when_it_has_been_asked_for() -> None:
+    with moves(overlap=False) as (_, transfer_, _arena):
+        host, device = transfer_.memory(8, torch.float32), torch.ones(8)
+        assert transfer_.offload_to(host, device).done and torch.equal(host, device)
+        assert transfer_.upload(torch.empty(8), host).done
+
+
+@pytest.mark.parametrize("direction", ("down", "up"))
+def test_memory_stays_locked_until_the_copies_are_over(direction: str) -> None:
+    with moves() as (_, transfer_, _arena):
+        host, device = transfer_.memory(8, torch.float32), torch.ones(8)
+        transfer_.offload_to(host, device) if direction == "down" else transfer_.upload(device, host)
+
+
+def test_a_worker_that_is_closed_has_ended() -> None:
+    """What its jobs work with may be taken away from then on."""
+    worker, ended = Worker("test"), []
+    worker.submit(lambda: (time.sleep(0.05), ended.append(True)))  # type: ignore[func-returns-value]
+    time.sleep(0.01)
+    worker.close()
+    assert ended == [True]
+
+
+@contextlib.contextmanager
+def accumulated(where: str, path: Any) -> Iterator[tuple[Any, Arena, Worker]]:
+    """A gradient of two micro-batches of ones, maybe still on its way."""
+    worker = Worker("test")
+    with moves() as (_, transfer_, arena):
+        chunks = [slice(0, 2048), slice(2048, 3000)]
+        tier = NVMeTier([str(path)], 0, 1, False, transfer_, worker)
+        grads = HostGrads(chunks, transfer_, worker, 1) if where == "host" else tier.grads(chunks, 1)
+        if where == "nvme":
+            tier.create()
+        for _ in range(2):
+            grads.add(torch.ones(3000))
+        yield grads, arena, worker
+        worker.close()
+        tier.close()
+
+
+@pytest.mark.parametrize("where", ("host", "nvme"))
+def test_a_gradient_that_is_taken_without_asking_for_its_norm_is_whole(where: str, tmp_path: Any) -> None:
+    with accumulated(where, tmp_path) as (grads, _, _worker):
+        taken = grads.take()
+        for index in range(2):
+            taken.fetch(index)
+            assert bool((taken.open(index) == 2).all())
+            taken.close(index)
+        taken.drop()
+
+
+@pytest.mark.parametrize("where", ("host", "nvme"))
+def test_a_gradient_that_is_dropped_leaves_nothing_behind(where: str, tmp_path: Any) -> None:
+    with accumulated(where, tmp_path) as (grads, arena, worker):
+        grads.clear()
+        assert arena.in_use_nbytes == 0
+        worker.submit(lambda: None).wait()
+        assert grads.sum_of_squares() == 0 and grads.nbytes == 0
+
+
+class Refusing:
+    """A file whose writes have failed, and a request of it."""
+
+    done = True
+
+    def wait(self) -> None:
+        raise OSError("no")
+
+    def write_async(self, *_: Any) -> Refusing:
+        return self
+
+    def read_async(self, *_: Any) -> Any:
+        return PAST
+
+
+def test_a_write_that_failed_is_told_by_whatever_uses_its_bytes_or_its_buffer_next() -> None:
+    spill_ = spill.Spill(lambda nbytes: Refusing())  # type: ignore[arg-type, return-value]
+    first, second = (spill.Piece(spill_.reserve(4096), 4096) for _ in range(2))
+    spill_.create()
+    buffers = spill.Buffers(spill_, 4096, 1)
+    buffers.open(first, read=False)
+    buffers.evict(first, changed=True)
+    with pytest.raises(OSError, match="no"):
+        spill_.read(torch.empty(4096, dtype=torch.uint8), first.offset)
+    with pytest.raises(OSError, match="no"):
+        buffers.open(first)
+    with pytest.raises(OSError, match="no"):
+        buffers.open(second, read=False)
+
+
+class Prompt(Refusing):
+    """Another, that does all at once."""
+
+    def wait(self) -> None:
+        return
+
+
+def test_a_buffer_is_free_as_soon_as_its_write_is_over() -> None:
+    spill_ = spill.Spill(lambda nbytes: Prompt())  # type: ignore[arg-type, return-value]
+    first, second = (spill.Piece(spill_.reserve(4096), 4096) for _ in range(2))
+    spill_.create()
+    buffers = spill.Buffers(spill_, 4096, 1)
+    buffers.open(first, read=False)
+    assert not buffers.fetch(second)
+    buffers.evict(first, changed=True)
+    assert buffers.fetch(second)
+
+
+class LateComm(Solo):
+    """Two ranks, as one of them sees it; collectives are over when they have been waited for."""
+
+    world = 2
+
+    class Pending:
+        waited = False
+
+        def wait(self) -> None:
+            self.waited = True
+
+    def __init__(self) -> None:
+        self.started: list[LateComm.Pending] = []
+
+    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Pending:
+        self.started.append(LateComm.Pending())
+        return self.started[-1]
+
+
+def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over() -> None:
+    model, comm = nn.Linear(3, 5), LateComm()
+    layout = Layout.of([param.numel() for param in model.parameters()], comm.world)
+    unit = Unit("all", [model], list(model.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
+    reducer = GradReducer(comm, True, False, lambda param: None)
+    reducer.add(UnitGrads(unit, 0, layout, layout.shard(0), lambda grad: None))
+    with reducer.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    reducer._reduce(0)
+    assert comm.started and reducer.queue
+    reducer.forget()
+    assert all(pending.waited for pending in comm.started) and not reducer.queue
+
+
+# ---- two ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def in_world(case: tuple[str, str, bool]) -> str:
+    name, tier, overlap_step = case
+    scenario, options = next(one for one in GPTS if one.__name__ == name), {**TIERS, "full": {"stage": 0, "optimizer_tier": "host"}}[tier]
+    default_engine.cache_clear()
+    want = outcome(scenario, "plain", **options)
+    with latest():
+        found = outcome(scenario, "plain", **options, overlap_step=overlap_step)
+    same = len(found) == len(want) and all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+    return "" if same else "differs"
+
+
+def test_two_ranks_wait_for_the_link_and_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = (several_evaluations_after_a_step, an_evaluation_between_backward_and_step, closed_right_after_a_step)
+    tiers = ("host", "partitioned", "full")
+    table = [(one.__name__, tier, beside) for one, tier, beside in itertools.product(scenarios, tiers, (False, True))]
+    found = run_world(2, in_world, table)
+    assert {case: row for case, row in zip(table, found, strict=True) if row != ["", ""]} == {}

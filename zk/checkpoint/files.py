@@ -1,0 +1,298 @@
+"""In: tensors in a known order. Out: safetensors files written as they come, checked block by block, and read back by ranges of elements.
+
+A file is written from front to back through a few page-aligned buffers, past the page cache where the file system can, while the next ones
+are filled: memory does not grow with the file. A CRC-32 of every block goes into the manifest, so that a reader finds what a drive, a copy or a
+hand has changed, before it changes anything itself. Format: https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import errno
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zk.memory import aligned
+from zk.offload.nvme import ALIGN, File, Request, round_up
+
+BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
+_DTYPES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}
+_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+_IN_FLIGHT = 4
+_LONGEST_HEADER = 100 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a file of it, is not what it should be. The message names the file."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """What a manifest keeps of a file."""
+
+    name: str
+    nbytes: int
+    crc32: tuple[int, ...]  # of each block of BLOCK_NBYTES
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "nbytes": self.nbytes, "block_nbytes": BLOCK_NBYTES, "crc32": [f"{crc:08x}" for crc in self.crc32]}
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> Written:
+        if value["block_nbytes"] != BLOCK_NBYTES:
+            raise ValueError(f"checksums of blocks of {value['block_nbytes']} bytes are not known")
+        return cls(str(value["name"]), int(value["nbytes"]), tuple(int(crc, 16) for crc in value["crc32"]))
+
+
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a safetensors file, padded so that data starts on a page."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for entry in entries:
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{entry.key!r} is {entry.dtype}, which safetensors files cannot hold")
+        table[entry.key] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, start + entry.nbytes]}
+        start += entry.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (round_up(8 + len(text)) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
+
+
+class Writer:
+    """One safetensors file, tensor by tensor in the order of ``entries``.
+
+    Args:
+        path: of the file, which must not exist.
+        entries: all tensors it will have.
+        metadata: strings for its header.
+
+    Raises OSError if there is not room for all of it, before anything is written.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+        self.path, self.entries = path, list(entries)
+        header = header_of(entries, metadata)
+        self.nbytes = len(header) + sum(entry.nbytes for entry in entries)
+        self.file = File(path, round_up(self.nbytes))
+        self.buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, -(-self.nbytes // BLOCK_NBYTES)))]
+        self.busy: list[tuple[Request, concurrent.futures.Future[int]] | None] = [None] * len(self.buffers)
+        self.crcs: list[int] = []
+        self.pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="zk-crc")
+        self.position = self.at = self.next = 0  # bytes taken, of them in the current entry; number of the entry
+        try:
+            self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        except BaseException:
+            self.abort()
+            raise
+
+    def add(self, tensor: Tensor) -> None:
+        """The next elements, in order, of the next tensors."""
+        if tensor.numel() == 0:
+            return
+        entry = self._current()
+        assert tensor.dtype == entry.dtype and self.at + tensor.nbytes <= entry.nbytes, f"{tensor.dtype} {tuple(tensor.shape)} for {entry}"
+        self.at += tensor.nbytes
+        self._append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+
+    def _current(self) -> Entry:
+        while self.at == self.entries[self.next].nbytes:
+            self.next, self.at = self.next + 1, 0
+        return self.entries[self.next]
+
+    def _append(self, data: Tensor) -> None:
+        done = 0
+        while done < data.nbytes:
+            block, start = divmod(self.position, BLOCK_NBYTES)
+            slot = block % len(self.buffers)
+            if start == 0:
+                self._settle(slot)
+            count = min(BLOCK_NBYTES - start, data.nbytes - done)
+            self.buffers[slot][start : start + count].copy_(data[done : done + count])
+            self.position += count
+            done += count
+            if start + count == BLOCK_NBYTES:
+                self._send(block, BLOCK_NBYTES)
+
+    def _send(self, block: int, nbytes: int) -> None:
+        slot = block % len(self.buffers)
+        memory = self.buffers[slot]
+        memory[nbytes : round_up(nbytes)] = 0
+        crc = self.pool.submit(zlib.crc32, memory[:nbytes].numpy().data)
+        self.busy[slot] = self.file.write_async(memory[: round_up(nbytes)], block * BLOCK_NBYTES), crc
+
+    def _settle(self, slot: int) -> None:
+        busy, self.busy[slot] = self.busy[slot], None
+        if busy is not None:
+            self.crcs.append(busy[1].result())
+            busy[0].wait()
+
+    def finish(self) -> Written:
+        """Write what is left, and make the drive keep all of it."""
+        assert self.position == self.nbytes, f"{self.position} of {self.nbytes} bytes of {self.path} were given"
+        try:
+            blocks, rest = divmod(self.nbytes, BLOCK_NBYTES)
+            if rest:
+                self._send(blocks, rest)
+            last = blocks + bool(rest)
+            for block in range(max(0, last - len(self.buffers)), last):
+                self._settle(block % len(self.buffers))
+            self.file.wait()
+            os.truncate(self.path, self.nbytes)
+            self.file.flush()
+        finally:
+            self._close()
+        return Written(self.path.name, self.nbytes, tuple(self.crcs))
+
+    def abort(self) -> None:
+        """Give up: the file goes."""
+        try:
+            self._close()
+        finally:
+            self.path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self.pool.shutdown()
+        self.file.close()
+
+
+class Reader:
+    """A safetensors file, read by ranges of elements."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = File(path, writable=False)
+        try:
+            length = torch.empty(8, dtype=torch.uint8)
+            self.file.read(length)
+            size = int.from_bytes(length.numpy().tobytes(), "little")
+            if not 2 <= size <= min(_LONGEST_HEADER, self.file.nbytes - 8):
+                raise ValueError(f"its header has {size} bytes")
+            text = torch.empty(size, dtype=torch.uint8)
+            self.file.read(text, 8)
+            table = json.loads(text.numpy().tobytes())
+            self.metadata: dict[str, str] = table.pop("__metadata__", {})
+            self.entries = {key: Entry(key, _NAMES[value["dtype"]], tuple(value["shape"])) for key, value in table.items()}
+            self.offsets = {key: 8 + size + value["data_offsets"][0] for key, value in table.items()}
+            for key, entry in self.entries.items():
+                start, stop = table[key]["data_offsets"]
+                if start < 0 or stop - start != entry.nbytes or self.offsets[key] + entry.nbytes > self.file.nbytes:
+                    raise ValueError(f"{key!r} does not lie in the file")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.file.close()
+            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened tensor ``key``."""
+        entry = self.entries[key]
+        numel = math.prod(entry.shape)
+        stop = numel if stop is None else stop
+        assert 0 <= start <= stop <= numel
+        found = torch.empty(stop - start, dtype=entry.dtype)
+        self.file.read(found.view(torch.uint8) if entry.dtype == torch.bool else found, self.offsets[key] + start * entry.dtype.itemsize)
+        return found
+
+    def close(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def check_file(folder: Path, written: Written) -> None:
+    """CheckpointError, with the file's name, unless it is byte for byte what was written."""
+    path = folder / written.name
+    try:
+        nbytes = path.stat().st_size
+        if nbytes != written.nbytes:
+            raise CheckpointError(f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or another file")
+        with File(path, writable=False) as file:
+            for block, crc in enumerate(_checksums(file, nbytes)):
+                if block >= len(written.crc32) or crc != written.crc32[block]:
+                    raise CheckpointError(
+                        f"{path} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not "
+                        f"{written.crc32[block] if block < len(written.crc32) else 0:08x}"
+                    )
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _checksums(file: File, nbytes: int) -> Iterator[int]:
+    """CRC-32 of each block, in order; the next ones are read meanwhile."""
+    blocks = -(-nbytes // BLOCK_NBYTES)
+    buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, blocks))]
+    with concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="zk-crc") as pool:
+
+        def read(block: int) -> tuple[Request, Tensor]:
+            memory = buffers[block % len(buffers)][: min(BLOCK_NBYTES, nbytes - block * BLOCK_NBYTES)]
+            return file.read_async(memory, block * BLOCK_NBYTES), memory
+
+        def crc(request: Request, memory: Tensor) -> int:
+            request.wait()
+            return zlib.crc32(memory.numpy().data)
+
+        waiting = [pool.submit(crc, *read(block)) for block in range(len(buffers))]
+        for block in range(blocks):
+            yield waiting[block % len(buffers)].result()
+            if block + len(buffers) < blocks:
+                waiting[block % len(buffers)] = pool.submit(crc, *read(block + len(buffers)))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A small file that is whole or not there, also after a crash."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the drive keep the folder's names."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that keeps names by itself
+            raise
+    finally:
+        os.close(descriptor)
+
+
+assert BLOCK_NBYTES % ALIGN == 0

@@ -1,0 +1,147 @@
+"""In: a checkpoint of any world size, stage, tier and dtype. Out: an optimizer that goes on from it, unchanged if anything in it is wrong.
+
+Every rank reads the elements that it holds, by ranges, and puts them into its chunks one after the other: memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zk.checkpoint import save
+from zk.checkpoint.files import CheckpointError, Reader, check_file
+from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, revived, set_random_state, sources_of
+from zk.parallel.partitioned import PartitionedParams
+
+if TYPE_CHECKING:
+    from zk.held import Held
+    from zk.optimizer import ZeroOptimizer
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the latest one in it."""
+    if (path / "manifest.json").exists():
+        return path
+    found = save.latest(path)
+    if found is None:
+        raise CheckpointError(f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one")
+    return found
+
+
+def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
+    """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
+    with save._together(optimizer, f"checking {path}"):
+        folder = find(path)
+        manifest = Manifest.read(folder)
+        for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
+            check_file(folder, written)
+        sources = sources_of(manifest)
+        steps = _check(optimizer, manifest, sources)
+        if (scheduler is None) != (manifest.head["scheduler"] is None):
+            has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
+            raise CheckpointError(f"{folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
+    with _readers(manifest) as readers:
+        for held in optimizer.held:
+            _fill(held, sources, readers)
+            for index, name in enumerate(held.unit.names):
+                held.steps.pop(index, None)
+                if steps[name] and held.shard is not None:
+                    held.steps[index] = steps[name]
+        buffers = dict(save._buffers(optimizer))
+        with torch.no_grad():
+            for name in manifest.ranks[0]["buffers"]:
+                value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
+                buffers[name].copy_(value.view(buffers[name].shape))
+    for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
+        group.update({key: tuple(value) if key == "betas" else revived(value) for key, value in saved.items() if key != "params"})
+    optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
+    optimizer.counters.update(manifest.head["counters"])
+    if scheduler is not None:
+        scheduler.load_state_dict(revived(manifest.head["scheduler"]))
+    if optimizer.comm.rank < len(manifest.ranks):
+        set_random_state(manifest.ranks[optimizer.comm.rank]["random"])
+    return revived(manifest.head["extra"])
+
+
+def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> dict[str, int]:
+    """That the checkpoint has all that this optimizer holds; returns the step count of every parameter."""
+    where, shapes = manifest.folder / "manifest.json", manifest.shapes()
+    mine = {name: tuple(param.shape) for held in optimizer.held for name, param in zip(held.unit.names, held.unit.params, strict=True)}
+    for name in [*mine, *shapes]:
+        if mine.get(name) != shapes.get(name):
+            raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
+    saved_groups = [list(group["params"]) for group in manifest.head["groups"]]
+    names = {param: name for held in optimizer.held for param, name in zip(held.unit.params, held.unit.names, strict=True)}
+    if saved_groups != [[names[param] for param in group["params"]] for group in optimizer.param_groups]:
+        raise CheckpointError(f"{where} has other parameter groups than this optimizer; build the same groups in the same order first")
+    for held in optimizer.held:
+        for name, param in zip(held.unit.names, held.unit.params, strict=True):
+            for kind in kinds_of(held):
+                lacking = gaps(sources.get((name, kind), ()), math.prod(param.shape))
+                if lacking:
+                    raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})")
+    buffers = {name: tuple(buffer.shape) for name, buffer in save._buffers(optimizer)}
+    if sorted(buffers) != manifest.ranks[0]["buffers"]:
+        raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
+    return {param["name"]: param["steps"] for unit in manifest.head["units"] for param in unit["params"]}
+
+
+@contextlib.contextmanager
+def _readers(manifest: Manifest) -> Iterator[dict[str, Reader]]:
+    with contextlib.ExitStack() as opened:
+        yield {written.name: opened.enter_context(Reader(manifest.folder / written.name)) for written in manifest.files}
+
+
+def _elements(sources: Sequence[Source], readers: dict[str, Reader], start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Elements ``start`` to ``stop`` of a parameter, in runs: (position of the first, values)."""
+    for source in sources:
+        begin, end = max(source.start, start), min(source.stop, stop)
+        if begin < end:
+            first = source.offset + begin - source.start
+            yield begin, readers[source.piece.file].read(source.piece.key, first, first + end - begin)
+
+
+def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dict[str, Reader]) -> None:
+    """Put this rank's elements of one unit in their place."""
+    base = held.params.held.start
+
+    def values(kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Elements of the flat buffer."""
+        flat = torch.zeros(stop - start, dtype=dtype)
+        for index, name in enumerate(held.unit.names):
+            whole = held.layout.whole(index)
+            begin, end = max(start, whole.start), min(stop, whole.stop)
+            if begin < end:
+                for position, found in _elements(sources[name, kind], readers, begin - whole.start, end - whole.start):
+                    at = whole.start + position - start
+                    flat[at : at + found.numel()] = found
+        return flat
+
+    if held.shard is None:
+        mine = values("param", base, held.params.held.stop, held.unit.dtype)
+        if isinstance(held.params, PartitionedParams):
+            held.params.settle()
+            held.params.home.write(mine)
+        else:
+            held.params.shard.copy_(mine)
+        held.transfer.follow(held.params.publish())  # type: ignore[arg-type]
+        return
+    held.params.settle()
+    for number, chunk in enumerate(held.shard.chunks):
+        with held.shard.opened(number, changes=True) as fields:
+            for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):
+                stop = min(start + save.PIECE_NUMEL, chunk.stop)
+                here = slice(start - chunk.start, stop - chunk.start)
+                exact = {kind: values(kind, base + start, base + stop, torch.float32) for kind in kinds_of(held)}
+                held.shard.put(fields, here, exact)
+    held.shard.upload()
+    held.transfer.follow(held.publish(held.shard.arriving))
+    if isinstance(held.params, PartitionedParams):
+        held.params.publish()
+    held.rewritten()

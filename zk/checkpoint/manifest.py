@@ -1,0 +1,229 @@
+"""In: an optimizer. Out: what its checkpoint says: parameters by name and shape, where their elements are, and all that is not a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zk.checkpoint.files import CheckpointError, Written
+
+if TYPE_CHECKING:
+    from zk.held import Held
+    from zk.optimizer import ZeroOptimizer
+
+FORMAT, VERSION = "zk checkpoint", 1
+MANIFEST = "manifest.json"
+
+
+def rank_file(rank: int, world: int) -> str:
+    """The name of one rank's tensors; the same with .json is the name of its own part of the manifest."""
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive elements of one unit's flat buffer, of one kind, as a tensor of a file."""
+
+    unit: int
+    kind: str  # "master", a state of the optimizer, or "param" where there is no optimizer state
+    start: int
+    stop: int
+    key: str
+    file: str
+
+
+def of_unit(held: Held) -> dict[str, Any]:
+    """What is known of a unit without its elements."""
+    return {
+        "name": held.unit.name,
+        "trained": held.shard is not None,
+        "kinds": kinds_of(held),
+        "params": [
+            {
+                "name": name,
+                "shape": list(param.shape),
+                "dtype": str(held.unit.dtype).removeprefix("torch."),
+                "offset": offset,
+                "steps": held.steps.get(index, 0),
+            }
+            for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True))
+        ],
+    }
+
+
+def kinds_of(held: Held) -> list[str]:
+    """What is kept for each element."""
+    return ["param"] if held.shard is None else ["master", *held.shard.names]
+
+
+def plain(value: Any, what: str) -> Any:
+    """``value`` as JSON can hold it: numbers, strings, lists, and dicts by string. TypeError, saying where, for anything else."""
+    if isinstance(value, (str, bool, int, float, type(None))):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, (str, int)) for key in value):
+            raise TypeError(f"{what} has keys that are neither strings nor numbers; a checkpoint keeps what JSON can hold")
+        if any(isinstance(key, int) for key in value):  # JSON would make strings of them
+            return {"__items__": [[key, plain(item, f"{what}[{key!r}]")] for key, item in value.items()]}
+        return {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+    raise TypeError(f"{what} is a {type(value).__name__}; a checkpoint keeps what JSON can hold: numbers, strings, lists, dicts")
+
+
+def revived(value: Any) -> Any:
+    """What ``plain`` was given, but for tuples, which are lists now."""
+    if isinstance(value, list):
+        return [revived(item) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {"__items__"}:
+            return {key: revived(item) for key, item in value["__items__"]}
+        return {key: revived(item) for key, item in value.items()}
+    return value
+
+
+def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """What is the same on all ranks."""
+    names = {param: name for held in optimizer.held for param, name in zip(held.unit.params, held.unit.names, strict=True)}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[param] for param in group["params"]]})
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "optimizer": type(optimizer.inner).__name__,
+        "world": optimizer.comm.world,
+        "stage": optimizer.config.stage,
+        "counters": dict(optimizer.counters),
+        "loss_scale": optimizer.scaler.state_dict(),
+        "groups": groups,
+        "units": [of_unit(held) for held in optimizer.held],
+    }
+
+
+def random_state() -> dict[str, Any]:
+    """The generators of this process."""
+    version, state, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(state), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Undo what has been drawn since ``random_state``."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's manifest, and where every element of it is."""
+
+    folder: Path
+    head: dict[str, Any]
+    files: list[Written]
+    pieces: list[Piece]
+    ranks: list[dict[str, Any]]  # what each rank said of itself
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """CheckpointError, with the file's name, if it is missing or not ours."""
+        head = _json(folder / MANIFEST)
+        if head.get("format") != FORMAT:
+            raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a zk checkpoint")
+        if head.get("version") != VERSION:
+            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads version {VERSION}")
+        try:
+            files = [Written.of_json(entry) for entry in head["files"]]
+            parts = [Written.of_json(entry) for entry in head["parts"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from error
+        from zk.checkpoint.files import check_file
+
+        pieces, ranks = [], []
+        for part in parts:
+            check_file(folder, part)
+            said = _json(folder / part.name)
+            ranks.append(said)
+            pieces += [Piece(unit, kind, start, stop, key, said["file"]) for unit, kind, start, stop, key in said["pieces"]]
+        return cls(folder, head, files, pieces, ranks)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters, by name."""
+        return {param["name"]: tuple(param["shape"]) for unit in self.head["units"] for param in unit["params"]}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it holds no object")
+        return value
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: this is no checkpoint, or not a whole one") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where consecutive elements of one parameter are, of one kind."""
+
+    start: int  # in the parameter
+    stop: int
+    piece: Piece
+    offset: int  # of ``start`` in the piece's tensor
+
+
+def sources_of(manifest: Manifest) -> dict[tuple[str, str], list[Source]]:
+    """(parameter's name, kind) -> where its elements are, in order."""
+    by_unit: dict[tuple[int, str], list[Piece]] = {}
+    for piece in manifest.pieces:
+        by_unit.setdefault((piece.unit, piece.kind), []).append(piece)
+    found: dict[tuple[str, str], list[Source]] = {}
+    for number, unit in enumerate(manifest.head["units"]):
+        for kind in unit["kinds"]:
+            pieces = sorted(by_unit.get((number, kind), ()), key=lambda piece: piece.start)
+            for param in unit["params"]:
+                begin, end = param["offset"], param["offset"] + math.prod(param["shape"])
+                found[param["name"], kind] = [
+                    Source(max(piece.start, begin) - begin, min(piece.stop, end) - begin, piece, max(piece.start, begin) - piece.start)
+                    for piece in pieces
+                    if piece.start < end and begin < piece.stop
+                ]
+    return found
+
+
+def gaps(sources: Sequence[Source], numel: int) -> list[tuple[int, int]]:
+    """Elements that no source has."""
+    missing, position = [], 0
+    for source in sources:
+        if source.start > position:
+            missing.append((position, source.start))
+        position = max(position, source.stop)
+    if position < numel:
+        missing.append((position, numel))
+    return missing
