@@ -17,6 +17,7 @@ from torch import Tensor
 from zk.checkpoint import save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
 from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, revived, set_random_state, sources_of
+from zk.offload.streams import PAST
 from zk.parallel.partitioned import PartitionedParams
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dic
             held.params.home.write(mine)
         else:
             held.params.shard.copy_(mine)
-        held.transfer.follow(held.params.publish())  # type: ignore[arg-type]
+        held.transfer.follow(held.params.publish() or PAST)
         return
     held.params.settle()
     for number, chunk in enumerate(held.shard.chunks):

@@ -1,0 +1,386 @@
+"""A checkpoint goes on bit for bit wherever it is loaded, and one that is not whole changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.world import run_world
+from zk.checkpoint import files
+from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
+from zk.offload import nvme, spill
+from zk.offload.twins import AdversarialLink, pretend
+
+ROOT = Path(__file__).parent.parent
+SETTINGS: dict[str, dict[str, Any]] = {
+    "0-host": {"stage": 0, "optimizer_tier": "host"},
+    "1-device": {"stage": 1, "optimizer_tier": "device"},
+    "2-host-overlapped": {"stage": 2, "optimizer_tier": "host", "overlap_step": True},
+    "3-host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
+    "3-nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "3-auto": {"stage": 3, "param_tier": "host", "optimizer_tier": "auto", "device_budget": 40_000},
+}
+
+
+def make(setting: str, folder: Path, variant: str = "frozen", **options: Any) -> tuple[GPT, zk.ZeroOptimizer, Any]:
+    torch.manual_seed(0)
+    model = GPT(variant)
+    model.register_buffer("seen", torch.zeros(3))
+    matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
+    inner = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=1e-2)
+    path = {"nvme_path": folder} if "nvme" in setting else {}
+    optimizer = zk.ZeroOptimizer(model, inner, **{"dtype": "bf16", "clip_grad_norm": 0.5, **SETTINGS[setting], **path, **options})
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def train(model: GPT, optimizer: zk.ZeroOptimizer, scheduler: Any, start: int, stop: int, ranks: int = 2) -> list[float]:
+    """The batches of ``ranks`` ranks, whatever the world size, so that every world makes the same steps."""
+    rank, world = optimizer.comm.rank, optimizer.comm.world
+    losses = []
+    for step in range(start, stop):
+        mine = [r for r in range(ranks) if r % world == rank] if world <= ranks else [rank % ranks]
+        with torch.no_grad():
+            model.seen += step
+        loss = sum(loss_of(model, batch(10 * step + r)) for r in mine) / len(mine)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def snapshot(model: GPT, optimizer: zk.ZeroOptimizer) -> dict[str, torch.Tensor]:
+    """Parameters, masters and moments, of all ranks."""
+    found = {"seen": model.seen.clone()}
+    optimizer.synchronize()
+    with zk.gather(model.parameters()):
+        found |= {name: param.detach().clone() for name, param in model.named_parameters()}
+    for held in optimizer.held:
+        if held.shard is None:
+            continue
+        for kind in ("master", *held.shard.names):
+            full = held.full(held.shard.get_master if kind == "master" else lambda part, kind=kind, held=held: held.shard.get_state(kind, part))
+            for index, name in enumerate(held.unit.names):
+                found[f"{kind} {name}"] = full[held.layout.whole(index)].clone()
+    return found
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in mine.keys() | theirs.keys() if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name])]
+
+
+# ---- going on ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_goes_on_as_if_it_had_not_stopped_whatever_it_goes_on_as(setting: str, tmp_path: Path) -> None:
+    with mock.patch.object(spill, "CHUNK_NUMEL", 2048), pretend(AdversarialLink()) as link:
+        model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+        losses = train(model, optimizer, scheduler, 0, 5)
+        unbroken = snapshot(model, optimizer)
+        optimizer.close()
+
+        model, optimizer, scheduler = make(setting, tmp_path)
+        assert train(model, optimizer, scheduler, 0, 3) == losses[:3]
+        folder = optimizer.save_checkpoint(tmp_path / "saved", scheduler=scheduler, extra={"epoch": 1, "at": [2, 3]})
+        halfway = snapshot(model, optimizer)
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        optimizer.save_checkpoint(tmp_path / "saved", scheduler=scheduler, extra={"epoch": 1, "at": [2, 3]})  # once more, over it
+        drawn = random.random(), np.random.rand(), torch.rand(1).item()
+        optimizer.close()
+        assert folder == tmp_path / "saved" / "step-00000003"
+
+        for other in SETTINGS if setting == "2-host-overlapped" else ("2-host-overlapped", "3-nvme"):
+            model, optimizer, scheduler = make(other, tmp_path)
+            train(model, optimizer, scheduler, 90, 91)  # something else, and a gradient that nobody wants
+            loss_of(model, batch(5)).backward()
+            assert optimizer.load_checkpoint(tmp_path / "saved", scheduler=scheduler) == {"epoch": 1, "at": [2, 3]}
+            assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+            assert same(snapshot(model, optimizer), halfway) == []
+            assert train(model, optimizer, scheduler, 3, 5) == losses[3:]
+            assert same(snapshot(model, optimizer), unbroken) == []
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**5)
+            optimizer.close()
+        link.finish()
+    assert link.races == []
+
+
+@pytest.mark.parametrize("variant", ("tied", "unused"))
+@pytest.mark.parametrize("dtype", ("fp32", "fp16"))
+def test_tied_and_unused_parameters_in_every_precision(variant: str, dtype: str, tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("2-host-overlapped", tmp_path, variant, dtype=dtype)
+    losses = train(model, optimizer, scheduler, 0, 4)
+    want = snapshot(model, optimizer)
+    model, optimizer, scheduler = make("3-host", tmp_path, variant, dtype=dtype)
+    train(model, optimizer, scheduler, 0, 2)
+    optimizer.save_checkpoint(tmp_path)
+    model, optimizer, _ = make("0-host", tmp_path, variant, dtype=dtype)
+    optimizer.load_checkpoint(tmp_path)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9, last_epoch=2)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * 0.9**2
+    assert train(model, optimizer, scheduler, 2, 4) == losses[2:]
+    assert same(snapshot(model, optimizer), want) == []
+
+
+def run_chain(case: tuple[str, str, int, int, bool]) -> tuple[list[str], list[float]]:
+    """Load (unless it is the first link), compare with what was saved, train, save: on every rank."""
+    setting, folder, start, stop, first = case
+    root = Path(folder)
+    with tempfile.TemporaryDirectory() as drive, mock.patch.object(spill, "CHUNK_NUMEL", 2048):
+        model, optimizer, scheduler = make(setting, Path(drive), clip_grad_norm=None, dtype="fp32")
+        found: list[str] = []
+        if not first:
+            optimizer.load_checkpoint(root, scheduler=scheduler)
+            found = same(snapshot(model, optimizer), torch.load(root / "state.pt", weights_only=True))
+        losses = train(model, optimizer, scheduler, start, stop)
+        optimizer.save_checkpoint(root, scheduler=scheduler, keep=2)
+        state = snapshot(model, optimizer)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(state, root / "state.pt")
+        optimizer.close()
+    return found, losses
+
+
+def test_world_sizes_stages_and_tiers_change_in_one_chain(tmp_path: Path) -> None:
+    """1 -> 2 -> 3 -> 1 ranks, stages 1 -> 3 -> 2, host -> nvme -> device: the state at each hand-over is bitwise the one saved."""
+    chain = (("0-host", 1), ("1-device", 2), ("3-nvme", 3), ("2-host-overlapped", 1))
+    for number, (setting, world) in enumerate(chain):
+        case = (setting, str(tmp_path), 2 * number, 2 * number + 2, number == 0)
+        for found, losses in [run_chain(case)] if world == 1 else run_world(world, run_chain, [case], timeout=90)[0]:
+            assert found == [] and len(losses) == 2
+    assert sorted(folder.name for folder in tmp_path.glob("step-*")) == ["step-00000006", "step-00000008"]
+    assert (tmp_path / "latest").read_text() == "step-00000008\n"
+
+
+def test_what_is_saved_is_plain_safetensors_with_the_masters_in_full_precision(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("3-host", tmp_path, "plain")
+    train(model, optimizer, scheduler, 0, 2)
+    folder = optimizer.save_checkpoint(tmp_path)
+    tensors = load_file(folder / "rank-00000-of-00001.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    state = snapshot(model, optimizer)
+    unit = next(number for number, unit in enumerate(manifest["units"]) if unit["name"] == "blocks.1")
+    for param in manifest["units"][unit]["params"]:
+        flat = state[f"master {param['name']}"]
+        assert torch.equal(tensors[f"master/{unit}/0"][param["offset"] : param["offset"] + flat.numel()], flat)
+        assert param["dtype"] == "bfloat16" and param["steps"] == 2
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    model, optimizer, scheduler = make("3-host", root)
+    train(model, optimizer, scheduler, 0, 2)
+    folder = optimizer.save_checkpoint(root)
+    optimizer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, zk.ZeroOptimizer]:
+    model, optimizer, scheduler = make("2-host-overlapped", tmp_path_factory.mktemp("victim"))
+    train(model, optimizer, scheduler, 0, 1)
+    return model, optimizer
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_is_altered_cut_short_or_missing_is_found_and_changes_nothing(
+    data: st.DataObject, saved: Path, victim: tuple[GPT, zk.ZeroOptimizer], tmp_path: Path
+) -> None:
+    model, optimizer = victim
+    before, names = snapshot(model, optimizer), sorted(path.name for path in saved.iterdir())
+    groups = [dict(group) for group in optimizer.param_groups]
+    damaged = tmp_path / "damaged"
+    shutil.rmtree(damaged, ignore_errors=True)
+    shutil.copytree(saved, damaged)
+    name = data.draw(st.sampled_from([name for name in names if name != "manifest.json"]))
+    content = bytearray((damaged / name).read_bytes())
+    how = data.draw(st.sampled_from(("flip", "cut", "remove", "longer", "swap")))
+    if how == "flip":
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "cut":
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    elif how == "longer":
+        content += b"\0"
+    elif how == "swap":
+        content = bytearray((damaged / next(other for other in names if other not in (name, "manifest.json"))).read_bytes())
+    if how == "remove":
+        (damaged / name).unlink()
+    else:
+        (damaged / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        optimizer.load_checkpoint(damaged)
+    assert same(snapshot(model, optimizer), before) == []
+    assert [dict(group) for group in optimizer.param_groups] == groups and optimizer.counters["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    (
+        (lambda path: path.unlink(), "no checkpoint"),
+        (lambda path: path.write_text("{}"), "not a manifest"),
+        (lambda path: path.write_text("nonsense"), "cannot be read"),
+        (lambda path: path.write_text(path.read_text().replace('"version": 1', '"version": 9')), "version 9"),
+        (lambda path: path.write_text(path.read_text().replace("blocks.0.up", "blocks.0.low")), "blocks.0"),
+    ),
+)
+def test_a_manifest_that_is_not_one_is_refused(spoil: Any, match: str, saved: Path, victim: tuple[GPT, zk.ZeroOptimizer], tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000002"
+    shutil.copytree(saved, folder)
+    spoil(folder / "manifest.json")
+    with pytest.raises(CheckpointError, match=match):
+        victim[1].load_checkpoint(tmp_path)
+
+
+def test_another_model_other_groups_or_another_optimizer_are_refused(saved: Path, tmp_path: Path) -> None:
+    model = GPT("frozen", layers=3)
+    model.register_buffer("seen", torch.zeros(3))
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16")
+    with pytest.raises(CheckpointError, match=r"blocks\.2.*not there"):
+        optimizer.load_checkpoint(saved)
+    model = GPT("frozen")
+    model.register_buffer("seen", torch.zeros(3))
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16")
+    with pytest.raises(CheckpointError, match="other parameter groups"):
+        optimizer.load_checkpoint(saved)
+    with pytest.raises(CheckpointError, match="has no scheduler, and one was"):
+        _, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+        optimizer.load_checkpoint(saved, scheduler=scheduler)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        optimizer.load_checkpoint(tmp_path)
+    for options, error, match in (
+        ({"keep": 0}, ValueError, "keep must be"),
+        ({"extra": {"loader": object()}}, TypeError, r"extra\['loader'\] is a object"),
+    ):
+        with pytest.raises(error, match=match):
+            optimizer.save_checkpoint(tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+# ---- drives that refuse, processes that die ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ("reserving", "writing"))
+def test_a_full_drive_leaves_the_old_checkpoint_whole_and_training_goes_on(moment: str, tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("3-host", tmp_path)
+    losses = train(model, optimizer, scheduler, 0, 2)
+    old = optimizer.save_checkpoint(tmp_path / "saved")
+    train(model, optimizer, scheduler, 2, 3)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(nvme.SYSTEM, "posix_fallocate" if moment == "reserving" else "pwritev", full), pytest.raises(OSError, match=r"space|free"):
+        optimizer.save_checkpoint(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", old.name]
+    train(model, optimizer, scheduler, 3, 4)
+    assert optimizer.save_checkpoint(tmp_path / "saved", keep=1).name == "step-00000004" and not old.exists()
+    assert len(losses) == 2
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+    _, optimizer, _ = make("3-host", tmp_path)
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(OSError, match="locked"):
+        optimizer.save_checkpoint(tmp_path / "locked")
+
+
+def test_killed_at_any_moment_the_newest_whole_checkpoint_loads_and_goes_on(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        f"""
+        import sys, random, os, threading, time
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from tests.test_checkpoint import make, train
+        model, optimizer, scheduler = make("3-host", Path({str(tmp_path)!r}))
+        root = Path({str(tmp_path)!r}) / "saved"
+        start = 0
+        if (root / "latest").exists():
+            optimizer.load_checkpoint(root, scheduler=scheduler)
+            start = optimizer.counters["steps"]
+        print("from", start, flush=True)
+        for step in range(start, 400):
+            loss, = train(model, optimizer, scheduler, step, step + 1)
+            print(step, loss, flush=True)
+            optimizer.save_checkpoint(root, scheduler=scheduler, keep=2)
+            print("saved", step + 1, flush=True)
+        """
+    )
+    model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+    want = dict(enumerate(train(model, optimizer, scheduler, 0, 60)))
+    optimizer.close()
+    dice, saved = random.Random(0), 0
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stdout is not None
+        lines, wanted = [], dice.randint(2, 8)
+        for line in process.stdout:
+            lines.append(line.split())
+            if lines[-1][0] == "saved" and int(lines[-1][1]) >= saved + wanted:
+                break
+        threading.Event().wait(dice.uniform(0, 0.03))
+        process.send_signal(signal.SIGKILL)
+        rest, _ = process.communicate()
+        lines += [line.split() for line in rest.splitlines() if line.endswith(tuple("0123456789"))]
+        assert int(lines[0][1]) >= saved, "it went on from the newest whole one"
+        for line in lines[1:]:
+            if line[0] == "saved":
+                saved = int(line[1])
+            else:
+                assert float(line[1]) == want[int(line[0])]
+    assert saved >= 8
+
+
+# ---- files -------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_files_written_piece_by_piece_are_what_safetensors_reads(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+    tensors = {f"t{i}": torch.randint(0, 100, (size,), generator=generator).to(dtypes[i % 4]) for i, size in enumerate(sizes)}
+    with mock.patch.object(files, "BLOCK_NBYTES", 8192), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        writer = Writer(path, [Entry(key, value.dtype, (value.numel(),)) for key, value in tensors.items()], {"format": "pt"})
+        for value in tensors.values():
+            cut = random.Random(seed).randint(0, value.numel())
+            writer.add(value[:cut])
+            writer.add(value[cut:])
+        written = writer.finish()
+        read = load_file(path)
+        assert all(torch.equal(read[key], value) for key, value in tensors.items())
+        check_file(Path(folder), written)
+        with Reader(path) as reader:
+            for key, value in tensors.items():
+                start = random.Random(seed).randint(0, value.numel())
+                assert torch.equal(reader.read(key, start), value[start:])
