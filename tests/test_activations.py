@@ -593,11 +593,12 @@ def test_the_same_memory_saved_before_and_after_a_write_is_two_things(keep_last:
 def test_a_storage_that_was_resized_is_saved_as_it_is() -> None:
     found: list[Tensor] = []
     with pretend(Lazy()), small(keep_last=0):
-        x = torch.ones(64)
+        x = torch.empty(0).set_(torch.ones(64).untyped_storage(), 0, (64,))
         first = Saves.apply(torch.ones(1, requires_grad=True), [], x)
         x.untyped_storage().resize_(4 * KiB)
         longer = torch.empty(0).set_(x.untyped_storage(), 0, (KiB,)).fill_(2)
-        longer = torch.empty(0).set_(x.untyped_storage(), 0, (KiB,))  # of version 0
+        longer = torch.empty(0).set_(x.untyped_storage(), 0, (KiB,))
+        assert longer._version == x._version
         second = Saves.apply(torch.ones(1, requires_grad=True), found, longer)
         others = chain(torch.randn(16, 16), list(weights_of(5)))
         second.backward()
@@ -610,8 +611,10 @@ def test_a_storage_that_was_resized_is_saved_as_it_is() -> None:
 
 @contextlib.contextmanager
 def counted(packed: list[int]) -> Iterator[None]:
+    """Hooks that note the storages of what they are given."""
+
     def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor.nbytes)
+        packed.append(tensor.untyped_storage()._cdata)
         return tensor.detach() * 2 if tensor.is_floating_point() else tensor.detach()  # (seen if not undone)
 
     with saved_tensors_hooks(pack, lambda tensor: tensor / 2 if tensor.is_floating_point() else tensor):
@@ -666,12 +669,18 @@ def train(model: nn.Module, around: contextlib.AbstractContextManager[object], s
             return found + [param.detach().clone() for param in model.parameters()]
 
 
-STAGES = [{"stage": 2, "optimizer_tier": "host"}, {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}]
+# (alone on a CPU, stage 3 gathers and releases only what rests in a file)
+STAGES = [
+    {"stage": 2, "optimizer_tier": "host"},
+    {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
+    {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+]
 
 
 @pytest.mark.parametrize("variant", ["plain", "checkpointed", "checkpointed_reentrant", "elsewhere"])
-@pytest.mark.parametrize("options", STAGES, ids=["stage2", "stage3"])
+@pytest.mark.parametrize("options", STAGES, ids=["stage2", "stage3", "stage3-nvme"])
 def test_training_with_zero_is_the_same_with_activations_on_nvme(options: dict[str, object], variant: str, tmp_path: Path) -> None:
+    options = {**options, "nvme_path": tmp_path} if "nvme" in options.values() else options
     wanted = train(make(variant), contextlib.nullcontext(), **options)
     with adversarial_drive():
         offload = small(nvme_path=tmp_path, min_nbytes=512)
@@ -682,27 +691,51 @@ def test_training_with_zero_is_the_same_with_activations_on_nvme(options: dict[s
         assert inside.num_offloaded and nothing_left(inside)
 
 
-def test_the_hooks_of_stage_3_pass_on_what_is_not_theirs_and_get_what_is() -> None:
+@pytest.mark.parametrize("variant", ["plain", "checkpointed", "checkpointed_reentrant"])
+@pytest.mark.parametrize("options", STAGES[:2], ids=["stage2", "stage3"])
+def test_training_with_zero_is_the_same_with_both_on_one_device(options: dict[str, object], variant: str) -> None:
+    wanted = train(make(variant), contextlib.nullcontext(), **options)
+    for inside in (False, True):
+        with pretend(AdversarialLink()) as link:  # (``Strict`` counts references, and the optimizer's are views of what it keeps)
+            offload = small()
+            model, around = (Inside(make(variant), lambda o=offload: o), contextlib.nullcontext()) if inside else (make(variant), offload)  # type: ignore[misc]
+            assert same(train(model, around, **options), wanted)  # type: ignore[arg-type]
+            link.finish()
+            assert not link.races, link.races[:3]
+            assert offload.num_offloaded and nothing_left(offload)
+
+
+class Ends(nn.Module):
+    """Returns what its last function saves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids[:, :-1]).softmax(-1)  # type: ignore[no-any-return]
+
+
+def test_the_hooks_of_stage_3_pass_on_what_is_not_theirs_and_keep_what_is(tmp_path: Path) -> None:
     packed: list[int] = []
-    options = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
-    wanted = train(make(), contextlib.nullcontext(), **options)
-    model = make()
+    model, plain = Ends(make()), Ends(make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with zk.ZeroOptimizer(model, optimizer, **options) as zero:  # type: ignore[arg-type]
+    with zk.ZeroOptimizer(model, optimizer, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as zero:
         with counted(packed):
-            loss = loss_of(model, batch(0))
-        assert torch.equal(loss.detach(), wanted[0]) and packed
-        loss.backward()
+            y = model(batch(0))
+        assert torch.equal(y, plain(batch(0))) and len(packed) > 20
+        assert zero.partition.by_storage and not set(packed) & zero.partition.by_storage.keys() and zero.partition.below is None
+        y.square().sum().backward()
         assert all(params.state.name == "RELEASED" for params in zero.partition.params)
+        zero.zero_grad()
+        y = model(batch(0))
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        assert storage.expired(), "a graph that is dropped without a backward is gone"
         with pretend(AdversarialLink()), small(keep_last=0) as offload, zk.gather(model.parameters()):
-            z = Saves.apply(torch.ones(1, requires_grad=True), [], model.blocks[0].qkv.weight.detach())  # type: ignore[union-attr]
+            z = Saves.apply(torch.ones(1, requires_grad=True), [], model.model.blocks[0].qkv.weight.detach())  # type: ignore[union-attr]
             assert not offload.count, "a detached parameter is known by its storage"
             del z
-        y = model(batch(0)[:, :-1]).softmax(-1)
-        storages = [StorageWeakRef(y.untyped_storage())]
-        del y
-        zero.zero_grad()
-        assert alive(storages) == 0, "a graph that was dropped without a backward is gone"
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------------
