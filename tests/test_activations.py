@@ -25,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import zk
 from tests.adversary import adversarial_drive
 from tests.models import GPT, batch, loss_of
-from zk import activations
 from zk.activations import ActivationOffload
-from zk.offload import nvme
+from zk.offload import nvme, stash
 from zk.offload.streams import Event
 from zk.offload.twins import AdversarialLink, ThrottledLink, pretend
 
@@ -466,7 +465,7 @@ def test_host_memory_is_recycled_and_what_is_not_needed_any_more_is_unpinned() -
             losses_and_grads(make(layers=4), small(keep_last=0), steps=1)
         assert link.pinned == pinned and pinned
         offload = small(keep_last=0)
-        for _ in range(4 * activations._AGE):
+        for _ in range(4 * stash._AGE):
             with offload:
                 graph = chain(torch.randn(32, 64), list(weights_of(2, 64)))
             del graph
@@ -475,7 +474,7 @@ def test_host_memory_is_recycled_and_what_is_not_needed_any_more_is_unpinned() -
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     wanted = losses_and_grads(make(), None)
-    activations._warn_pageable.cache_clear()
+    stash._warn_pageable.cache_clear()
     with caplog.at_level(logging.WARNING, "zk"), pretend(AdversarialLink(refuses_to_pin="no more locked memory")):
         assert same(losses_and_grads(make(), small()), wanted)
     assert sum("no more locked memory" in record.message for record in caplog.records) == 1
@@ -759,7 +758,7 @@ def test_files_hold_what_memory_does_not(link: str, keep_last: int, tmp_path: Pa
             stack.enter_context(strict())
         if link != "adversarial":
             stack.enter_context(adversarial_drive())
-        stack.enter_context(mock.patch.object(activations, "_SEGMENT_NBYTES", (16 * KiB, 128 * KiB)))
+        stack.enter_context(mock.patch.object(stash, "_SEGMENT_NBYTES", (16 * KiB, 128 * KiB)))
         offload = small(keep_last=keep_last, nvme_path=[tmp_path / "a", tmp_path / "b"])
         for inside in (False, True):
             assert same(losses_and_grads(make(), offload, inside=inside), wanted)

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import copy
-import dataclasses
 import functools
 import logging
 import os
 import threading
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,16 +26,13 @@ from zk.config import parse_nbytes
 from zk.held import OWNERS
 from zk.materialize import compute_device
 from zk.memory import aligned
-from zk.offload.nvme import File, Request, round_up
-from zk.offload.scratch import Scratch
+from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
 from zk.offload.streams import PAST, Awaited, Event, Link, link_to
 
 log = logging.getLogger("zk")
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 _SPARSE = 4  # a view of less than 1/4 of its storage does not make it move
 _PATIENCE = 16  # unpacked tensors after which what came ahead of use, and is not next any more, goes again
-_AGE = 8  # contexts for which an idle host buffer is kept
-_SEGMENT_NBYTES = 64 << 20, 4 << 30  # files grow from, to
 
 
 def offload_activations(
@@ -97,169 +91,6 @@ def offload_activations(
     return ActivationOffload(link_to(where), {tensor.untyped_storage()._cdata for tensor in tensors}, smallest, kept, paths)
 
 
-# ---- host memory -------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Host:
-    """A buffer of host memory (nbytes,) uint8, and what may still be under way with it."""
-
-    memory: Tensor
-    pinned: bool
-    busy: tuple[Awaited, ...] = ()
-
-    def settle(self) -> None:
-        for awaited in self.busy:
-            with contextlib.suppress(OSError):  # it was told to whoever needed it
-                awaited.wait()
-        self.busy = ()
-
-
-@functools.cache
-def _warn_pageable(reason: str) -> None:
-    log.warning("host memory for activations is not pinned (%s): copies will hold up compute", reason)
-
-
-class _Pool:
-    """Host buffers of one link, recycled by size: pinning takes longer than the copies."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: dict[int, deque[_Host]] = {}
-        self.spare: dict[int, int] = {}  # size -> buffers that have been idle since the last ``age`` that freed some
-        self.ages = 0
-
-    def take(self, link: Link, nbytes: int) -> _Host:
-        step = 1 << max((nbytes - 1).bit_length() - 3, 12)  # eighths of powers of two, in pages
-        nbytes = -(-nbytes // step) * step
-        with self.lock:
-            idle = self.idle.get(nbytes)
-            host = idle.popleft() if idle else None
-            self.spare[nbytes] = min(self.spare.get(nbytes, 0), len(idle or ()))
-        if host is not None:
-            host.settle()
-            return host
-        memory = aligned(nbytes)
-        try:
-            link.pin(memory)
-        except OSError as error:
-            _warn_pageable(str(error))
-            return _Host(memory, pinned=False)
-        return _Host(memory, pinned=True)
-
-    def give(self, host: _Host, *busy: Awaited) -> None:
-        host.busy = busy
-        with self.lock:
-            self.idle.setdefault(host.memory.nbytes, deque()).append(host)
-
-    def trim(self, link: Link, nbytes: int) -> None:
-        """Free idle buffers until they have no more than ``nbytes`` in all."""
-        with self.lock:
-            total = sum(size * len(idle) for size, idle in self.idle.items())
-            freed = []
-            for size, idle in self.idle.items():
-                while idle and total > nbytes:
-                    freed.append(idle.popleft())
-                    total -= size
-        self._free(link, freed)
-
-    def age(self, link: Link) -> None:
-        """A context begins. What has been idle for some of them is freed."""
-        with self.lock:
-            self.ages += 1
-            if self.ages % _AGE:
-                return
-            freed = [self.idle[size].popleft() for size, spare in self.spare.items() for _ in range(min(spare, len(self.idle[size])))]
-            self.spare = {size: len(idle) for size, idle in self.idle.items() if idle}
-        self._free(link, freed)
-
-    def _free(self, link: Link, hosts: list[_Host]) -> None:
-        for host in hosts:
-            host.settle()
-            if host.pinned:
-                link.unpin(host.memory)
-
-
-# for each link, as contexts come and go with every step
-_POOLS: weakref.WeakKeyDictionary[Link, _Pool] = weakref.WeakKeyDictionary()
-
-
-# ---- files -------------------------------------------------------------------------------------------------------------------
-
-
-class _Transfer:
-    """A request. What goes wrong in it is raised anew each time: an exception that is kept would keep the frames it passed, and their graph."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-    @property
-    def done(self) -> bool:
-        return self.request.done
-
-    def wait(self) -> None:
-        try:
-            self.request.wait()
-        except OSError as error:
-            error.__traceback__ = None
-            raise copy.copy(error) from None
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Slot:
-    """A place in a file, and what was last started there. Memory is given up once it is written, so what is read has been written."""
-
-    file: File
-    offset: int
-    nbytes: int
-    request: Event = PAST
-
-    def write(self, memory: Tensor) -> Event:
-        self.request = _Transfer(self.file.write_async(memory, self.offset))
-        return self.request
-
-    def read(self, memory: Tensor) -> Event:
-        self.request = _Transfer(self.file.read_async(memory, self.offset))
-        return self.request
-
-
-class _Files:
-    """Places in private files: by size, and from the start again when all are free."""
-
-    def __init__(self, paths: list[str], rank: int) -> None:
-        self.scratch = Scratch(paths, rank)
-        self.files: list[File] = []
-        self.free: dict[int, list[_Slot]] = {}
-        self.current = self.end = self.in_use = self.nbytes = 0  # ``end``: in the file number ``current``
-
-    def take(self, nbytes: int) -> _Slot:
-        nbytes = round_up(nbytes)
-        free = self.free.get(nbytes)
-        if free:
-            slot = free.pop()
-            with contextlib.suppress(OSError):
-                slot.request.wait()
-        else:
-            while self.current < len(self.files) and self.end + nbytes > self.files[self.current].nbytes:
-                self.current, self.end = self.current + 1, 0
-            if self.current == len(self.files):
-                smallest, largest = _SEGMENT_NBYTES
-                size = max(nbytes, min(max(smallest, self.nbytes), largest))
-                self.files.append(File(self.scratch.paths(f"activations{len(self.files)}"), nbytes=size))
-                self.nbytes += size
-            slot = _Slot(self.files[self.current], self.end, nbytes)
-            self.end += nbytes
-        self.in_use += 1
-        return slot
-
-    def give(self, slot: _Slot) -> None:
-        self.free.setdefault(slot.nbytes, []).append(slot)
-        self.in_use -= 1
-        if not self.in_use and all(slot.request.done for slots in self.free.values() for slot in slots):
-            self.free.clear()  # other sizes may come
-            self.current = self.end = 0
-
-
 # ---- what is saved -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,9 +104,9 @@ class _Block:
         self.nbytes, self.version = storage.nbytes(), version
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (self.nbytes,), (1,))
         self.event: Event = PAST  # the last copy that has ``device`` at one end
-        self.host: _Host | None = None
+        self.host: HostBuffer | None = None
         self.read: Event | None = None  # under way from ``slot`` to ``host``
-        self.slot: _Slot | None = None
+        self.slot: Slot | None = None
         self.users = 0  # tensors that autograd has of it
         self.used = False  # unpacked since it came back
         self.wanted = 0  # when it was last among the next to come
@@ -348,11 +179,11 @@ class ActivationOffload:
     def __init__(self, link: Link, stays: set[int], min_nbytes: int, keep_last: int, paths: list[str]) -> None:
         self.link, self.own, self.min_nbytes, self.keep_last = link, stays, min_nbytes, keep_last
         self.stays = stays  # storages of parameters and buffers
-        self.files = _Files(paths, link.device.index or 0) if paths else None
+        self.files = Files(paths, link.device.index or 0) if paths else None
         self.moves = self.files is not None or not link.joined
         self.num_offloaded = self.offloaded_nbytes = self.num_uploaded = self.num_ahead = self.num_late = 0
         self.host_nbytes = 0
-        self.pool = _POOLS.setdefault(link, _Pool())
+        self.pool = POOLS.setdefault(link, HostPool())
         self.lock = threading.Lock()
         self.dead: deque[int] = deque()  # numbers of saved tensors that are gone
         self.count = self.clock = 0  # tensors packed, unpacked
@@ -469,7 +300,7 @@ class ActivationOffload:
     def _host_limit(self) -> int:
         return 8 * self.keep_last
 
-    def _host(self, nbytes: int) -> _Host:
+    def _host(self, nbytes: int) -> HostBuffer:
         if self.files is not None:
             self._write_behind(nbytes)
             self.pool.trim(self.link, max(self._host_limit - self.host_nbytes, 0))
