@@ -33,7 +33,7 @@ from zk.offload.tiers import HostGrads, NVMeTier
 from zk.offload.transfer import Transfer
 from zk.offload.twins import AdversarialLink, pretend
 from zk.offload.worker import Ticket, Worker
-from zk.parallel.comm import Solo
+from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
 from zk.units import Unit
@@ -249,6 +249,21 @@ def a_file_and_a_state_loaded_after_a_forward(model: nn.Module, optimizer: zk.Ze
     return found
 
 
+def checkpoints_right_after_steps(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(2):
+            train(model, optimizer, seed)
+        optimizer.save_checkpoint(folder)
+        for what in ("step", "forward"):
+            train(model, optimizer, 2)
+            if what == "forward":
+                found.append(loss_of(model, batch(3)).detach())
+            optimizer.load_checkpoint(folder)
+            found.append(evaluate(model, 4))
+    return found
+
+
 def a_model_saved_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
     train(model, optimizer, 0)
     file = io.BytesIO()
@@ -304,6 +319,7 @@ GPTS: tuple[Scenario, ...] = (
     a_model_loaded_after_a_step,
     a_file_loaded_after_a_step,
     a_file_and_a_state_loaded_after_a_forward,
+    checkpoints_right_after_steps,
     a_model_saved_after_a_step,
     parameters_seen_after_a_step,
     a_gather_that_is_held_over_a_step,
@@ -420,6 +436,31 @@ def test_an_update_that_failed_is_told_in_close_and_parameters_stay_usable() -> 
             train(model, optimizer, 0)
             with pytest.raises(ZeroDivisionError):
                 optimizer.close()
+        for param in model.parameters():
+            assert type(param) is nn.Parameter and param.sum().isfinite()
+
+
+def test_a_state_is_loaded_over_an_update_that_is_about_to_fail() -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    with latest():
+        model, optimizer = make(stage=2, optimizer_tier="host", overlap_step=True)
+        state = optimizer.state_dict()
+        with mock.patch.object(rules, "adam_", fail):
+            train(model, optimizer, 0)
+            optimizer.load_state_dict(state)
+        train(model, optimizer, 0)
+        optimizer.close()
+
+
+def test_an_update_that_has_ended_when_the_run_is_given_up_leaves_usable_parameters() -> None:
+    with latest():
+        model, optimizer = make(stage=2, optimizer_tier="host", overlap_step=True)
+        with pytest.raises(KeyError), optimizer:
+            train(model, optimizer, 0)
+            optimizer.worker.submit(lambda: None).wait()
+            raise KeyError
         for param in model.parameters():
             assert type(param) is nn.Parameter and param.sum().isfinite()
 
@@ -592,20 +633,41 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
 # ---- two ranks ----------------------------------------------------------------------------------------------------------------
 
 
+class Lazy:
+    """A collective that happens when it is waited for, and not at all if it is not."""
+
+    def __init__(self, start: Callable[[], Pending]) -> None:
+        self.start: Callable[[], Pending] | None = start
+
+    def wait(self) -> None:
+        start, self.start = self.start, None
+        if start is not None:
+            start().wait()
+
+
+def late_collectives() -> Any:
+    launch = Group._launch
+    return mock.patch.object(Group, "_launch", lambda *args: Lazy(functools.partial(launch, *args)))
+
+
 def in_world(case: tuple[str, str, bool]) -> str:
     name, tier, overlap_step = case
     scenario, options = next(one for one in GPTS if one.__name__ == name), {**TIERS, "full": {"stage": 0, "optimizer_tier": "host"}}[tier]
     default_engine.cache_clear()
     want = outcome(scenario, "plain", **options)
-    with latest():
+    with latest(), late_collectives():
         found = outcome(scenario, "plain", **options, overlap_step=overlap_step)
     same = len(found) == len(want) and all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
     return "" if same else "differs"
 
 
 def test_two_ranks_wait_for_the_link_and_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenarios = (several_evaluations_after_a_step, an_evaluation_between_backward_and_step, closed_right_after_a_step)
-    tiers = ("host", "partitioned", "full")
-    table = [(one.__name__, tier, beside) for one, tier, beside in itertools.product(scenarios, tiers, (False, True))]
+    table = [
+        (several_evaluations_after_a_step.__name__, tier, beside) for tier in ("host", "partitioned", "full") for beside in (False, True)
+    ] + [
+        (a_file_loaded_after_a_step.__name__, "host", False),
+        (a_state_loaded_right_after_a_step.__name__, "host", False),
+        (a_state_loaded_right_after_a_step.__name__, "host", True),
+    ]
     found = run_world(2, in_world, table)
     assert {case: row for case, row in zip(table, found, strict=True) if row != ["", ""]} == {}
