@@ -12,7 +12,7 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# removes every wait for copies between device and host, one at a time: some test must fail (about a quarter of an hour)
+# removes every wait for copies between device and host, one at a time: some test must fail (about 25 minutes on two busy cores)
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate_waits $(ARGS)
 

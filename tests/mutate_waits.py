@@ -48,16 +48,14 @@ FILES = (
     "zk/optimizer.py",
     "zk/assemble.py",
     "zk/activations.py",
+    "zk/offload/stash.py",
 )
 TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
 PAST = "__import__('zk.offload.streams', fromlist=['PAST']).PAST"
 
 # (file, function, what is removed) -> why nothing can notice
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("zk/offload/transfer.py", "Arrival.piece", "self.events[index].wait()"): "the same wait comes once more, outside of the timeline's phase",
-    ("zk/offload/transfer.py", "Arrival.piece", "self.events[index].wait() #2"): "the event is done by then: the wait before it was for the same",
     ("zk/offload/spill.py", "Buffers.open", "self.spill.stall(slot.request)"): "the same wait comes next; this one counts the time",
-    ("zk/held.py", "Held.arrive", "task.done.wait()"): "the same wait comes next, outside of the timeline's phase",
     ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes)"): (
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),
@@ -297,7 +295,7 @@ _SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not
 
 def _checks(file: str) -> Iterator[Check]:
     """What a mutant of ``file`` must pass, the most likely failure first."""
-    if file == "zk/activations.py":
+    if file in ("zk/activations.py", "zk/offload/stash.py"):
         yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
         return
     if file == "zk/offload/pinned.py":
@@ -426,7 +424,8 @@ def main(arguments: Sequence[str]) -> int:
 
     import tests.conftest  # noqa: F401
 
-    kinds = {(name if name.endswith(("activations.py", "pinned.py", "spill.py")) else "zk/held.py") for name in {one.file for one in chosen}}
+    apart = ("activations.py", "stash.py", "pinned.py", "spill.py")  # these have checks of their own
+    kinds = {one.file if one.file.endswith(apart) else "zk/held.py" for one in chosen}
     broken: list[str] = []
     unchanged = [Mutant(file, 0, "", "", (ROOT / file).read_text()) for file in sorted(kinds)]
     run(unchanged, lambda mutant, failed: broken.append(f"{mutant.file}: {failed}") if failed else None)

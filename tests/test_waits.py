@@ -426,9 +426,15 @@ def test_synchronize_leaves_nothing_under_way() -> None:
         optimizer.close()
 
 
-def test_an_update_that_failed_is_told_in_close_and_parameters_stay_usable() -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError
+@pytest.mark.parametrize("pieces", (0, 1, 4))
+def test_an_update_that_failed_is_told_in_close_and_parameters_stay_usable(pieces: int) -> None:
+    """Also those of which some pieces were updated before, and are on their way up."""
+    calls, adam_ = itertools.count(), rules.adam_
+
+    def fail(*args: Any, **options: Any) -> None:
+        if next(calls) == pieces:
+            raise ZeroDivisionError
+        adam_(*args, **options)
 
     with latest():
         model, optimizer = make(stage=2, optimizer_tier="host", overlap_step=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -123,10 +124,8 @@ class Held:
         task = self.underway
         if task is None:
             return
-        if not task.done.done:
-            with phase("wait", f"update: {self.unit.name}"):
-                task.done.wait()
-        task.done.wait()
+        with contextlib.nullcontext() if task.done.done else phase("wait", f"update: {self.unit.name}"):
+            task.done.wait()
         self.forget_update()
         self.transfer.follow(task.arriving)
         if self.recycle is not None and self.grads is not None:

@@ -585,7 +585,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.underway.done.event.wait()
                 if held.underway.done.error is None:
                     held.arrive()
-                else:
+                elif held.shard is not None:
+                    held.transfer.follow(held.shard.arriving)  # what was updated before the error is on its way
                     held.forget_update()
 
     def _close_memory(self) -> None:

@@ -40,7 +40,6 @@ class Arrival:
         if not self.events[index].done:
             with phase("wait", "link: a gradient"):
                 self.events[index].wait()
-        self.events[index].wait()
         return self.record.tensor[self.pieces[index]]
 
     def whole(self) -> Tensor:
