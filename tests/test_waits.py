@@ -446,6 +446,28 @@ def test_an_update_that_failed_is_told_in_close_and_parameters_stay_usable(piece
             assert type(param) is nn.Parameter and param.sum().isfinite()
 
 
+def test_pieces_updated_before_an_error_are_there_once_a_state_of_nothing_has_been_loaded_over_it() -> None:
+    calls, update_chunks = itertools.count(), rules.update_chunks
+
+    def fail(*args: Any, **options: Any) -> None:
+        if next(calls) == 3:
+            raise ZeroDivisionError
+        update_chunks(*args, **options)
+
+    with latest():
+        torch.manual_seed(0)
+        model = GPT()
+        optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), optimizer_tier="host", overlap_step=True)
+        state = optimizer.state_dict()
+        with mock.patch.object(rules, "update_chunks", fail):
+            train(model, optimizer, 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.synchronize()
+        optimizer.load_state_dict(state)
+        assert all(param.sum().isfinite() for param in model.parameters())
+        optimizer.close()
+
+
 def test_a_state_is_loaded_over_an_update_that_is_about_to_fail() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
@@ -660,9 +682,9 @@ def in_world(case: tuple[str, str, bool]) -> str:
     name, tier, overlap_step = case
     scenario, options = next(one for one in GPTS if one.__name__ == name), {**TIERS, "full": {"stage": 0, "optimizer_tier": "host"}}[tier]
     default_engine.cache_clear()
-    want = outcome(scenario, "plain", **options)
+    want = outcome(scenario, "plain", dtype="bf16", **options)
     with latest(), late_collectives():
-        found = outcome(scenario, "plain", **options, overlap_step=overlap_step)
+        found = outcome(scenario, "plain", dtype="bf16", **options, overlap_step=overlap_step)
     same = len(found) == len(want) and all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
     return "" if same else "differs"
 
@@ -674,6 +696,7 @@ def test_two_ranks_wait_for_the_link_and_for_each_other(monkeypatch: pytest.Monk
         (a_file_loaded_after_a_step.__name__, "host", False),
         (a_state_loaded_right_after_a_step.__name__, "host", False),
         (a_state_loaded_right_after_a_step.__name__, "host", True),
+        (the_state_right_after_a_step.__name__, "host", False),
     ]
     found = run_world(2, in_world, table)
     assert {case: row for case, row in zip(table, found, strict=True) if row != ["", ""]} == {}
