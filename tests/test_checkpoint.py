@@ -356,7 +356,7 @@ def test_killed_at_any_moment_the_newest_whole_checkpoint_loads_and_goes_on(tmp_
             if line[0] == "saved":
                 saved = int(line[1])
             else:
-                assert float(line[1]) == want[int(line[0])]
+                assert float(line[1]) == want[int(line[0])], f"step {line[0]}: {line[1]}, and unbroken {want[int(line[0])]}"
     assert saved >= 8
 
 

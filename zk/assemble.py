@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +12,13 @@ from torch import nn
 
 from zk.config import ZeroConfig
 from zk.held import Held
+from zk.hooks import weakly
 from zk.materialize import give_memory, values_of
 from zk.offload.nvme import round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.spill import FileGrads, FileHome, FileStore, chunks_of
 from zk.offload.state import OptimizerShard, Section, state_fields
-from zk.offload.streams import link_to
 from zk.offload.tiers import CHUNKS_IN_MEMORY, MemoryHome, MemoryStore, MemoryTier, Needs, NVMeTier, Tier, place
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
@@ -59,6 +57,7 @@ class Assembly:
         config, comm, rule, num_threads: the optimizer's.
         groups: its param_groups.
         device: where the model computes.
+        transfer: between the device and the host; it gets its page-locked memory here.
         worker: adds up gradients that arrive from the device, beside training.
     """
 
@@ -70,13 +69,14 @@ class Assembly:
         num_threads: int,
         groups: Sequence[Mapping[str, Any]],
         device: torch.device,
+        transfer: Transfer,
         worker: Worker,
     ) -> None:
-        self.config, self.comm, self.rule, self.num_threads, self.device, self.worker = config, comm, rule, num_threads, device, worker
+        self.config, self.comm, self.rule, self.num_threads, self.device = config, comm, rule, num_threads, device
+        self.transfer, self.worker = transfer, worker
         self.group_of: dict[nn.Parameter, Mapping[str, Any]] = {param: group for group in groups for param in group["params"]}
-        self.transfer = Transfer(link_to(device), None, config.overlap)
         # on a machine without an accelerator the device's memory is the host's
-        self.on_device = "host" if self.transfer.link.joined else "device"
+        self.on_device = "host" if self.transfer.joined else "device"
         self.tiers: dict[str, Tier] = {
             "device": MemoryTier("device", device, self.on_device, self.transfer, worker),
             "host": MemoryTier("host", torch.device("cpu"), "host", self.transfer, worker),
@@ -97,7 +97,7 @@ class Assembly:
     def _needs(self, unit: Unit, layout: Layout) -> Needs:
         """Bytes of one unit on this rank between uses."""
         per_element = sum(dtype.itemsize for dtype in self._state_fields(unit)[1].values()) + unit.dtype.itemsize  # the last is the gradient
-        copy = 0 if self.transfer.link.joined else unit.dtype.itemsize  # of parameters that rest on the device, to update them in host memory
+        copy = 0 if self.transfer.joined else unit.dtype.itemsize  # of parameters that rest on the device, to update them in host memory
         return Needs(self._numel(layout, 3) * unit.dtype.itemsize, self._numel(layout, 1) if unit.trained else 0, per_element, copy)
 
     @property
@@ -136,12 +136,12 @@ class Assembly:
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self._reads_ahead, config.nvme_checksum, self.transfer, self.worker)
         for unit, layout, (param_tier, names) in zip(units, layouts, placed, strict=True):
             self.rooms.append(self._room(unit, layout, param_tier, names))
-        if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.link.joined:
+        if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
                 "compute; remove it, or set optimizer_tier='host'"
             )
-        if not self.transfer.link.joined:
+        if not self.transfer.joined:
             self.transfer.arena = Arena(self.transfer.link, sum(self._crossing(units, layouts)))
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
@@ -216,7 +216,7 @@ class Assembly:
             home = MemoryHome(params.shard, [slice(0, numel)], self.on_device)
         held = Held(unit, layout, self.comm, params, room.param_tier, self.transfer, versions=[param._version for param in unit.params])
         if isinstance(params, PartitionedParams):
-            params.updating = functools.partial(_updating, weakref.ref(held))
+            params.updating = weakly(held.updating)
         if unit.trained:
             held.shard = self._shard(unit, room, home)
             held.shard.start(initial[params.held])
@@ -241,8 +241,9 @@ class Assembly:
                 if here:
                     param = MemoryStore(chunks, {"param": home.shard[part.start : part.start + part.numel]}, home.guard)
                 else:
-                    assert isinstance(self.tiers["host"], MemoryTier) and isinstance(self.tiers["device"], MemoryTier)
-                    param = self.tiers["host" if tier.memory == "host" else "device"].store(chunks, {"param": unit.dtype})  # type: ignore[assignment]
+                    copies = self.tiers[tier.memory]
+                    assert isinstance(copies, MemoryTier)
+                    param = copies.store(chunks, {"param": unit.dtype})
             sections.append(
                 Section(
                     part.start,
@@ -256,8 +257,3 @@ class Assembly:
                 )
             )
         return OptimizerShard(self.rule, sections, names)
-
-
-def _updating(reference: weakref.ref[Held], wait: bool) -> bool:
-    held = reference()
-    return held is not None and held.updating(wait)

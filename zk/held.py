@@ -97,14 +97,14 @@ class Held:
 
     def publish(self, uploaded: Event) -> Awaited:
         """The updated slice becomes what all ranks use; returns what compute must follow."""
-        if isinstance(self.params, PartitionedParams) or self.params.shard.numel() == self.params.full.numel():
+        if isinstance(self.params, PartitionedParams) or self.params.is_whole:
             return uploaded
         self.transfer.follow(uploaded)
         return self.params.publish()
 
     def publish_beside(self, comm: Solo | Group, uploaded: Event) -> Event:
         """The same, in another thread than training, over ranks' connections of its own."""
-        if isinstance(self.params, PartitionedParams) or self.params.shard.numel() == self.params.full.numel():
+        if isinstance(self.params, PartitionedParams) or self.params.is_whole:
             return uploaded
         with self.transfer.beside() as reached:
             comm.all_gather(self.params.index, self.params.full, self.params.shard).wait()
@@ -130,7 +130,8 @@ class Held:
         self.transfer.follow(task.arriving)
         if self.recycle is not None and self.grads is not None:
             self.recycle(self.grads, task.memory)
-        self.params.publish() if isinstance(self.params, PartitionedParams) else None
+        if isinstance(self.params, PartitionedParams):
+            self.params.publish()
 
     def forget_update(self) -> None:
         """The update under way has ended, one way or the other."""
@@ -173,6 +174,10 @@ class Held:
         if self.shard is not None:
             self.shard.adopt([self.mine(index) for index in indices])
 
+    def republish(self) -> None:
+        """The slice was written from outside, and is where it rests: it becomes what all ranks use."""
+        self.transfer.follow(self.params.publish() or PAST)
+
     def rewritten(self) -> None:
         """All parameters have other values now, and masters agree with them."""
         torch.autograd.graph.increment_version(self.unit.params)
@@ -194,7 +199,7 @@ class Held:
         for index, make in values.items():
             mine, piece = self.layout.part(index, self.params.held)
             self.shard.set_master(mine, make().reshape(-1)[piece])
-        self.transfer.follow(self.params.publish() or PAST)
+        self.republish()
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,3 +39,14 @@ class CastInputs:
             return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``method`` as long as its object lives, and does not keep it alive: the model's hooks would. None once it is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return alive(*args) if alive is not None else None
+
+    return call

@@ -21,14 +21,14 @@ from zk.assemble import Assembly
 from zk.checks import check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig
 from zk.held import OWNERS, Held
-from zk.hooks import CastInputs, Hook
+from zk.hooks import CastInputs, Hook, weakly
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import trim
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
 from zk.offload.rules import rule_for
-from zk.offload.streams import PAST
+from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
@@ -88,7 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last_norm = math.nan
         self.torn = ""  # what ended a step half-way
         self.tiers: dict[str, Tier] = {}
-        self.transfer: Transfer | None = None
+        self.transfer = Transfer(link_to(device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.publisher: Solo | Group = Solo()
         try:
@@ -115,15 +115,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = find_units(self.model, number, dtype, config.units, device)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
-        assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.worker)
-        self.tiers, self.transfer = assembly.tiers, assembly.transfer
+        assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
+        self.tiers = assembly.tiers
         assembly.place(units, layouts)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.publisher = self.comm.twin()  # ranks' connections of the update that goes on beside training
-        self.partition = Partition(self.model, config.prefetch, _weakly(self._written))
+        self.partition = Partition(self.model, config.prefetch, weakly(self._written))
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
-        self.grads = GradReducer(self.comm, in_backward, config.stage == 0, _weakly(self._check_arrival), self.transfer.follow)
+        self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow)
         self._place_buffers(device, dtype)
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
             held = assembly.hold(index, unit, layout, self.partition, self.grads)
@@ -152,10 +152,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _watch_forward(self) -> None:
         """See in which order forward uses the units, and let each wait for its own update."""
         self.forward_order: dict[int, None] = {}
+        uses = weakly(self._forward_uses)
         for number, held in enumerate(self.held):
             for anchor in held.unit.anchors:
-                call = functools.partial(_forward_uses, weakref.ref(held), self.forward_order, number)
-                self.handles.append(anchor.register_forward_pre_hook(Hook(call)))
+                self.handles.append(anchor.register_forward_pre_hook(Hook(functools.partial(uses, number))))
+
+    def _forward_uses(self, number: int, *_: Any) -> None:
+        self.forward_order[number] = None
+        self.held[number].arrive()
 
     def _place_buffers(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """The model's buffers: made if they were deferred, cast with the parameters, the first rank's values on all."""
@@ -302,7 +306,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _update(self, grad_scale: float) -> None:
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit."""
-        assert self.transfer is not None
         beside = self.config.overlap_step
         # as they are now: what is updated beside training must not see what schedulers write meanwhile
         group_of = {param: group for group in map(dict, self.param_groups) for param in group["params"]}
@@ -338,7 +341,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _update_beside(self, tasks: dict[int, Task], grad_scale: float) -> None:
         """Hand the update over to the worker, in the order in which forward will want it."""
-        assert self.transfer is not None
         order = [number for number in self.forward_order if number in tasks]
         order += [number for number in tasks if number not in self.forward_order]
         ordered = [tasks[number] for number in order]
@@ -455,7 +457,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for write in plan:
             write()
         for held in self._trained:
-            held.transfer.follow(held.params.publish() or PAST)
+            held.republish()
         self.torn = ""
         if "zk" in state_dict:
             self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
@@ -532,7 +534,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if isinstance(nvme, NVMeTier):
             add("host", "buffer", nvme.spill.buffer_nbytes)
             moved = nvme.metrics()
-        if self.transfer is not None and self.transfer.nbytes:
+        if self.transfer.nbytes:
             moved["pinned_nbytes"] = self.transfer.nbytes
         return {
             **self.counters,
@@ -595,8 +597,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.close()
-        if self.transfer is not None:
-            self.transfer.close()
+        self.transfer.close()
 
     def __enter__(self) -> ZeroOptimizer:
         return self
@@ -612,18 +613,6 @@ def _inner_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     raise RuntimeError(f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its gradients; call step() of that one")
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls ``method`` as long as its object lives, and does not keep it alive: the model's hooks would."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
-
-    return call
-
-
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
@@ -632,10 +621,3 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def _forward_begins(grads: GradReducer, *_: Any) -> None:
     if torch._C._current_graph_task_id() == -1:
         grads.begin()
-
-
-def _forward_uses(reference: weakref.ref[Held], order: dict[int, None], number: int, *_: Any) -> None:
-    held = reference()
-    if held is not None:
-        order[number] = None
-        held.arrive()

@@ -17,7 +17,6 @@ from torch import Tensor
 from zk.checkpoint import save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
 from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, revived, set_random_state, sources_of
-from zk.offload.streams import PAST
 from zk.parallel.partitioned import PartitionedParams
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dic
             held.params.home.write(mine)
         else:
             held.params.shard.copy_(mine)
-        held.transfer.follow(held.params.publish() or PAST)
+        held.republish()
         return
     held.params.settle()
     for number, chunk in enumerate(held.shard.chunks):
@@ -142,7 +141,5 @@ def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dic
                 exact = {kind: values(kind, base + start, base + stop, torch.float32) for kind in kinds_of(held)}
                 held.shard.put(fields, here, exact)
     held.shard.upload()
-    held.transfer.follow(held.publish(held.shard.arriving))
-    if isinstance(held.params, PartitionedParams):
-        held.params.publish()
+    held.republish()
     held.rewritten()

@@ -420,7 +420,7 @@ class FileGrads:
 
     def add(self, grad: Tensor) -> Event | None:
         """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
-        if self.transfer.link.joined:
+        if self.transfer.joined:
             self._add(grad)
             return PAST
         arrival = self.transfer.offload(grad, [slice(0, self.numel)])

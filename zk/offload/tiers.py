@@ -295,14 +295,18 @@ class MemoryTier:
     transfer: Transfer
     worker: Worker
 
+    @property
+    def across(self) -> bool:
+        """Whether a link is between this memory and the device."""
+        return self.memory == "host" and not self.transfer.joined
+
     def chunks(self, numel: int) -> list[slice]:
         """What is worked on at once: all of it, where nothing is moved for that; pieces, where a link is between it and the device."""
-        return [slice(0, numel)] if self.transfer.link.joined or self.memory == "device" else pieces_of(numel)
+        return pieces_of(numel) if self.across else [slice(0, numel)]
 
     def zeros(self, numel: int, dtype: torch.dtype, crosses: bool) -> Tensor:
         """(numel,) zeros; ``crosses``: they are copied to or from the device."""
-        pinned = crosses and self.memory == "host" and not self.transfer.link.joined
-        return self.transfer.memory(numel, dtype) if pinned else zeros(numel, dtype, self.device)
+        return self.transfer.memory(numel, dtype) if crosses and self.across else zeros(numel, dtype, self.device)
 
     def home(self, numel: int, dtype: torch.dtype) -> MemoryHome:
         """Room for parameters."""
@@ -315,9 +319,7 @@ class MemoryTier:
 
     def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads | HostGrads:
         """Room for a gradient."""
-        if self.memory == "device" or self.transfer.link.joined:
-            return MemoryGrads(chunks, num_threads)
-        return HostGrads(chunks, self.transfer, self.worker, num_threads)
+        return HostGrads(chunks, self.transfer, self.worker, num_threads) if self.across else MemoryGrads(chunks, num_threads)
 
 
 class NVMeTier:
@@ -365,7 +367,7 @@ class NVMeTier:
         self.spill.create()
         states = Buffers(self.spill, max((store.largest for store in self.stores), default=0), CHUNKS_IN_MEMORY)
         params = Buffers(self.spill, max((home.store.largest for home in self.homes), default=0), CHUNKS_IN_MEMORY)
-        crossing = aligned if self.transfer.link.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
+        crossing = aligned if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
         whole = Buffers(self.spill, max((home.piece.nbytes for home in self.homes), default=0), self.ahead, crossing)
         largest = max((chunk.stop - chunk.start for grads in self.all_grads for chunk in grads.chunks), default=0)
         parts = Buffers(self.spill, largest * torch.float32.itemsize, CHUNKS_IN_MEMORY)

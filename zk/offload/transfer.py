@@ -65,6 +65,11 @@ class Transfer:
         self.link, self.arena, self.overlap = link, arena, overlap
         self.last: dict[str, Event] = {}  # copy of each direction
 
+    @property
+    def joined(self) -> bool:
+        """Device and host memory are the same: there is nothing to copy."""
+        return self.link.joined
+
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of host memory for as long as the optimizer lives, zero."""
         assert self.arena is not None

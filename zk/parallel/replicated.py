@@ -53,9 +53,14 @@ class ReplicatedParams:
         self.shard = self.full[self.held]
         view_params(unit, layout, self.full)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank's slice is everything."""
+        return self.shard.numel() == self.full.numel()
+
     def publish(self) -> Pending:
         """Gather the updated slices to every rank."""
-        if self.shard.numel() == self.full.numel():
+        if self.is_whole:
             return Done()
         return self.comm.all_gather(self.index, self.full, self.shard)
 
