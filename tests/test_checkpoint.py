@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +30,10 @@ from safetensors.torch import load_file
 import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
-from zk.checkpoint import files
+from zk.checkpoint import files, save
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
 from zk.offload import nvme, spill
+from zk.offload.snapshot import Unread
 from zk.offload.twins import AdversarialLink, pretend
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "3-nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
     "3-auto": {"stage": 3, "param_tier": "host", "optimizer_tier": "auto", "device_budget": 40_000},
 }
+EXACT: dict[str, Any] = {"dtype": "fp32", "clip_grad_norm": None}  # so that one rank and several round alike
 
 
 def make(setting: str, folder: Path, variant: str = "frozen", **options: Any) -> tuple[GPT, zk.ZeroOptimizer, Any]:
@@ -128,6 +132,190 @@ def test_training_goes_on_as_if_it_had_not_stopped_whatever_it_goes_on_as(settin
     assert link.races == []
 
 
+# ---- beside training ---------------------------------------------------------------------------------------------------------
+
+
+class SlowWriter(Writer):
+    """The drive takes its time, so that updates catch up."""
+
+    def add(self, tensor: torch.Tensor) -> None:
+        threading.Event().wait(0.001)
+        super().add(tensor)
+
+
+@contextlib.contextmanager
+def save_that_is_overtaken() -> Iterator[None]:
+    """A save writes nothing before an update has come to something that it still has to read."""
+    overtaken, claim = threading.Event(), Unread._claim
+
+    class PatientWriter(SlowWriter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            assert overtaken.wait(60), "no update came"
+
+    def claim_and_tell(self: Unread, number: int) -> bool:
+        threading.Timer(0.02, overtaken.set).start()
+        return claim(self, number)
+
+    with mock.patch.object(save, "Writer", PatientWriter), mock.patch.object(Unread, "_claim", claim_and_tell):
+        yield
+
+
+@pytest.mark.parametrize("room", ("none", "some", "plenty"))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str, room: str, tmp_path: Path) -> None:
+    nbytes = {"none": 0, "some": 60_000, "plenty": 1 << 30}[room]
+    room_is = mock.patch.object(save, "room_for_copies", lambda _: nbytes)
+    with mock.patch.object(spill, "CHUNK_NUMEL", 2048), save_that_is_overtaken(), room_is, pretend(AdversarialLink()) as link:
+        model, optimizer, scheduler = make(setting, tmp_path)
+        losses = train(model, optimizer, scheduler, 0, 3)
+        before = snapshot(model, optimizer)
+        losses += train(model, optimizer, scheduler, 3, 4)
+        optimizer.save_checkpoint(tmp_path / "saved", scheduler=scheduler, async_save=True)
+        assert optimizer.saver is not None and optimizer.saver.snapshot is not None
+        under_way = optimizer.saver.snapshot
+        losses += train(model, optimizer, scheduler, 4, 8)
+        assert optimizer.metrics()["save_stall_ms"] > 0
+        optimizer.synchronize()
+        assert under_way.over and (under_way.copied_nbytes > 0 or room != "plenty") and (under_way.copied_nbytes == 0 or room != "none")
+        unbroken = snapshot(model, optimizer)
+        optimizer.close()
+
+        model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+        assert train(model, optimizer, scheduler, 0, 4) == losses[:4]
+        halfway = snapshot(model, optimizer)
+        optimizer.close()
+        model, optimizer, scheduler = make("3-host", tmp_path)
+        optimizer.load_checkpoint(tmp_path / "saved", scheduler=scheduler)
+        assert same(snapshot(model, optimizer), halfway) == [] and same(halfway, before) != []
+        assert train(model, optimizer, scheduler, 4, 8) == losses[4:]
+        assert same(snapshot(model, optimizer), unbroken) == []
+        optimizer.close()
+        link.finish()
+    assert link.races == []
+
+
+def run_async(case: tuple[str, str]) -> list[float]:
+    setting, folder = case
+    with tempfile.TemporaryDirectory() as drive, mock.patch.object(save, "Writer", SlowWriter):
+        model, optimizer, scheduler = make(setting, Path(drive), **EXACT)
+        losses = train(model, optimizer, scheduler, 0, 2)
+        for step in range(2, 6):
+            optimizer.save_checkpoint(folder, scheduler=scheduler, keep=2, async_save=True)
+            losses += train(model, optimizer, scheduler, step, step + 1)
+        optimizer.close()
+    return losses
+
+
+@pytest.mark.parametrize("setting", ("1-device", "2-host-overlapped", "3-nvme"))
+def test_two_ranks_save_beside_training(setting: str, tmp_path: Path) -> None:
+    losses = train(*make("0-host", tmp_path, **EXACT), 0, 6)
+    for rank in run_world(2, run_async, [(setting, str(tmp_path))], timeout=90)[0]:
+        assert not isinstance(rank, Exception), rank
+        assert len(rank) == 6
+    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name) == ["step-00000004", "step-00000005"]
+    model, optimizer, scheduler = make("3-host", tmp_path, **EXACT)
+    optimizer.load_checkpoint(tmp_path, scheduler=scheduler)
+    assert train(model, optimizer, scheduler, 5, 6) == losses[5:]
+
+
+def test_what_the_user_wrote_since_the_last_step_is_saved(tmp_path: Path) -> None:
+    for setting in ("0-host", "2-host-overlapped"):
+        for beside in (False, True):
+            model, optimizer, _ = make(setting, tmp_path)
+            train(model, optimizer, _, 0, 1)
+            with torch.no_grad():
+                model.head.weight.fill_(0.25)
+            optimizer.save_checkpoint(tmp_path / "saved", async_save=beside)
+            optimizer.close()
+            model, optimizer, _ = make("3-host", tmp_path)
+            optimizer.load_checkpoint(tmp_path / "saved")
+            assert (snapshot(model, optimizer)["head.weight"] == 0.25).all()
+
+
+def test_a_drive_that_refuses_is_an_error_at_the_next_step_or_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model, optimizer, scheduler = make("3-host", tmp_path)
+    losses = train(model, optimizer, scheduler, 0, 2)
+    old = optimizer.save_checkpoint(tmp_path / "saved")
+    with mock.patch.object(nvme.SYSTEM, "posix_fallocate", full):
+        assert optimizer.save_checkpoint(tmp_path / "saved", on_save_error="warn") is None
+        optimizer.save_checkpoint(tmp_path / "saved", async_save=True, on_save_error="warn")
+        losses += train(model, optimizer, scheduler, 2, 3)
+        optimizer.synchronize()
+        assert len([record for record in caplog.records if "training goes on" in record.message]) == 2
+        optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+        assert optimizer.saver is not None and optimizer.saver.ticket is not None
+        optimizer.saver.ticket.event.wait(30)
+    with pytest.raises(OSError, match=r"space|free"):
+        train(model, optimizer, scheduler, 3, 4)
+    optimizer.step()  # the gradient is still there
+    scheduler.step()
+    optimizer.zero_grad()
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", old.name]
+    losses += train(model, optimizer, scheduler, 4, 5)
+    model, optimizer, scheduler = make("3-host", tmp_path)
+    want = train(model, optimizer, scheduler, 0, 5)
+    assert losses == [*want[:3], want[4]]
+
+
+def test_an_update_that_fails_is_not_saved(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+    train(model, optimizer, scheduler, 0, 2)
+    optimizer.synchronize()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("broken")
+
+    with mock.patch.object(optimizer.rule, "update", broken):
+        train(model, optimizer, scheduler, 2, 3)
+        optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+        assert optimizer.saver is not None and optimizer.saver.ticket is not None
+        optimizer.saver.ticket.event.wait(30)
+    assert isinstance(optimizer.saver.ticket.error, ArithmeticError) and list((tmp_path / "saved").iterdir()) == []
+    with pytest.raises(ArithmeticError):
+        train(model, optimizer, scheduler, 3, 4)
+    with pytest.raises(ArithmeticError):
+        optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="half-way"):
+        optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+
+
+def test_a_program_that_ends_ends_the_save_first(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        f"""
+        from pathlib import Path
+        from tests.test_checkpoint import SlowWriter, make, mock, save, train
+        mock.patch.object(save, "Writer", SlowWriter).start()
+        folder = Path({str(tmp_path)!r})
+        model, optimizer, scheduler = make("3-host", folder)
+        train(model, optimizer, scheduler, 0, 1)
+        optimizer.save_checkpoint(folder, async_save=True)
+        """
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    model, optimizer, _ = make("3-host", tmp_path)
+    train(model, optimizer, _, 0, 1)
+    optimizer.save_checkpoint(tmp_path)
+    want = snapshot(model, optimizer)
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.replaced")
+    shutil.copytree(tmp_path / ".step-00000001.replaced", tmp_path / ".step-00000001.partial")
+    model, other, _ = make("2-host-overlapped", tmp_path)
+    other.load_checkpoint(tmp_path)
+    assert same(snapshot(model, other), want) == []
+    optimizer.save_checkpoint(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+# ---- precisions and worlds ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("variant", ("tied", "unused"))
 @pytest.mark.parametrize("dtype", ("fp32", "fp16"))
 def test_tied_and_unused_parameters_in_every_precision(variant: str, dtype: str, tmp_path: Path) -> None:
@@ -151,7 +339,7 @@ def run_chain(case: tuple[str, str, int, int, bool]) -> tuple[list[str], list[fl
     setting, folder, start, stop, first = case
     root = Path(folder)
     with tempfile.TemporaryDirectory() as drive, mock.patch.object(spill, "CHUNK_NUMEL", 2048):
-        model, optimizer, scheduler = make(setting, Path(drive), clip_grad_norm=None, dtype="fp32")
+        model, optimizer, scheduler = make(setting, Path(drive), **EXACT)
         found: list[str] = []
         if not first:
             optimizer.load_checkpoint(root, scheduler=scheduler)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zk.assemble import Assembly
+from zk.checkpoint import load, save
 from zk.checks import check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig
 from zk.held import OWNERS, Held
@@ -91,6 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.transfer = Transfer(link_to(device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.publisher: Solo | Group = Solo()
+        self.saver: save.Saver | None = None  # made with the first save beside training
         try:
             self._build(device)
         except BaseException:
@@ -230,6 +232,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._finish_update()
+        if self.saver is not None:
+            self.saver.check(self.comm)
         self._reduce()
         if not any(held.used for held in self.held):
             raise RuntimeError(
@@ -273,8 +277,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return torch.tensor(self.last_norm)
 
     def synchronize(self) -> None:
-        """Return when no work of zk is under way: parameters are updated, reductions done and gathered parameters released."""
+        """Return when no work of zk is under way: parameters are updated, reductions and saves done, gathered parameters released."""
         self._finish_update()
+        self._end_save()
         while self.grads.queue:
             self.grads._complete()
         self.partition.reset()
@@ -331,18 +336,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._tear(error)
             raise
 
-    def _update_now(self, tasks: dict[int, Task], grad_scale: float) -> None:
-        """Update in this thread: what is on a drive there and back again, everything else in the order in which gradients have left."""
-        spilled = "nvme" in self.tiers
-        options = Options(grad_scale, self.num_threads, keep=spilled, backwards=spilled and self.counters["steps"] % 2 == 1)
+    def update_order(self) -> tuple[list[int], bool]:
+        """In which order the next update goes through the units that are trained, by number; and whether from the last chunk to the first."""
         trained = [number for number, held in enumerate(self.held) if held.shard is not None]
-        order = sorted(tasks) if spilled else [trained[position] for position in self.grads.order if trained[position] in tasks]
-        pipeline.update([tasks[number] for number in order], options)
+        if self.config.overlap_step:  # as forward will want them
+            order = [number for number in self.forward_order if self.held[number].shard is not None]
+            return order + [number for number in trained if number not in self.forward_order], False
+        if "nvme" in self.tiers:  # there and back again: what is still in memory comes first
+            return trained, self.counters["steps"] % 2 == 1
+        return [trained[position] for position in self.grads.order], False  # in which gradients have left
+
+    def _update_now(self, tasks: dict[int, Task], grad_scale: float) -> None:
+        """Update in this thread."""
+        order, backwards = self.update_order()
+        options = Options(grad_scale, self.num_threads, keep="nvme" in self.tiers, backwards=backwards)
+        pipeline.update([tasks[number] for number in order if number in tasks], options)
 
     def _update_beside(self, tasks: dict[int, Task], grad_scale: float) -> None:
-        """Hand the update over to the worker, in the order in which forward will want it."""
-        order = [number for number in self.forward_order if number in tasks]
-        order += [number for number in tasks if number not in self.forward_order]
+        """Hand the update over to the worker."""
+        order = [number for number in self.update_order()[0] if number in tasks]
         ordered = [tasks[number] for number in order]
         # one thread is left for this one, which launches what the device computes
         threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
@@ -367,6 +379,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.torn = self.torn or f"{type(error).__name__}: {error}"
 
     def _written(self, params: PartitionedParams, indices: list[int]) -> None:
+        if self.held[params.index].shard is None:
+            self._end_save()
         self.held[params.index].keep_written(indices)
 
     def _clear(self) -> None:
@@ -465,30 +479,66 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def save_checkpoint(self, directory: str | os.PathLike[str], *, scheduler: Any = None, extra: Any = None, keep: int | None = None) -> Path:
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        scheduler: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        async_save: bool = False,
+        on_save_error: str = "raise",
+    ) -> Path | None:
         """Write all that training goes on from into ``directory/step-NNNNNNNN``; returns that folder. On all ranks, between two steps.
 
         Each rank writes what it updates, chunk by chunk, as safetensors, with a manifest of names, shapes and checksums. The folder has its
-        name only when it is whole and on the drive; ``directory/latest`` names it after that.
+        name only when it is whole and on the drive; ``directory/latest`` names it after that. Gradients are not part of it.
 
         Args:
             directory: on a file system that all ranks see; made if need be.
             scheduler: its state_dict() is kept too.
             extra: what else training needs (its position in the data, say), of what JSON can hold.
             keep: remove all but the newest so many checkpoints, afterwards.
+            async_save: return at once, and write beside training. What is saved is the state as it is now: an update that comes to a part
+                that is not written yet copies it, or waits. ``synchronize()``, ``close()`` and the next save wait for the end.
+            on_save_error: what to do where the drive refuses or has no room: "raise", or "warn" to log it and go on; the result is None then.
 
-        Raises OSError if the drive refuses or has no room, and what fails on one rank raises on all; earlier checkpoints stay whole.
+        Raises OSError if the drive refuses or has no room; what fails on one rank raises on all. With ``async_save`` it is the next step()
+        after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
         """
         self._check_open()
         if self.torn:
             raise RuntimeError(f"an earlier step() ended half-way ({self.torn}): there is no whole state to save")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
-        from zk.checkpoint import save
-
-        self._finish_update()
+        if on_save_error not in ("raise", "warn"):
+            raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
+        self._end_save()
+        for held in self._trained:
+            # what the user wrote since; what is written by an update under way has been noted
+            if not async_save or [param._version for param in held.unit.params] != held.versions:
+                held.arrive()
+            if held.underway is None:
+                held.adopt_writes()
         self.partition.reset()
-        return save.save(self, Path(directory), scheduler, extra, keep)
+        quiet = on_save_error == "warn"
+        begun = save.Save(self, Path(directory), scheduler, extra, keep)
+        if async_save:
+            if self.saver is None:
+                self.saver = save.Saver(self.comm.twin("gloo") if isinstance(self.comm, Group) else self.comm)
+            self.saver.start(begun, save.room_for_copies(self), quiet)
+            return begun.final
+        try:
+            begun.run(self.comm)
+        except OSError as error:
+            save.refuse(error, quiet)
+            return None
+        return begun.final
+
+    def _end_save(self) -> None:
+        """Wait for the save that goes on beside training."""
+        if self.saver is not None:
+            self.saver.finish()
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, scheduler: Any = None) -> Any:
         """Go on from a checkpoint: parameters, optimizer state, groups, loss scale, counters and random numbers. On all ranks.
@@ -503,8 +553,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         altered or does not belong to this model: then nothing has been changed.
         """
         self._check_open()
-        from zk.checkpoint import load
-
+        self._end_save()
         self._end_update()
         self.grads.forget()
         self._clear()
@@ -515,7 +564,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.
 
-        ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device.
+        ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
+        training has waited for saves beside it.
         """
         sizes: dict[str, float] = {}
 
@@ -536,6 +586,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             moved = nvme.metrics()
         if self.transfer.nbytes:
             moved["pinned_nbytes"] = self.transfer.nbytes
+        if self.saver is not None:
+            moved["save_stall_ms"] = self.saver.stall_ms
         return {
             **self.counters,
             "grad_norm": self.last_norm,
@@ -563,6 +615,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             if not self.torn:
                 self._finish_update()
+            self._end_save()
             self.grads.forget()
             if gather:
                 self.partition.gather_all()
@@ -592,7 +645,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     held.forget_update()
 
     def _close_memory(self) -> None:
-        """End the worker, remove files, and give page-locked memory back."""
+        """End the threads, remove files, and give page-locked memory back."""
+        if self.saver is not None:
+            self.saver.close()
+            self.saver = None
         self.worker.close()
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):

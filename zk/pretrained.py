@@ -128,6 +128,7 @@ def _load(sources: dict[Tensor, _FromFile]) -> None:
     for tensor, source in sources.items():
         owner = owner_of(tensor)
         if owner is not None:
+            owner._end_save()
             held, index = owner.units[tensor]  # type: ignore[index]
             units.setdefault(id(held), (held, {}))[1][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
         elif tensor.is_meta:

@@ -64,6 +64,11 @@ class Written:
         return {"name": self.name, "nbytes": self.nbytes, "block_nbytes": BLOCK_NBYTES, "crc32": [f"{crc:08x}" for crc in self.crc32]}
 
     @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> Written:
+        """Of a small file with these bytes."""
+        return cls(name, len(data), tuple(zlib.crc32(data[at : at + BLOCK_NBYTES]) for at in range(0, len(data), BLOCK_NBYTES)))
+
+    @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Written:
         if value["block_nbytes"] != BLOCK_NBYTES:
             raise ValueError(f"checksums of blocks of {value['block_nbytes']} bytes are not known")

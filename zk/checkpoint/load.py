@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zk.checkpoint import save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
-from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, revived, set_random_state, sources_of
+from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, names_of_groups, revived, set_random_state, sources_of
 from zk.parallel.partitioned import PartitionedParams
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def find(path: Path) -> Path:
 
 def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
-    with save._together(optimizer, f"checking {path}"):
+    with save.together(optimizer.comm, f"checking {path}"):
         folder = find(path)
         manifest = Manifest.read(folder)
         for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
@@ -53,7 +53,7 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
                 held.steps.pop(index, None)
                 if steps[name] and held.shard is not None:
                     held.steps[index] = steps[name]
-        buffers = dict(save._buffers(optimizer))
+        buffers = dict(save.buffers_of(optimizer))
         with torch.no_grad():
             for name in manifest.ranks[0]["buffers"]:
                 value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
@@ -77,8 +77,7 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str
         if mine.get(name) != shapes.get(name):
             raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
     saved_groups = [list(group["params"]) for group in manifest.head["groups"]]
-    names = {param: name for held in optimizer.held for param, name in zip(held.unit.params, held.unit.names, strict=True)}
-    if saved_groups != [[names[param] for param in group["params"]] for group in optimizer.param_groups]:
+    if saved_groups != names_of_groups(optimizer):
         raise CheckpointError(f"{where} has other parameter groups than this optimizer; build the same groups in the same order first")
     for held in optimizer.held:
         for name, param in zip(held.unit.names, held.unit.params, strict=True):
@@ -86,7 +85,7 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str
                 lacking = gaps(sources.get((name, kind), ()), math.prod(param.shape))
                 if lacking:
                     raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})")
-    buffers = {name: tuple(buffer.shape) for name, buffer in save._buffers(optimizer)}
+    buffers = {name: tuple(buffer.shape) for name, buffer in save.buffers_of(optimizer)}
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
     return {param["name"]: param["steps"] for unit in manifest.head["units"] for param in unit["params"]}
@@ -134,7 +133,7 @@ def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dic
         return
     held.params.settle()
     for number, chunk in enumerate(held.shard.chunks):
-        with held.shard.opened(number, changes=True) as fields:
+        with held.shard.changed(number, held.shard.unread) as fields:
             for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
                 here = slice(start - chunk.start, stop - chunk.start)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk.checkpoint.files import CheckpointError, Written
+from zk.checkpoint.files import CheckpointError, Written, check_file
 
 if TYPE_CHECKING:
     from zk.held import Held
@@ -24,9 +24,10 @@ FORMAT, VERSION = "zk checkpoint", 1
 MANIFEST = "manifest.json"
 
 
-def rank_file(rank: int, world: int) -> str:
-    """The name of one rank's tensors; the same with .json is the name of its own part of the manifest."""
-    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+def rank_files(rank: int, world: int) -> tuple[str, str]:
+    """The names of one rank's tensors, and of what it says of them."""
+    stem = f"rank-{rank:05d}-of-{world:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,13 +96,25 @@ def revived(value: Any) -> Any:
     return value
 
 
+def names_of_groups(optimizer: ZeroOptimizer) -> list[list[str]]:
+    """The parameters of each group."""
+    names = {param: held.unit.names[index] for param, (held, index) in optimizer.units.items()}
+    return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def tied_names(optimizer: ZeroOptimizer) -> dict[str, str]:
+    """Other names of tied parameters: name -> the name that its unit has."""
+    own = {param: held.unit.names[index] for param, (held, index) in optimizer.units.items()}
+    everywhere = optimizer.model.named_parameters(remove_duplicate=False)
+    return {name: own[param] for name, param in everywhere if param in own and own[param] != name}
+
+
 def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """What is the same on all ranks."""
-    names = {param: name for held in optimizer.held for param, name in zip(held.unit.params, held.unit.names, strict=True)}
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):
         options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": [names[param] for param in group["params"]]})
+        groups.append({**options, "params": names})
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -112,6 +125,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         "loss_scale": optimizer.scaler.state_dict(),
         "groups": groups,
         "units": [of_unit(held) for held in optimizer.held],
+        "tied": tied_names(optimizer),
     }
 
 
@@ -161,8 +175,6 @@ class Manifest:
             parts = [Written.of_json(entry) for entry in head["parts"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from error
-        from zk.checkpoint.files import check_file
-
         pieces, ranks = [], []
         for part in parts:
             check_file(folder, part)

@@ -1,17 +1,22 @@
 """In: an optimizer between two steps. Out: a folder from which any world size, stage and tier goes on, whole or not there.
 
 Every rank writes the elements it updates into one safetensors file, chunk by chunk, so that memory does not grow with the model. All goes into
-a folder beside the final one, whose name it gets when every rank's bytes are on the drive; ``latest`` names it after that.
+a folder beside the final one, whose name it gets when every rank's bytes are on the drive; ``latest`` names it after that. A save may go on
+beside training: then what the next update is about to change is read, or copied, before (zk/offload/snapshot.py).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import shutil
-import zlib
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +25,22 @@ from torch import Tensor
 
 from zk.checkpoint import manifest
 from zk.checkpoint.files import Entry, Writer, Written, sync_folder, write_durably
+from zk.offload.snapshot import Snapshot, Unread
+from zk.offload.tiers import free_nbytes
+from zk.offload.worker import Ticket, Worker
+from zk.parallel.comm import Group, Solo
 from zk.parallel.partitioned import PartitionedParams
+from zk.timeline import phase
 
 if TYPE_CHECKING:
     from zk.held import Held
+    from zk.offload.pipeline import Task
     from zk.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zk")
 LATEST = "latest"
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
+_NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short
 
 
 def name_of(step: int) -> str:
@@ -36,101 +48,85 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def own_part(held: Held, rank: int) -> slice:
-    """The elements of the unit's flat buffer that this rank writes: its shard, also where others hold them too."""
-    return held.layout.shard(rank)
+# ---- what is written ---------------------------------------------------------------------------------------------------------
 
 
-def pieces_of(held: Held, rank: int) -> Iterator[tuple[str, slice, torch.dtype]]:
-    """Kind, elements of the flat buffer and dtype of what this rank writes of a unit, in the order of ``tensors_of``."""
-    part = own_part(held, rank)
-    if held.shard is None:
-        for start in range(part.start, part.stop, PIECE_NUMEL):
-            yield "param", slice(start, min(start + PIECE_NUMEL, part.stop)), held.unit.dtype
-        return
-    for elements, _, _ in _cuts(held, part):
-        for kind in manifest.kinds_of(held):
-            yield kind, elements, held.shard.dtype_of(kind)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of the file."""
+
+    kind: str
+    elements: slice  # of the unit's flat buffer
+    here: slice  # of the chunk
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        numel: int = self.here.stop - self.here.start
+        return numel * self.dtype.itemsize
 
 
-def _cuts(held: Held, part: slice) -> Iterator[tuple[slice, int, slice]]:
-    """Elements of the flat buffer, number of the chunk, elements of the chunk."""
-    assert held.shard is not None
-    base = held.params.held.start
-    for number, chunk in enumerate(held.shard.chunks):
-        start, stop = max(part.start, base + chunk.start), min(part.stop, base + chunk.stop)
-        for begin in range(start, stop, PIECE_NUMEL):
-            end = min(begin + PIECE_NUMEL, stop)
-            yield slice(begin, end), number, slice(begin - base - chunk.start, end - base - chunk.start)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank writes of one chunk of a unit."""
+
+    unit: int
+    held: Held
+    chunk: int
+    pieces: Sequence[Piece]
+
+    def values(self, fields: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Of each piece, from the open chunk; may be views."""
+        shard = self.held.shard
+        for piece in self.pieces:
+            yield fields["param"][piece.here] if shard is None else shard.exact(piece.kind, dict(fields), piece.here)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Mapping[str, Tensor]]:
+        """The fields of the chunk."""
+        if self.held.shard is not None:
+            with self.held.shard.opened(self.chunk) as fields:
+                yield fields
+        elif isinstance(self.held.params, PartitionedParams):
+            store = self.held.params.home.store
+            yield store.open(self.chunk)
+            store.close(self.chunk, changed=False)
+        else:
+            yield {"param": self.held.params.full[self.held.params.held]}
 
 
-def tensors_of(held: Held, rank: int) -> Iterator[Tensor]:
-    """What ``pieces_of`` announces."""
-    part = own_part(held, rank)
-    if held.shard is None:
-        with _resting(held) as values:
-            for kind, elements, _ in pieces_of(held, rank):
-                assert kind == "param"
-                yield values[elements.start - part.start : elements.stop - part.start]
-        return
-    number: int | None = None
-    with contextlib.ExitStack() as opened:
-        fields: Any = None
-        for _, wanted, here in _cuts(held, part):
-            if wanted != number:
-                opened.close()
-                number, fields = wanted, opened.enter_context(held.shard.opened(wanted))
-            for kind in manifest.kinds_of(held):
-                yield held.shard.exact(kind, fields, here)
-
-
-@contextlib.contextmanager
-def _resting(held: Held) -> Iterator[Tensor]:
-    """This rank's slice of parameters that are not trained."""
+def _chunks(held: Held) -> Sequence[slice]:
+    """Of this rank's slice of the unit."""
+    if held.shard is not None:
+        return held.shard.chunks
     if isinstance(held.params, PartitionedParams):
-        yield held.params.home.open()
-        held.params.home.close()
-    else:
-        yield held.params.full[held.layout.shard(held.comm.rank)]
+        chunks: Sequence[slice] = held.params.home.store.chunks
+        return chunks
+    return [slice(0, held.params.held.stop - held.params.held.start)]
 
 
-def write_rank(optimizer: ZeroOptimizer, folder: Path) -> Written:
-    """Write this rank's tensors and its part of the manifest; returns what is known of the latter."""
-    rank, world = optimizer.comm.rank, optimizer.comm.world
-    name = manifest.rank_file(rank, world)
-    entries, pieces = [], []
-    for number, held in enumerate(optimizer.held):
-        for kind, elements, dtype in pieces_of(held, rank):
-            key = f"{kind}/{number}/{elements.start}"
-            entries.append(Entry(key, dtype, (elements.stop - elements.start,)))
-            pieces.append([number, kind, elements.start, elements.stop, key])
-    buffers = dict(_buffers(optimizer)) if rank == 0 else {}
-    entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in buffers.items()]
-    writer = Writer(folder / name, entries, {"format": "pt"})
-    try:
-        for held in optimizer.held:
-            for tensor in tensors_of(held, rank):
-                writer.add(tensor)
-        for value in buffers.values():
-            writer.add(value)
-        written = writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    said = {"rank": rank, "file": name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": manifest.random_state()}
-    data = json.dumps(said, separators=(",", ":")).encode()
-    part = Path(name).with_suffix(".json").name
-    write_durably(folder / part, data)
-    return _small(part, data)
+def parts_of(optimizer: ZeroOptimizer) -> list[Part]:
+    """All that this rank writes, in the order in which the next update changes it."""
+    order, backwards = optimizer.update_order()
+    parts = []
+    for number in [*order, *(number for number in range(len(optimizer.held)) if number not in order)]:
+        held = optimizer.held[number]
+        mine, base = held.layout.shard(optimizer.comm.rank), held.params.held.start
+        for index, chunk in enumerate(_chunks(held)):
+            pieces = []
+            start, stop = max(mine.start, base + chunk.start), min(mine.stop, base + chunk.stop)
+            for begin in range(start, stop, PIECE_NUMEL):
+                end = min(begin + PIECE_NUMEL, stop)
+                here = slice(begin - base - chunk.start, end - base - chunk.start)
+                for kind in manifest.kinds_of(held):
+                    dtype = held.unit.dtype if held.shard is None else held.shard.dtype_of(kind)
+                    pieces.append(Piece(kind, slice(begin, end), here, dtype))
+            if pieces:
+                parts.append(Part(number, held, index, pieces))
+    return parts[::-1] if backwards else parts
 
 
-def _small(name: str, data: bytes) -> Written:
-    from zk.checkpoint.files import BLOCK_NBYTES
-
-    return Written(name, len(data), tuple(zlib.crc32(data[at : at + BLOCK_NBYTES]) for at in range(0, len(data), BLOCK_NBYTES)))
-
-
-def _buffers(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Tensor]]:
+def buffers_of(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Tensor]]:
     """Buffers that state_dict() has, by name, once each."""
     for prefix, module in optimizer.model.named_modules():
         for name, buffer in module._buffers.items():
@@ -138,81 +134,303 @@ def _buffers(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def save(optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None) -> Path:
-    """Write a checkpoint; returns its folder. All ranks call it; all raise if one of them fails, and nothing of it is left then."""
-    comm = optimizer.comm
-    step = int(optimizer.counters["steps"])
-    final = root / name_of(step)
-    beside = root / f".{name_of(step)}.partial"
-    head = manifest.of_optimizer(optimizer)
-    head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
-    head["extra"] = manifest.plain(extra, "extra")
-    with _together(optimizer, f"saving {final}"):
-        if comm.rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-            if beside.exists():
-                shutil.rmtree(beside)
-            beside.mkdir()
-    try:
-        with _together(optimizer, f"saving {final}"):
-            write_rank(optimizer, beside)
-        with _together(optimizer, f"saving {final}"):
-            if comm.rank == 0:
-                _publish(root, beside, final, head, comm.world, keep)
-    except BaseException:
-        if comm.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-        raise
-    return final
+# ---- one save ----------------------------------------------------------------------------------------------------------------
 
 
-def _publish(root: Path, beside: Path, final: Path, head: dict[str, Any], world: int, keep: int | None) -> None:
-    """The manifest, the final name, ``latest``, and only then what is too old."""
-    parts = []
-    for rank in range(world):
-        name = Path(manifest.rank_file(rank, world)).with_suffix(".json").name
-        data = (beside / name).read_bytes()
-        parts.append((_small(name, data), json.loads(data)["written"]))
-    head["parts"], head["files"] = [part.as_json() for part, _ in parts], [written for _, written in parts]
+class Save:
+    """One checkpoint, as the optimizer is now. ``run`` writes it; all ranks make one and run it.
+
+    Args:
+        root: the folder of all checkpoints.
+        scheduler, extra, keep: as for ZeroOptimizer.save_checkpoint.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None) -> None:
+        step = int(optimizer.counters["steps"])
+        self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
+        self.final, self.beside = root / name_of(step), root / f".{name_of(step)}.partial"
+        self.head = manifest.of_optimizer(optimizer)
+        self.head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
+        self.head["extra"] = manifest.plain(extra, "extra")
+        self.random = manifest.random_state()
+        self.parts = parts_of(optimizer)
+        self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}
+        self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
+        self.unread: dict[int, Unread] = {}
+        self.snapshot: Snapshot | None = None
+        # (held, versions) of parameters that are not trained and that anybody may write
+        self.still = [(held, [param._version for param in held.unit.params]) for held in optimizer.held if held.shard is None]
+
+    def go_on_beside(self, room_nbytes: int) -> None:
+        """Training will go on before ``run`` has read all: from now on, who changes something sees to it that it can be read as it was."""
+        self.snapshot = Snapshot(room_nbytes)
+        self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        parts: dict[int, dict[int, Part]] = {}
+        for part in self.parts:
+            if part.held.shard is not None:
+                parts.setdefault(part.unit, {})[part.chunk] = part
+                if part.held.underway is not None:
+                    self.before[part.unit] = part.held.underway
+        for unit, of_unit in parts.items():
+            nbytes = {chunk: sum(piece.nbytes for piece in part.pieces) for chunk, part in of_unit.items()}
+            self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(_copies, of_unit))
+            shard = next(iter(of_unit.values())).held.shard
+            assert shard is not None
+            shard.unread = self.unread[unit]
+
+    def run(self, comm: Solo | Group) -> None:
+        """Write it; raises, on all ranks, if that fails on one of them, and nothing of it is left then. Earlier checkpoints stay whole."""
+        what = f"saving {self.final}"
+        try:
+            with together(comm, what):
+                if self.rank == 0:
+                    self.root.mkdir(parents=True, exist_ok=True)
+                    _clean(self.root)
+                    self.beside.mkdir()
+            try:
+                with together(comm, what), phase("write", "checkpoint"):
+                    self._write_rank()
+                with together(comm, what):
+                    if self.rank == 0:
+                        self._publish()
+            except BaseException:
+                if self.rank == 0:
+                    shutil.rmtree(self.beside, ignore_errors=True)
+                raise
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot.end()
+        for part in self.parts:
+            shard = part.held.shard
+            if shard is not None and shard.unread is self.unread.get(part.unit):
+                shard.unread = None
+        self.parts, self.still, self.buffers = [], [], {}
+
+    def _write_rank(self) -> None:
+        """This rank's tensors, and what it says of them."""
+        name, said_name = manifest.rank_files(self.rank, self.world)
+        entries, pieces = [], []
+        for part in self.parts:
+            for piece in part.pieces:
+                key = f"{piece.kind}/{part.unit}/{piece.elements.start}"
+                entries.append(Entry(key, piece.dtype, (piece.elements.stop - piece.elements.start,)))
+                pieces.append([part.unit, piece.kind, piece.elements.start, piece.elements.stop, key])
+        entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in self.buffers.items()]
+        writer = Writer(self.beside / name, entries, {"format": "pt"})
+        try:
+            for position, part in enumerate(self.parts):
+                self._write_part(part, writer, self.parts[position + 1] if position + 1 < len(self.parts) else None)
+            for value in self.buffers.values():
+                writer.add(value)
+            written = writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        said = {"rank": self.rank, "file": name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(self.buffers)}
+        write_durably(self.beside / said_name, json.dumps({**said, "random": self.random}, separators=(",", ":")).encode())
+
+    def _write_part(self, part: Part, writer: Writer, following: Part | None) -> None:
+        if part.unit in self.before:
+            self.before.pop(part.unit).done.wait()
+        unread = self.unread.get(part.unit)
+        with unread.taken(part.chunk) if unread is not None else contextlib.nullcontext() as copies:
+            if copies is not None:
+                for value in copies:
+                    writer.add(value)
+                return
+            with part.opened() as fields:
+                if following is not None and following.held.shard is not None and following.unit not in self.before:
+                    following.held.shard.fetch_state(following.chunk)
+                for value in part.values(fields):
+                    writer.add(value)
+        for held, versions in self.still:
+            if held is part.held and [param._version for param in held.unit.params] != versions:
+                raise RuntimeError(
+                    f"parameters of {held.unit.name!r}, which are not trained, were written while a checkpoint was saved beside training; "
+                    "call synchronize() first, or save without async_save"
+                )
+
+    def _publish(self) -> None:
+        """The manifest, the final name, ``latest``, and only then what is too old."""
+        parts, files = [], []
+        for rank in range(self.world):
+            name = manifest.rank_files(rank, self.world)[1]
+            data = (self.beside / name).read_bytes()
+            parts.append(Written.of_bytes(name, data).as_json())
+            files.append(json.loads(data)["written"])
+        publish(self.beside, self.final, {**self.head, "parts": parts, "files": files})
+        if self.keep is not None:
+            for old in whole(self.root)[: -self.keep]:
+                if old != self.final:
+                    shutil.rmtree(old, ignore_errors=True)
+
+
+def _copies(parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
+    """What is saved of a chunk, in host memory of its own."""
+    return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
+
+
+def publish(beside: Path, final: Path, head: Mapping[str, Any]) -> None:
+    """``beside`` has all files but the manifest: write that, give the folder its final name, and let ``latest`` name it."""
     write_durably(beside / manifest.MANIFEST, json.dumps(head, indent=1).encode())
     sync_folder(beside)
-    replaced = root / f".{final.name}.replaced"
+    replaced = _replaced(final)
     if final.exists():  # the same step again
-        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     beside.rename(final)
-    sync_folder(root)
-    write_durably(root / LATEST, final.name.encode() + b"\n")
+    sync_folder(final.parent)
+    write_durably(final.parent / LATEST, final.name.encode() + b"\n")
     shutil.rmtree(replaced, ignore_errors=True)
-    if keep is not None:
-        for old in sorted(folder for folder in root.glob("step-*") if (folder / manifest.MANIFEST).exists())[:-keep]:
-            if old != final:
-                shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced(final: Path) -> Path:
+    """Where a checkpoint is while another one of the same step takes its place."""
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _clean(root: Path) -> None:
+    """Remove what a save left that was killed."""
+    for folder in root.glob(".step-*.replaced"):
+        final = folder.with_name(folder.name[1:].removesuffix(".replaced"))
+        if final.exists():
+            shutil.rmtree(folder)
+        else:
+            folder.rename(final)
+    for folder in root.glob(".step-*.partial"):
+        shutil.rmtree(folder)
+
+
+def whole(root: Path) -> list[Path]:
+    """All whole checkpoints in ``root``, oldest first. What a crash left unfinished is passed over."""
+    found = {folder.name: folder for folder in root.glob("step-*")}
+    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
+        found.setdefault(folder.name[1:].removesuffix(".replaced"), folder)
+    return [folder for _, folder in sorted(found.items()) if (folder / manifest.MANIFEST).exists()]
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint in ``root``, or None."""
+    with contextlib.suppress(OSError):
+        named = root / (root / LATEST).read_text().strip()
+        if (named / manifest.MANIFEST).exists():
+            return named
+    return next(reversed(whole(root)), None)
 
 
 @contextlib.contextmanager
-def _together(optimizer: ZeroOptimizer, what: str) -> Iterator[None]:
-    """What fails on one rank fails on all."""
+def together(comm: Solo | Group, what: str) -> Iterator[None]:
+    """What fails on one rank fails on all: what a drive refused as an OSError, anything else as a RuntimeError, on the others."""
     failure: BaseException | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    failed = torch.tensor([float(failure is not None)], dtype=torch.float64)
-    optimizer.comm.all_reduce(failed)
+    refused = isinstance(failure, OSError)
+    failed = torch.tensor([float(refused), float(failure is not None and not refused)], dtype=torch.float64)
+    comm.all_reduce(failed)
     if failure is not None:
         raise failure
-    if failed.item():
-        raise RuntimeError(f"{what} failed on {int(failed.item())} other rank{'s' * (failed.item() > 1)}; see the error there")
+    if failed.any():
+        count = int(failed.sum())
+        kind = RuntimeError if failed[1] else OSError
+        raise kind(f"{what} failed on {count} other rank{'s' * (count > 1)}; see the error there")
 
 
-def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in ``root``, or None. What a crash left unfinished is passed over."""
-    with contextlib.suppress(OSError):
-        named = root / (root / LATEST).read_text().strip()
-        if (named / manifest.MANIFEST).exists():
-            return named
-    whole = sorted(folder for folder in root.glob("step-*") if (folder / manifest.MANIFEST).exists())
-    return whole[-1] if whole else None
+# ---- beside training ---------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Saves beside training, one at a time.
+
+    Args:
+        comm: ranks' connections of its own.
+    """
+
+    def __init__(self, comm: Solo | Group) -> None:
+        self.comm, self.worker = comm, Worker("zk save")
+        self.ticket: Ticket | None = None
+        self.snapshot: Snapshot | None = None
+        self.quiet = False
+        self.stall_s = 0.0  # of training, by saves that are over
+        if not _SAVERS:
+            atexit.register(_finish_all)
+        _SAVERS.add(self)
+
+    def start(self, save: Save, room_nbytes: int, quiet: bool) -> None:
+        """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
+        assert self.ticket is None, "one save at a time"
+        save.go_on_beside(room_nbytes)
+        self.snapshot, self.quiet = save.snapshot, quiet
+        comm = self.comm
+        self.ticket = self.worker.submit(lambda: save.run(comm))
+
+    def check(self, comm: Solo | Group) -> None:
+        """Raise what went wrong in a save that is over; on all ranks at the same step."""
+        if self.ticket is None:
+            return
+        done = torch.tensor([float(self.ticket.done)], dtype=torch.float64)
+        comm.all_reduce(done)
+        if done.item() == comm.world:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one. Raises what went wrong in it, unless it was to be logged only."""
+        if self.ticket is None:
+            return
+        start = time.perf_counter()
+        with phase("wait", "save"):
+            self.ticket.event.wait()
+        ticket, self.ticket = self.ticket, None
+        assert self.snapshot is not None
+        self.stall_s += self.snapshot.stall_s + time.perf_counter() - start
+        self.snapshot = None
+        if ticket.error is not None:
+            refuse(ticket.error, self.quiet)
+
+    @property
+    def stall_ms(self) -> float:
+        """Milliseconds that training has waited for saves, or copied for them."""
+        return (self.stall_s + (self.snapshot.stall_s if self.snapshot is not None else 0.0)) * 1e3
+
+    def close(self) -> None:
+        """End the thread, after the save under way."""
+        try:
+            self.finish()
+        finally:
+            self.worker.close()
+            self.comm.close()
+
+
+def refuse(error: BaseException, quiet: bool) -> None:
+    """Raise ``error``, or log it if it is the drive's, and ``quiet``."""
+    if not (quiet and isinstance(error, OSError)):
+        raise error
+    log.warning("a checkpoint was not saved, and training goes on: %s", error)
+
+
+def room_for_copies(optimizer: ZeroOptimizer) -> int:
+    """Bytes of host memory that copies may take for one save."""
+    room = free_nbytes(torch.device("cpu")) // 4
+    if "nvme" in optimizer.tiers:
+        room = min(room, _NVME_ROOM)
+    if optimizer.config.host_budget is not None:
+        used = sum(int(value) for key, value in optimizer.metrics().items() if key.startswith("host_") and key.endswith("_nbytes"))
+        room = min(room, int(optimizer.config.host_budget) - used)
+    return max(0, room)
+
+
+_SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """The program ends: what is being saved is saved first."""
+    for saver in list(_SAVERS):
+        if saver.ticket is not None:
+            saver.ticket.event.wait()
+            if saver.ticket.error is not None:
+                log.error("a checkpoint was not saved: %s", saver.ticket.error)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard, TakenGradient
 from zk.offload.streams import PAST, Awaited, Event
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT
@@ -35,10 +36,11 @@ class Task:
     done: Ticket = dataclasses.field(default_factory=Ticket)
     arriving: Awaited = PAST  # set when done: what compute must follow before it uses the parameters
     memory: Tensor | None = None  # set when done: what the gradient was in, to be used again
-    left: int = 0  # chunks to be updated
+    left: int = dataclasses.field(init=False)  # chunks to be updated
+    unread: Unread | None = dataclasses.field(init=False)  # what a save that began before still has to read
 
     def __post_init__(self) -> None:
-        self.left = len(self.shard.chunks)
+        self.left, self.unread = len(self.shard.chunks), self.shard.unread
 
     def end(self) -> None:
         """All chunks are updated."""
@@ -89,7 +91,7 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
             asked += 1
         keep = options.keep and position >= len(work) - CHUNKS_KEPT
         with phase("update", task.name):
-            task.shard.update(index, task.taken, task.runs, options.grad_scale, options.num_threads, keep, options.mark)
+            task.shard.update(index, task.taken, task.runs, options.grad_scale, options.num_threads, keep, options.mark, task.unread)
         task.left -= 1
         if not task.left:
             task.end()

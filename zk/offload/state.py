@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from zk.kernels.split import join, split_
 from zk.offload.rules import Rule
+from zk.offload.snapshot import Unread
 from zk.offload.streams import PAST, Event
 from zk.offload.tiers import Grads, MemoryHome, MemoryStore, Store, Taken
 from zk.offload.transfer import Transfer
@@ -99,11 +99,12 @@ class OptimizerShard:
         ]
         self.split = self.has_master = False  # known with the first fields
         self.arriving: Event = PAST  # the last copy home
+        self.unread: Unread | None = None  # by a save under way
 
     def start(self, initial: Tensor) -> None:
         """Masters start from ``initial`` (n,), the values in the model's original precision; moments from zero."""
         for index, chunk in enumerate(self.chunks):
-            with self._chunk(index, changes=True, read=False) as fields:
+            with self.opened(index, changes=True, read=False) as fields:
                 for name, field in fields.items():
                     if name != "param":
                         field.zero_()
@@ -115,8 +116,8 @@ class OptimizerShard:
     # ---- chunks --------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _chunk(self, number: int, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Fields]:
-        """The fields of a chunk, put back whatever happens inside."""
+    def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> Iterator[Fields]:
+        """The fields of chunk ``number``, put back whatever happens inside."""
         section, _, index = self.places[number]
         state = section.state.open(index, read)
         try:
@@ -127,6 +128,17 @@ class OptimizerShard:
                 section.param.close(index, changes)
         finally:
             section.state.close(index, changes, keep)
+
+    @contextlib.contextmanager
+    def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Fields]:
+        """The same, to be changed: not before a save that is under way has what it still needs of it."""
+        if unread is None:
+            with self.opened(number, changes=True, keep=keep) as fields:
+                yield fields
+            return
+        with unread.before_change(number) as hand, self.opened(number, changes=True, keep=keep) as fields:
+            hand(fields)
+            yield fields
 
     def _overlap(self, part: slice) -> Iterator[tuple[int, slice, slice]]:
         """For each chunk that ``part`` touches: its index, the slice of the chunk, the slice of ``part``."""
@@ -140,7 +152,7 @@ class OptimizerShard:
         whole = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident and part.stop > part.start
         pieces = []
         for index, here, _ in self._overlap(part):
-            with self._chunk(index, changes=False) as fields:
+            with self.opened(index) as fields:
                 value = read(fields, here)
                 pieces.append(value if whole else value.to("cpu", copy=True) if len(self.sections) > 1 else value.clone())
         return pieces[0] if whole else torch.cat(pieces) if pieces else torch.empty(0)
@@ -148,7 +160,7 @@ class OptimizerShard:
     def _write(self, part: slice, write: Callable[[Fields, slice, slice], None]) -> None:
         """Call ``write(fields, slice of the chunk, slice of part)`` for ``part``, and keep what it changed."""
         for index, here, there in self._overlap(part):
-            with self._chunk(index, changes=True) as fields:
+            with self.changed(index, self.unread) as fields:
                 write(fields, here, there)
 
     # ---- the gradient --------------------------------------------------------------------------------------------------------
@@ -192,14 +204,15 @@ class OptimizerShard:
         num_threads: int,
         keep: bool,
         mark: Event | None = None,
+        unread: Unread | None = None,
     ) -> None:
         """Update and cast chunk ``number``, and start to copy it home: of each run (elements, group, step), what lies in it.
 
-        ``keep`` as for Store.close; ``mark`` as for Section.take_home.
+        ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
         """
         chunk = self.chunks[number]
         section, which, index = self.places[number]
-        with self._chunk(number, changes=True, keep=keep) as fields:
+        with self.changed(number, unread, keep) as fields:
             grad = taken.parts[which].open(index)
             try:
                 for elements, group, step in runs:
@@ -218,14 +231,15 @@ class OptimizerShard:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
-    def opened(self, number: int, changes: bool = False) -> AbstractContextManager[Fields]:
-        """The fields of chunk ``number``, to read, or to put other values into."""
-        return self._chunk(number, changes, read=True)
+    def fetch_state(self, number: int) -> None:
+        """Ask for a chunk, without its gradient, ahead of ``opened``."""
+        section, _, index = self.places[number]
+        section.state.fetch(index)
+        section.param.fetch(index)
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """What ``exact`` returns."""
-        stored = self.sections[0].state.dtypes.get(kind, torch.float32) if kind != "master" else torch.float32
-        return stored
+        return torch.float32 if kind == "master" else self.sections[0].state.dtypes[kind]
 
     def exact(self, kind: str, fields: Fields, here: slice) -> Tensor:
         """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk."""
@@ -283,7 +297,7 @@ class OptimizerShard:
         for part in parts:
             for index, here, there in self._overlap(part):
                 home = self.places[index][0].home
-                with self._chunk(index, changes=True) as fields:
+                with self.changed(index, self.unread) as fields:
                     master = self._master(fields, here)
                     written = fields["param"][here].clone() if home is None else home.open()[part][there].to(master.device, copy=True)
                     self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))

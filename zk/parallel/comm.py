@@ -115,9 +115,9 @@ class Group:
             atexit.register(_leave)
         _GROUPS.add(self)
 
-    def twin(self) -> Group:
-        """The same ranks over connections of their own, for another thread; a collective."""
-        group = dist.new_group(self.ranks, backend=dist.get_backend(self.group))
+    def twin(self, backend: str | None = None) -> Group:
+        """The same ranks over connections of their own, for another thread; a collective. ``backend``: another than this one's."""
+        group = dist.new_group(self.ranks, backend=backend or dist.get_backend(self.group))
         twin = Group(group, self.overlap)
         twin.names = self.names
         return twin

@@ -40,6 +40,8 @@ class State(enum.Enum):
 class Home(Protocol):
     """Where a rank's slice of a unit's parameters (shard_numel,) rests between uses."""
 
+    store: Any  # the same by chunks, as optimizer state is kept
+
     def fetch(self) -> bool:
         """Ask for it ahead of use."""
 

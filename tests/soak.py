@@ -1,0 +1,150 @@
+"""Kills a training run at random instants, while it steps and while it saves, and starts it again: it must go on bit for bit every time.
+
+    python -m tests.soak [--kills 50] [--seed 0] [--settings 3-host 3-nvme ...]
+
+Every life of the run has a setting of its own (stage, tiers), loads the newest whole checkpoint, and prints its loss and the CRC-32 of all
+parameters, masters and moments after each step. They are compared with those of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import zk
+
+ROOT = Path(__file__).parent.parent
+STEPS = 2000  # more than any soak takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """One line of a life."""
+
+    what: str  # "from", "step" or "saved"
+    step: int
+    loss: str = ""
+    digest: str = ""
+
+
+def digest(model: torch.nn.Module, optimizer: zk.ZeroOptimizer) -> str:
+    """CRC-32 of everything that the next step depends on."""
+    from tests.test_checkpoint import snapshot
+
+    crc = 0
+    for name, value in sorted(snapshot(model, optimizer).items()):  # type: ignore[arg-type]
+        crc = zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), crc))
+    return f"{crc:08x}"
+
+
+def live(folder: Path, setting: str) -> None:
+    """Train and save until killed."""
+    from tests.test_checkpoint import make, train
+
+    model, optimizer, scheduler = make(setting, folder)
+    root, start = folder / "saved", 0
+    if (root / "latest").exists():
+        optimizer.load_checkpoint(root, scheduler=scheduler)
+        start = int(optimizer.counters["steps"])
+    print("from", start, flush=True)
+    for step in range(start, STEPS):
+        (loss,) = train(model, optimizer, scheduler, step, step + 1)
+        print("step", step, repr(loss), digest(model, optimizer), flush=True)
+        optimizer.save_checkpoint(root, scheduler=scheduler, keep=2)
+        print("saved", step + 1, flush=True)
+
+
+def one_life(folder: Path, setting: str, saved: int, wanted: int, delay_s: float) -> list[Said]:
+    """Start the run, kill it ``delay_s`` after it has saved ``wanted`` checkpoints more than ``saved``; returns what it printed."""
+    command = [sys.executable, "-m", "tests.soak", "--live", str(folder), "--settings", setting]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("saved") and int(line.split()[1]) >= saved + wanted:
+            break
+    threading.Event().wait(delay_s)
+    process.send_signal(signal.SIGKILL)
+    rest, _ = process.communicate()
+    lines += rest.splitlines(keepends=True)
+    return [Said(what, int(step), *more) for what, step, *more in (line.split() for line in lines if line.endswith("\n"))]
+
+
+class Unbroken:
+    """The run that is never interrupted, made as far as it is needed."""
+
+    def __init__(self, folder: Path, setting: str = "2-host-overlapped") -> None:
+        from tests.test_checkpoint import make
+
+        self.model, self.optimizer, self.scheduler = make(setting, folder)
+        self.known: list[tuple[str, str]] = []
+
+    def __getitem__(self, step: int) -> tuple[str, str]:
+        from tests.test_checkpoint import train
+
+        while len(self.known) <= step:
+            (loss,) = train(self.model, self.optimizer, self.scheduler, len(self.known), len(self.known) + 1)
+            self.known.append((repr(loss), digest(self.model, self.optimizer)))
+        return self.known[step]
+
+
+def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, say: bool = False) -> int:
+    """Kill ``kills`` times; AssertionError at the first difference. Returns the steps that were saved."""
+    dice, saved, unbroken = random.Random(seed), 0, Unbroken(folder)
+    for kill in range(kills):
+        setting = dice.choice(list(settings))
+        delay = dice.uniform(0, 0.06)
+        start = time.perf_counter()
+        said = one_life(folder, setting, saved, dice.randint(1, 8), delay)
+        assert said and said[0].what == "from" and said[0].step >= saved, f"kill {kill}: {saved} steps were saved, and it said {said[:1]}"
+        for line in said[1:]:
+            if line.what == "saved":
+                saved = line.step
+            else:
+                want = unbroken[line.step]
+                assert (line.loss, line.digest) == want, (
+                    f"life {kill} ({setting}, from step {said[0].step}): step {line.step} has loss {line.loss} and state {line.digest}; "
+                    f"the unbroken run has {want[0]} and {want[1]}"
+                )
+        if say:
+            print(
+                f"{kill + 1:3} of {kills}: {setting:18} from {said[0].step:4} saved {saved:4}, killed {1e3 * delay:4.1f} ms later, "
+                f"{time.perf_counter() - start:.1f} s, same",
+                flush=True,
+            )
+    return saved
+
+
+def main() -> None:
+    """The command line above."""
+    from tests.test_checkpoint import SETTINGS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--live", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.live:
+        live(options.live, options.settings[0])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        saved = soak(options.kills, options.seed, options.settings, Path(folder), say=True)
+    print(f"killed {options.kills} times, {saved} steps saved, every loss, parameter and moment as in the unbroken run")
+
+
+if __name__ == "__main__":
+    main()
