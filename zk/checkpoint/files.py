@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from zk.memory import aligned
 from zk.offload.nvme import ALIGN, File, Request, round_up
+from zk.offload.worker import Ticket, Worker
 
 BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
 _DTYPES = {
@@ -106,9 +108,10 @@ class Writer:
         self.nbytes = len(header) + sum(entry.nbytes for entry in entries)
         self.file = File(path, round_up(self.nbytes))
         self.buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, -(-self.nbytes // BLOCK_NBYTES)))]
-        self.busy: list[tuple[Request, concurrent.futures.Future[int]] | None] = [None] * len(self.buffers)
-        self.crcs: list[int] = []
-        self.pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="zk-crc")
+        self.busy: list[tuple[Request, Ticket] | None] = [None] * len(self.buffers)
+        self.crcs = [0] * -(-self.nbytes // BLOCK_NBYTES)
+        # not a ThreadPoolExecutor, which takes nothing any more when a program ends with a save under way
+        self.workers = [Worker(f"zk crc {number}") for number in range(2)]
         self.position = self.at = self.next = 0  # bytes taken, of them in the current entry; number of the entry
         try:
             self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -148,13 +151,16 @@ class Writer:
         slot = block % len(self.buffers)
         memory = self.buffers[slot]
         memory[nbytes : round_up(nbytes)] = 0
-        crc = self.pool.submit(zlib.crc32, memory[:nbytes].numpy().data)
-        self.busy[slot] = self.file.write_async(memory[: round_up(nbytes)], block * BLOCK_NBYTES), crc
+        ticket = self.workers[block % len(self.workers)].submit(functools.partial(self._check, block, memory[:nbytes]))
+        self.busy[slot] = self.file.write_async(memory[: round_up(nbytes)], block * BLOCK_NBYTES), ticket
+
+    def _check(self, block: int, data: Tensor) -> None:
+        self.crcs[block] = zlib.crc32(data.numpy().data)
 
     def _settle(self, slot: int) -> None:
         busy, self.busy[slot] = self.busy[slot], None
         if busy is not None:
-            self.crcs.append(busy[1].result())
+            busy[1].wait()
             busy[0].wait()
 
     def finish(self) -> Written:
@@ -182,7 +188,8 @@ class Writer:
             self.path.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        self.pool.shutdown()
+        for worker in self.workers:
+            worker.close()
         self.file.close()
 
 
