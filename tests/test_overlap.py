@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import itertools
 import os
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,11 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.parity import DTYPES
 from zk.config import DynamicLossScale
+from zk.held import Held
 from zk.offload import rules, spill, transfer
 from zk.offload.twins import AdversarialLink, ThrottledLink, pretend
 from zk.offload.worker import Worker
+from zk.parallel.released import Updating
 
 ROOT = Path(__file__).parent.parent
 
@@ -195,6 +200,116 @@ def test_whoever_uses_a_parameter_sees_it_updated(use: str) -> None:
         assert type(next(model.parameters())) is nn.Parameter
     elif isinstance(result, str):
         assert result == expected and result.startswith("Parameter containing")
+
+
+def test_threads_that_read_parameters_do_not_disturb_training() -> None:
+    model, optimizer = make(overlap_step=False)
+    want = train(model, optimizer, 12), values(model)
+    model, optimizer = make()
+    stop, failed = threading.Event(), []
+    switch, params = sys.getswitchinterval(), list(model.parameters())
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                for param in params:
+                    param.detach().float().norm()
+            except BaseException as error:
+                failed.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for reader in readers:
+            reader.start()
+        losses = train(model, optimizer, 12)
+    finally:
+        stop.set()
+        sys.setswitchinterval(switch)
+        for reader in readers:
+            reader.join()
+    assert failed == [] and losses == want[0]
+    assert all(map(torch.equal, values(model), want[1]))
+
+
+@pytest.mark.parametrize("fails", (False, True))
+@pytest.mark.parametrize("stage", (0, 2))
+def test_a_model_outlives_an_optimizer_that_was_dropped_under_its_update(stage: int, fails: bool) -> None:
+    model, optimizer = make(stage=stage, overlap_step=False)
+    train(model, optimizer, 2)
+    want = values(model)
+    model, optimizer = make(stage=stage)
+    train(model, optimizer)
+    optimizer.synchronize()
+    gate = Gate()
+    with mock.patch.object(rules, "adam_", mock.Mock(side_effect=ArithmeticError("broken")) if fails else gate):
+        train(model, optimizer, start=1)
+        held, worker = weakref.ref(optimizer.held[0]), optimizer.worker.thread
+        del optimizer
+        gate.through.release(100)
+        assert worker is not None
+        worker.join(20)
+    gc.collect()
+    assert held() is None or fails  # an error keeps what it went through
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        assert all(map(torch.equal, [param.detach().clone() for param in model.parameters()], want))
+        assert not any(isinstance(param, Updating) for param in model.parameters())
+
+
+@pytest.mark.parametrize("overlap_step", (False, True))
+def test_a_step_that_is_refused_changes_nothing_and_one_that_is_interrupted_says_so(overlap_step: bool) -> None:
+    model, optimizer = make(overlap_step=False)
+    want = train(model, optimizer, 3)
+    model, optimizer = make(overlap_step=overlap_step)
+    losses = train(model, optimizer)
+    loss = loss_of(model, batch(1))
+    loss.backward()
+    param = list(model.parameters())[-1]
+    kept, param.data = param.data, param.data.clone()
+    with pytest.raises(RuntimeError, match="was moved or converted"):
+        optimizer.step()
+    param.data = kept
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [*losses, loss.item(), *train(model, optimizer, start=2)] == want
+
+    counted = itertools.count()
+    count_step = Held.count_step
+
+    def interrupted(self: Held) -> None:
+        count_step(self)
+        if next(counted) == 1:
+            raise KeyboardInterrupt
+
+    loss_of(model, batch(3)).backward()
+    with mock.patch.object(Held, "count_step", interrupted), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="half-way"):
+        optimizer.step()
+
+
+def test_a_forked_process_is_told_that_it_has_no_thread_to_wait_for() -> None:
+    gate = Gate()
+    with mock.patch.object(rules, "adam_", gate):
+        model, optimizer = make()
+        train(model, optimizer)
+        reads, writes = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads
+            child = os.fork()
+        if child == 0:
+            try:
+                next(model.parameters()).sum()
+            except BaseException as error:
+                os.write(writes, str(error).encode())
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            said = pipe.read()
+        os.waitpid(child, 0)
+        gate.through.release(100)
+        optimizer.synchronize()
+    assert "forked" in said and "synchronize()" in said
 
 
 def test_gradients_dropped_after_step_are_those_of_the_next_one() -> None:

@@ -428,7 +428,7 @@ def test_train_with_profile_writes_a_trace_and_a_picture_and_prints_what_was_hid
     drive = ["--optimizer-tier", "nvme", "--param-tier", "nvme", "--nvme-path", str(tmp_path)]
     done = CliRunner().invoke(app, ["train", *small, *drive, "--profile", "--out", str(tmp_path / "out")], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
-    assert "overlap in step 2" in done.output and "not used in this run: collective, upload, offload" in done.output
+    assert "overlap in step 2" in done.output and "not seen during this step: collective, upload, offload" in done.output
     for resource in ("read", "write", "update"):
         line = next(line for line in done.output.splitlines() if line.startswith(f"{resource} "))
         assert line.rstrip().endswith("%") and float(line.split()[1]) >= float(line.split()[2]) >= 0

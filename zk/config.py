@@ -198,3 +198,5 @@ class ZeroConfig:
             )
         if self.host_budget is not None and set(tiers) == {"device"}:
             raise ValueError("host_budget has no effect: no tier is 'host', 'nvme' or 'auto'; set optimizer_tier='host' or remove it")
+        if self.device_budget is not None and not {"device", "auto"} & set(tiers):
+            raise ValueError("device_budget has no effect: no tier is 'device' or 'auto'; set optimizer_tier='auto' or remove it")

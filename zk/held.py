@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zk.offload.pipeline import Run, Task
+from zk.offload.pipeline import Landing, Run, Task
 from zk.offload.state import OptimizerShard
 from zk.offload.streams import PAST, Awaited, Event
 from zk.offload.tiers import Tier
@@ -57,6 +58,7 @@ class Held:
     versions: list[int] = dataclasses.field(default_factory=list)  # of the parameters, when zk last wrote them
     recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
     underway: Task | None = None  # an update that goes on beside training
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # several threads may want the parameters at once
 
     def mine(self, index: int) -> slice:
         """What this rank's slice has of parameter ``index``."""
@@ -112,33 +114,38 @@ class Held:
 
     def begin(self, task: Task) -> None:
         """The update of this unit has been handed over: whoever uses its parameters waits for it."""
-        self.underway = task
-        if isinstance(self.params, ReplicatedParams):
-            for param in self.unit.params:
-                mark(param, functools.partial(_arrive, weakref.ref(self)), Updating)
-        elif self.params.holds:
-            self.arrive()  # somebody reads the full parameters at this moment
+        with self.lock:
+            self.underway = task
+            if isinstance(self.params, ReplicatedParams):
+                for param in self.unit.params:
+                    mark(param, functools.partial(_arrive, weakref.ref(self), weakref.ref(param), task.landing, self.transfer), Updating)
+            elif self.params.holds:
+                self.arrive()  # somebody reads the full parameters at this moment
 
     def arrive(self) -> None:
         """Wait for the update under way, if there is one. Raises what went wrong in it, every time."""
-        task = self.underway
-        if task is None:
+        if self.underway is None:
             return
-        with contextlib.nullcontext() if task.done.done else phase("wait", f"update: {self.unit.name}"):
-            task.done.wait()
-        self.forget_update()
-        self.transfer.follow(task.arriving)
-        if self.recycle is not None and self.grads is not None:
-            self.recycle(self.grads, task.memory)
-        if isinstance(self.params, PartitionedParams):
-            self.params.publish()
+        with self.lock:
+            task = self.underway
+            if task is None:
+                return
+            with contextlib.nullcontext() if task.done.done else phase("wait", f"update: {self.unit.name}"):
+                task.done.wait()
+            self.forget_update()
+            self.transfer.follow(task.landing.arriving)
+            if self.recycle is not None and self.grads is not None:
+                self.recycle(self.grads, task.memory)
+            if isinstance(self.params, PartitionedParams):
+                self.params.publish()
 
     def forget_update(self) -> None:
         """The update under way has ended, one way or the other."""
-        self.underway = None
-        if isinstance(self.params, ReplicatedParams):
-            for param in self.unit.params:
-                unmark(param)
+        with self.lock:
+            self.underway = None
+            if isinstance(self.params, ReplicatedParams):
+                for param in self.unit.params:
+                    unmark(param)
 
     def updating(self, wait: bool) -> bool:
         """Whether an update is under way, after ``wait``ing for it if asked to."""
@@ -153,7 +160,7 @@ class Held:
         if isinstance(self.params, PartitionedParams):
             return
         assert self.shard is not None
-        written = []
+        written: dict[int, int] = {}  # number -> version
         for index, param in enumerate(self.unit.params):
             place = self.params.full[self.layout.whole(index)]
             if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
@@ -162,9 +169,10 @@ class Held:
                     ".data); move the model first, then wrap it, and use dtype= to convert"
                 )
             if param._version != self.versions[index]:
-                written.append(self.mine(index))
-                self.versions[index] = param._version
-        self.shard.adopt(written)
+                written[index] = param._version
+        self.shard.adopt([self.mine(index) for index in written])
+        for index, version in written.items():
+            self.versions[index] = version
 
     def keep_written(self, indices: Sequence[int]) -> None:
         """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
@@ -275,8 +283,13 @@ class Held:
         return writes
 
 
-def _arrive(reference: weakref.ref[Held]) -> None:
+def _arrive(reference: weakref.ref[Held], param: weakref.ref[nn.Parameter], landing: Landing, transfer: Transfer) -> None:
     held = reference()
-    if held is None:
-        raise RuntimeError("this parameter is being updated by a ZeroOptimizer that is gone; keep the optimizer with its model")
-    held.arrive()
+    if held is not None:
+        held.arrive()
+        return
+    landing.done.wait()  # the optimizer is gone; its last update is not
+    transfer.follow(landing.arriving)
+    kept = param()
+    if kept is not None:
+        unmark(kept)

@@ -314,16 +314,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         beside = self.config.overlap_step
         # as they are now: what is updated beside training must not see what schedulers write meanwhile
         group_of = {param: group for group in map(dict, self.param_groups) for param in group["params"]}
+        for held in self._trained:
+            held.adopt_writes()  # may refuse, before anything is changed
         tasks: dict[int, Task] = {}
-        for number, held in enumerate(self.held):
-            if held.shard is None:
-                continue
-            held.adopt_writes()
-            held.count_step()
-            if held.used:
-                publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                tasks[number] = Task(held.unit.name, held.shard, held.shard.take(), list(held.runs(group_of)), publish)
         try:
+            for number, held in enumerate(self.held):
+                if held.shard is not None and held.used:
+                    held.count_step()
+                    publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
+                    tasks[number] = Task(held.unit.name, held.shard, held.shard.take(), list(held.runs(group_of)), publish)
             if beside:
                 self._update_beside(tasks, grad_scale)
             else:

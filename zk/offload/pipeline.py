@@ -25,6 +25,14 @@ Run = tuple[slice, Mapping[str, Any], int]  # consecutive elements of a shard, t
 
 
 @dataclasses.dataclass(slots=True)
+class Landing:
+    """When the updated parameters of a unit are there."""
+
+    done: Ticket = dataclasses.field(default_factory=Ticket)
+    arriving: Awaited = PAST  # set when done: what compute must follow before it uses the parameters
+
+
+@dataclasses.dataclass(slots=True)
 class Task:
     """One unit's part in a step."""
 
@@ -33,8 +41,7 @@ class Task:
     taken: TakenGradient
     runs: Sequence[Run]
     publish: Callable[[Event], Awaited]  # once the slice is updated and the event past: brings it to the other ranks
-    done: Ticket = dataclasses.field(default_factory=Ticket)
-    arriving: Awaited = PAST  # set when done: what compute must follow before it uses the parameters
+    landing: Landing = dataclasses.field(default_factory=Landing)
     memory: Tensor | None = None  # set when done: what the gradient was in, to be used again
     left: int = dataclasses.field(init=False)  # chunks to be updated
     unread: Unread | None = dataclasses.field(init=False)  # what a save that began before still has to read
@@ -42,9 +49,14 @@ class Task:
     def __post_init__(self) -> None:
         self.left, self.unread = len(self.shard.chunks), self.shard.unread
 
+    @property
+    def done(self) -> Ticket:
+        """All of it is updated, and published."""
+        return self.landing.done
+
     def end(self) -> None:
         """All chunks are updated."""
-        self.arriving = self.publish(self.shard.arriving)
+        self.landing.arriving = self.publish(self.shard.arriving)
         self.memory = self.taken.drop()
         self.done.finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -22,6 +23,7 @@ class Ticket:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.error: BaseException | None = None
+        self.process = os.getpid()
 
     @property
     def done(self) -> bool:
@@ -36,6 +38,11 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when it has ended. Raises what ended it, with the traceback of the thread that did it."""
+        if not self.done and os.getpid() != self.process:
+            raise RuntimeError(
+                "this process was forked while a job went on in a thread that it does not have (an update beside training, say); call "
+                "synchronize() before forking"
+            )
         self.event.wait()
         if self.error is not None:
             raise self.error

@@ -83,7 +83,7 @@ def print_table(console: Console, timeline: Timeline, step: int) -> None:
     console.print(table)
     unused = [resource for resource in _DESCRIBED if resource not in (*(row.resource for row in rows), "wait")]
     if unused:
-        console.print(f"not used in this run: {', '.join(unused)}", style="dim")
+        console.print(f"not seen during this step: {', '.join(unused)}", style="dim")
     console.print(f"training thread  {_spent(timeline, whole_ms)}", soft_wrap=True)
 
 
