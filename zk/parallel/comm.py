@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zk.parallel.presence import Presence
 from zk.timeline import note, now_ns, phase, recording
 
 GATHER, REDUCE, NORM, BROADCAST, STATE = range(5)
@@ -98,9 +99,10 @@ class Group:
     Args:
         process_group: None takes the default group.
         overlap: False waits for each collective where it is started.
+        presence: tells which ranks are there; None makes one.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True, presence: Presence | None = None) -> None:
         self.group: Any = process_group or dist.distributed_c10d._get_default_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.gloo = dist.get_backend(self.group) == "gloo"
@@ -111,6 +113,7 @@ class Group:
         # announcements and small host values travel over gloo, whatever carries the data
         self.control: Any = self.group if self.gloo else dist.new_group(ranks, backend="gloo")
         self.ranks = ranks
+        self.presence = presence or Presence(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         if not _GROUPS:
             atexit.register(_leave)
         _GROUPS.add(self)
@@ -118,7 +121,7 @@ class Group:
     def twin(self, backend: str | None = None) -> Group:
         """The same ranks over connections of their own, for another thread; a collective. ``backend``: another than this one's."""
         group = dist.new_group(self.ranks, backend=backend or dist.get_backend(self.group))
-        twin = Group(group, self.overlap)
+        twin = Group(group, self.overlap, self.presence)
         twin.names = self.names
         return twin
 
@@ -148,10 +151,17 @@ class Group:
         try:
             call()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.world} failed in collective {self.count} ({label}): a peer ended, or did not reach it in "
-                f"time. {error}"
-            ) from error
+            raise RuntimeError(f"rank {self.rank} of {self.world} failed in collective {self.count} ({label}): {self._why()}. {error}") from error
+
+    def _why(self) -> str:
+        """What became of the other ranks."""
+        gone = self.presence.gone()
+        if gone is None:
+            return "the store over which the ranks have met is gone, and with it the process that keeps it (rank 0, or torchrun)"
+        named = [self.ranks.index(rank) for rank in gone if rank in self.ranks]
+        if named:
+            return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} ended: no sign of life any more"
+        return "a peer did not reach it in time, or left it"
 
     def _announce(self, operation: int, unit: int) -> tuple[str, Callable[[], None]]:
         """Tell the other ranks what comes next. Returns its label and a check that raises if any of them is about to do something else."""
