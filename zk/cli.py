@@ -51,11 +51,19 @@ def train(
     seed: Annotated[int, typer.Option()] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints in OUT/checkpoints, written beside training; 0 for none.")] = 0,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from a checkpoint: a folder, or auto for the newest in OUT/checkpoints if there is one.")
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record one step: trace.json, timeline.png, and how much was hidden behind compute.")
     ] = False,
 ) -> None:
-    """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train."""
+    """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train.
+
+    SIGTERM: the step under way is finished, a checkpoint saved, and the exit code is 0.
+    """
     from zk.config import ZeroConfig
     from zk.train.gpt import GPTConfig
     from zk.train.run import Job
@@ -91,9 +99,35 @@ def train(
                 sample=sample,
                 check=check,
                 profile=profile,
+                save_every=save_every,
+                keep=keep,
+                resume=resume,
                 zero=zero,
             )
         )
     except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
         typer.secho(f"zk train: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="What save_checkpoint was given, or the folder of one step.", exists=True, file_okay=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: as each parameter was trained.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB.")] = "5GB",
+) -> None:
+    """Write the model of a checkpoint as plain safetensors files, with its own parameter names."""
+    from zk.checkpoint.export import export as run
+    from zk.config import parse_dtype, parse_nbytes
+
+    try:
+        wanted = parse_dtype(dtype, "--dtype") if dtype is not None else None
+        done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
+    except (ValueError, OSError) as error:
+        typer.secho(f"zk export: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None
+    files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
+    typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
+    for name, kept in done.tied.items():
+        typer.echo(f"{name} is tied to {kept}, and written once (safetensors.torch.load_model knows)")

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from zk.assemble import Assembly
 from zk.checkpoint import load, save
 from zk.checks import check_arguments, check_group, check_groups, check_params
-from zk.config import ZeroConfig
+from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, Hook, weakly
 from zk.materialize import compute_device, give_memory, values_of
@@ -559,6 +559,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         extra = load.load(self, Path(directory), scheduler)
         self.torn = ""
         return extra
+
+    @torch.no_grad()
+    def consolidated_state_dict(self, dtype: str | torch.dtype | None = None) -> dict[str, Tensor]:
+        """The whole model in host memory, by the names of ``model.state_dict()``, on every rank: for small models. On all ranks.
+
+        Args:
+            dtype: of the parameters: "fp32" gives the masters, None what each is trained in. Buffers stay as they are.
+
+        Tied parameters share memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
+        """
+        self._check_open()
+        wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
+        self._finish_update()
+        self.partition.reset()
+        full: dict[nn.Parameter, Tensor] = {}
+        for held in self.held:
+            if held.shard is not None:
+                held.adopt_writes()
+            for param, values in held.masters().items():
+                full[param] = values.to("cpu", wanted or held.unit.dtype)
+            held.params.let_go()
+        named = {name: full[param] for name, param in self.model.named_parameters(remove_duplicate=False)}
+        return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
 
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.

@@ -46,7 +46,7 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
         if (scheduler is None) != (manifest.head["scheduler"] is None):
             has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
             raise CheckpointError(f"{folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
-    with _readers(manifest) as readers:
+    with readers_of(manifest) as readers:
         for held in optimizer.held:
             _fill(held, sources, readers)
             for index, name in enumerate(held.unit.names):
@@ -92,12 +92,13 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str
 
 
 @contextlib.contextmanager
-def _readers(manifest: Manifest) -> Iterator[dict[str, Reader]]:
+def readers_of(manifest: Manifest) -> Iterator[dict[str, Reader]]:
+    """All files with tensors, open, by name."""
     with contextlib.ExitStack() as opened:
         yield {written.name: opened.enter_context(Reader(manifest.folder / written.name)) for written in manifest.files}
 
 
-def _elements(sources: Sequence[Source], readers: dict[str, Reader], start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+def elements(sources: Sequence[Source], readers: dict[str, Reader], start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
     """Elements ``start`` to ``stop`` of a parameter, in runs: (position of the first, values)."""
     for source in sources:
         begin, end = max(source.start, start), min(source.stop, stop)
@@ -117,7 +118,7 @@ def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dic
             whole = held.layout.whole(index)
             begin, end = max(start, whole.start), min(stop, whole.stop)
             if begin < end:
-                for position, found in _elements(sources[name, kind], readers, begin - whole.start, end - whole.start):
+                for position, found in elements(sources[name, kind], readers, begin - whole.start, end - whole.start):
                     at = whole.start + position - start
                     flat[at : at + found.numel()] = found
         return flat

@@ -109,6 +109,12 @@ def tied_names(optimizer: ZeroOptimizer) -> dict[str, str]:
     return {name: own[param] for name, param in everywhere if param in own and own[param] != name}
 
 
+def _model_config(optimizer: ZeroOptimizer) -> str | None:
+    """The config.json of models that have one, as those of Hugging Face."""
+    write = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)
+    return str(write()) if callable(write) else None
+
+
 def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """What is the same on all ranks."""
     groups = []
@@ -126,6 +132,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         "groups": groups,
         "units": [of_unit(held) for held in optimizer.held],
         "tied": tied_names(optimizer),
+        "model_config": _model_config(optimizer),
     }
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 import zk
 from zk.memory import peak_nbytes
 from zk.timeline import Recorder, Timeline, phase, write_chrome_trace
-from zk.train import overlap
+from zk.train import overlap, resume
 from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
 from zk.train.save import save_model
@@ -43,6 +44,9 @@ class Job:
     sample: int = 240
     check: bool = False
     profile: bool = False
+    save_every: int = 0  # steps; 0 for no checkpoints but the one at SIGTERM
+    keep: int = 2
+    resume: str | None = None  # "auto", or a folder
     zero: zk.ZeroConfig = dataclasses.field(
         default_factory=lambda: zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", clip_grad_norm=1.0)
     )
@@ -129,6 +133,10 @@ def train(job: Job) -> Record:
     console = Console(quiet=rank != 0, highlight=False)
     if rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)  # find out now that it cannot be written
+    if job.check and job.resume:
+        raise ValueError("--check trains plain PyTorch from the first step on, and its state is in no checkpoint; leave out --check or --resume")
+    checkpoints = job.out / "checkpoints"
+    found = resume.find(job.resume, checkpoints)
     raw = read_text(job.data)
     text = Text.of(raw, job.model.context)
     torch.manual_seed(job.seed)
@@ -161,12 +169,20 @@ def train(job: Job) -> Record:
         soft_wrap=True,
     )
 
-    record = Record()
-    draws = torch.Generator().manual_seed(job.seed + 1)
-    record.valid[0] = validate(model, text, job, device)
-    before = sample(model, text, job, device)
-    with _progress(console, job.steps) as advance:
-        for step in range(job.steps):
+    if found is not None:
+        position = resume.Position.of_extra(optimizer.load_checkpoint(found, scheduler=scheduler), raw)
+        console.print(f"resume    after step {len(position.losses)}, from {found}\n", soft_wrap=True)
+    else:
+        if job.resume:
+            console.print(f"resume    no checkpoint in {checkpoints} yet: from the beginning\n", soft_wrap=True)
+        draws = torch.Generator().manual_seed(job.seed + 1)
+        position = resume.Position([], validate(model, text, job, device), sample(model, text, job, device), draws, zlib.crc32(raw))
+    record = Record(losses=position.losses, valid={0: position.valid})
+    first, before, draws = len(position.losses), position.sample, position.draws
+    if first >= job.steps:
+        raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
+    with resume.Termination() as termination, _progress(console, job.steps, first) as advance:
+        for step in range(first, job.steps):
             start = time.perf_counter()
             batches, everyones = [], []
             for _ in range(job.accumulate):
@@ -195,20 +211,36 @@ def train(job: Job) -> Record:
                 note("step")
                 optimizer.zero_grad()
             scheduler.step()
-            record.losses.append(_mean_over_ranks(total, optimizer))
+            mean, ends = _over_ranks(total, termination.asked, optimizer)
+            record.losses.append(mean)
             record.step_ms.append((time.perf_counter() - start) * 1e3)
             if plain is not None:
                 record.check_losses.append(plain.step(everyones))
             advance(record, job.batch * world * job.accumulate * job.model.context, optimizer)
+            if ends:
+                break
+            if job.save_every and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):
+                resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=True)
+    if len(record.losses) < job.steps:
+        start = time.perf_counter()
+        saved = resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=False)
+        took = time.perf_counter() - start
+        console.print(f"SIGTERM   saved after step {len(record.losses)} in {took:.1f} s: {saved}\n          go on with --resume auto", soft_wrap=True)
+        _leave(optimizer, world)
+        return record
     # the model first: what follows only tells about it
-    saved = save_model(model, job.out, {"gpt": repr(dataclasses.asdict(job.model))}, write=rank == 0)
+    written = save_model(model, job.out, {"gpt": repr(dataclasses.asdict(job.model))}, write=rank == 0)
     record.valid[job.steps] = validate(model, text, job, device)
     after = sample(model, text, job, device)
-    _report(console, job, record, optimizer, before, after, rank, model, saved)
+    _report(console, job, record, optimizer, before, after, rank, model, written)
+    _leave(optimizer, world)
+    return record
+
+
+def _leave(optimizer: zk.ZeroOptimizer, world: int) -> None:
     optimizer.close()
     if world > 1:
         torch.distributed.destroy_process_group()
-    return record
 
 
 @torch.no_grad()
@@ -231,10 +263,11 @@ def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
     return bytes(ids[0, prompt.shape[1] :].tolist()).decode("utf-8", errors="replace")
 
 
-def _mean_over_ranks(value: float, optimizer: zk.ZeroOptimizer) -> float:
-    total = torch.tensor([value], dtype=torch.float64)
+def _over_ranks(loss: float, asked: bool, optimizer: zk.ZeroOptimizer) -> tuple[float, bool]:
+    """The mean loss, and whether any rank was asked to end."""
+    total = torch.tensor([loss, float(asked)], dtype=torch.float64)
     optimizer.comm.all_reduce(total)
-    return total.item() / optimizer.comm.world
+    return total[0].item() / optimizer.comm.world, bool(total[1])
 
 
 @contextmanager
@@ -273,7 +306,7 @@ def _watch(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[
 
 
 @contextmanager
-def _progress(console: Console, steps: int) -> Iterator[Callable[[Record, int, zk.ZeroOptimizer], None]]:
+def _progress(console: Console, steps: int, first: int) -> Iterator[Callable[[Record, int, zk.ZeroOptimizer], None]]:
     """A live bar on a terminal; elsewhere one line for every twentieth of the steps."""
     columns = (
         TextColumn("training"),
@@ -285,14 +318,14 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[[Record, int, z
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=steps, status="")
+        task = bar.add_task("training", total=steps, completed=first, status="")
 
         def advance(record: Record, tokens: int, optimizer: zk.ZeroOptimizer) -> None:
             recent = sorted(record.step_ms[-20:])[len(record.step_ms[-20:]) // 2]
             status = f"loss {record.losses[-1]:.3f}  {tokens / recent * 1e3:,.0f} tokens/s  {tiers(optimizer)}"
             bar.update(task, advance=1, status=status)
             done = len(record.losses)
-            if not console.is_terminal and (done == 1 or done % max(1, steps // 20) == 0):
+            if not console.is_terminal and (done == first + 1 or done % max(1, steps // 20) == 0):
                 console.print(f"step {done:5d}/{steps}  {status}", soft_wrap=True)
 
         yield advance

@@ -1,0 +1,128 @@
+"""A checkpoint becomes a plain model, and a model in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from typer.testing import CliRunner
+
+import zk
+from tests.models import GPT
+from tests.test_checkpoint import SETTINGS, make, snapshot, train
+from tests.world import run_world
+from zk.checkpoint import CheckpointError
+from zk.checkpoint.export import export
+from zk.cli import app
+
+
+def saved(setting: str, folder: Path, variant: str = "tied", **options: object) -> tuple[GPT, zk.ZeroOptimizer]:
+    model, optimizer, scheduler = make(setting, folder, variant, **options)
+    train(model, optimizer, scheduler, 0, 2)
+    optimizer.save_checkpoint(folder / "saved")
+    return model, optimizer
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("dtype", (None, "fp32"))
+def test_an_exported_model_loads_into_the_plain_one(setting: str, dtype: str | None, tmp_path: Path) -> None:
+    model, optimizer = saved(setting, tmp_path)
+    state = snapshot(model, optimizer)
+    done = export(tmp_path / "saved", tmp_path / "out", torch.float32 if dtype else None)
+    assert done.files == [tmp_path / "out" / "model.safetensors"] and done.nbytes == sum(v.nbytes for v in load_file(done.files[0]).values())
+    plain = GPT("tied")
+    plain.register_buffer("seen", torch.zeros(3))
+    if dtype is None:
+        plain.bfloat16()
+    missing, unexpected = load_model(plain, done.files[0])
+    assert not missing and not unexpected
+    for name, param in plain.named_parameters():
+        want = state[name] if dtype is None else state[f"master {name}"].view(param.shape)
+        assert torch.equal(param, want), name
+    assert torch.equal(plain.seen, model.seen.to(plain.seen.dtype)) and plain.head.weight is plain.tokens.weight
+
+    consolidated = optimizer.consolidated_state_dict(dtype)
+    assert consolidated.keys() == plain.state_dict().keys()
+    assert all(torch.equal(consolidated[name].to(value.dtype), value) for name, value in plain.state_dict().items())
+    assert all(consolidated[name].dtype == (torch.float32 if dtype else torch.bfloat16) for name, _ in plain.named_parameters())
+    plain.load_state_dict(consolidated)
+    assert train(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), 2, 3)  # and training goes on
+
+
+def run_consolidated(case: tuple[str, str]) -> list[str]:
+    model, optimizer, scheduler = make(case[0], Path(case[1]), "tied")
+    train(model, optimizer, scheduler, 0, 2)
+    found, state = optimizer.consolidated_state_dict("fp32"), snapshot(model, optimizer)
+    optimizer.close()
+    return [name for name, _ in GPT("tied").named_parameters() if not torch.equal(found[name].view(-1), state[f"master {name}"])]
+
+
+def test_every_rank_gets_the_whole_model(tmp_path: Path) -> None:
+    for found in run_world(2, run_consolidated, [("3-host", str(tmp_path))])[0]:
+        assert found == []
+
+
+def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
+    model, optimizer = saved("3-nvme", tmp_path, "frozen")
+    state = snapshot(model, optimizer)
+    done = export(tmp_path / "saved", tmp_path / "out", torch.float32, shard_nbytes=20_000)
+    assert len(done.files) > 2 and all(file.stat().st_size < 20_000 + 8192 or len(load_file(file)) == 1 for file in done.files)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == done.nbytes
+    for name in dict(model.named_parameters()):
+        with safe_open(tmp_path / "out" / index["weight_map"][name], "pt") as file:
+            want = state[f"master {name}"] if f"master {name}" in state else state[name].float()
+            assert torch.equal(file.get_tensor(name), want.view(file.get_slice(name).get_shape()))
+
+
+def test_hugging_face_reads_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, dtype="bf16", optimizer_tier="host")
+    ids = torch.arange(16)[None]
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.save_checkpoint(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out", shard_nbytes=30_000)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    want = optimizer.consolidated_state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in again.state_dict().items())
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    model, optimizer = saved("3-host", tmp_path)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    with pytest.raises(ValueError, match="not an empty folder"):
+        export(tmp_path / "saved", tmp_path / "used")
+    with zk.gather(model.parameters(), write=True), torch.no_grad():
+        model.norm.weight[0] = 1e6
+    optimizer.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"norm\.weight.*65504"):
+        export(tmp_path / "saved", tmp_path / "out", torch.float16)
+    (file,) = (tmp_path / "saved").glob("step-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=file.name):
+        export(tmp_path / "saved", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "used"]
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
+    saved("3-host", tmp_path)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--dtype", "fp32"])
+    assert done.exit_code == 0 and "model.safetensors" in done.output and "is tied to" in done.output
+    again = CliRunner().invoke(app, ["export", str(tmp_path / "saved"), str(tmp_path / "out")])
+    assert again.exit_code == 2 and "zk export:" in again.output and "name a new one" in again.output
+    wrong = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "new"), "--dtype", "int8"])
+    assert wrong.exit_code == 2 and "--dtype must be one of" in wrong.output

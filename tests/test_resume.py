@@ -1,0 +1,140 @@
+"""`zk train` goes on as if it had not been stopped: by a file, by SIGTERM, by a rank that was killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import zk
+from zk.checkpoint import CheckpointError
+from zk.cli import app
+from zk.train.data import Text
+from zk.train.gpt import GPTConfig
+from zk.train.run import Job, train
+
+ROOT = Path(__file__).parent.parent
+SMALL = GPTConfig(width=16, layers=2, heads=2, context=16)
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "prefetch": 2},
+    "nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "overlapped": {"stage": 2, "optimizer_tier": "host", "overlap_step": True},
+}
+
+
+def job(out: Path, tier: str = "host", **options: Any) -> Job:
+    path = {"nvme_path": out.parent} if tier == "nvme" else {}
+    zero = zk.ZeroConfig(clip_grad_norm=1.0, dtype="bf16", **TIERS[tier], **path)
+    return Job(out=out, model=SMALL, steps=12, batch=2, sample=0, zero=zero, **options)
+
+
+def weights(out: Path) -> dict[str, Any]:
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_sigterm_saves_and_resume_goes_on_bit_for_bit(tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    want = train(job(tmp_path / "unbroken", tier))
+    handler = signal.getsignal(signal.SIGTERM)
+    draw, count = Text.draw, itertools.count(1)
+
+    def told_to_end(part: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        if next(count) == 4 + 5:  # four to validate, then one for each step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(part, *arguments)
+
+    with mock.patch.object(Text, "draw", told_to_end):
+        first = train(job(tmp_path / "broken", tier))
+    assert len(first.losses) == 5 and first.losses == want.losses[:5]
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert "saved after step 5" in capsys.readouterr().out
+    again = train(job(tmp_path / "broken", tier, resume="auto"))
+    assert again.losses == want.losses and again.valid == want.valid
+    assert "after step 5" in capsys.readouterr().out
+    left, right = weights(tmp_path / "unbroken"), weights(tmp_path / "broken")
+    assert left.keys() == right.keys() and all(bool((left[name] == right[name]).all()) for name in left)
+
+
+def test_checkpoints_now_and_then_and_from_a_named_folder(tmp_path: Path) -> None:
+    want = train(job(tmp_path / "a", save_every=5, keep=3))
+    names = sorted(path.name for path in (tmp_path / "a" / "checkpoints").glob("step-*"))
+    assert names == ["step-00000005", "step-00000010", "step-00000012"]
+    again = train(job(tmp_path / "b", resume=str(tmp_path / "a" / "checkpoints" / "step-00000005")))
+    assert again.losses == want.losses
+    with pytest.raises(ValueError, match="nothing left to do"):
+        train(job(tmp_path / "a", resume="auto"))
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    train(job(tmp_path / "a", save_every=5))
+    (tmp_path / "text").write_bytes(b"another text, " * 10_000)
+    with pytest.raises(ValueError, match="the text is another one"):
+        train(job(tmp_path / "a", resume="auto", data=(tmp_path / "text",)))
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        train(job(tmp_path / "b", resume=str(tmp_path)))
+    with pytest.raises(ValueError, match="--check"):
+        train(job(tmp_path / "a", resume="auto", check=True))
+    done = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "a"), "--resume", "auto", "--layers", "3", "--steps", "20", "--sample", "0"])
+    assert done.exit_code == 2 and "zk train:" in done.output
+
+
+def command(out: Path, *more: str) -> list[str]:
+    small = {"width": 16, "layers": 2, "heads": 2, "context": 16, "batch": 2, "sample": 0, "stage": 2, "dtype": "fp32"}
+    return ["-m", "zk", "train", *(f"--{name}={value}" for name, value in small.items()), f"--out={out}", *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_process_that_gets_sigterm_exits_with_0(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, *command(tmp_path, "--steps", "100000")], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    threading.Timer(60, process.kill).start()
+    for line in process.stdout:
+        if line.startswith("zk "):
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "SIGTERM   saved after step" in said
+    assert (tmp_path / "checkpoints" / "latest").exists()
+
+
+def test_torchrun_starts_again_after_a_killed_rank_and_ends_with_the_same_model(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(port)]
+    more = ("--steps", "150", "--save-every", "10", "--resume", "auto")
+    subprocess.run([*launch, *command(tmp_path / "a", *more)], env=environment(), check=True, timeout=200, capture_output=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([*launch, *command(tmp_path / "b", *more)], env=environment(), **pipes)
+    try:
+        until = time.monotonic() + 100
+        while not (tmp_path / "b" / "checkpoints" / "latest").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        (victim,) = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+        victim.kill()
+        said, _ = process.communicate(timeout=150)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            child.kill()
+        process.kill()
+    assert process.returncode == 0 and "rank 1 ended" in said and "resume    after step" in said, said[-3000:]
+    left, right = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(bool((left[name] == right[name]).all()) for name in left)

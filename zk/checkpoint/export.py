@@ -1,0 +1,140 @@
+"""In: a checkpoint. Out: a plain safetensors model with the model's own names, as Hugging Face and ``safetensors.torch.load_model`` read it.
+
+Elements go from file to file: memory does not grow with the model, and neither the model nor its class is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, write_durably
+from zk.checkpoint.load import elements, find, readers_of
+from zk.checkpoint.manifest import Manifest, sources_of
+
+_PIECE_NUMEL = 1 << 21
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """What ``export`` wrote."""
+
+    files: list[Path]
+    num_tensors: int
+    nbytes: int
+    tied: dict[str, str]  # name that is left out -> name of the same tensor
+
+
+def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_nbytes: int = 5 * 10**9) -> Exported:
+    """Write ``model.safetensors``, or several files and ``model.safetensors.index.json``, into the new folder ``out``.
+
+    Args:
+        checkpoint: what ``save_checkpoint`` was given (the latest one is taken), or the folder of one step.
+        out: must not exist, or be empty.
+        dtype: of all parameters (masters are rounded once); None keeps each in the precision it was trained in. Buffers stay as they are.
+        shard_nbytes: a file is closed before it gets larger than this, if it has more than one tensor.
+
+    A tied weight is written once; the header of its file says which other names it has. Raises CheckpointError for a checkpoint that is not
+    whole, ValueError if ``out`` is in use or a value does not fit in ``dtype``; nothing is left of ``out`` then.
+    """
+    if shard_nbytes < 1:
+        raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder; name a new one")
+    manifest = Manifest.read(find(checkpoint))
+    for written in manifest.files:
+        check_file(manifest.folder, written)
+    entries = _entries(manifest, dtype)
+    files = _shards(entries, shard_nbytes)
+    tied = dict(manifest.head["tied"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        with readers_of(manifest) as readers:
+            sources = sources_of(manifest)
+            kinds = {param["name"]: unit["kinds"][0] for unit in manifest.head["units"] for param in unit["params"]}
+            for name, shard in files.items():
+                own = {entry.key for entry in shard}
+                metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
+                with _writing(beside / name, shard, metadata) as writer:
+                    for entry in shard:
+                        numel = math.prod(entry.shape)
+                        if entry.key not in kinds:
+                            writer.add(readers[manifest.ranks[0]["file"]].read(f"buffer/{entry.key}"))
+                            continue
+                        for start in range(0, numel, _PIECE_NUMEL):
+                            stop = min(start + _PIECE_NUMEL, numel)
+                            for _, values in elements(sources[entry.key, kinds[entry.key]], readers, start, stop):
+                                writer.add(_rounded(values, entry))
+        total = sum(entry.nbytes for entry in entries)
+        if len(files) > 1:
+            weight_map = {entry.key: name for name, shard in files.items() for entry in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_durably(beside / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+        if manifest.head["model_config"]:
+            write_durably(beside / "config.json", manifest.head["model_config"].encode())
+        sync_folder(beside)
+        if out.exists():
+            out.rmdir()
+        beside.rename(out)
+        sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return Exported([out / name for name in files], len(entries), total, tied)
+
+
+def _entries(manifest: Manifest, dtype: torch.dtype | None) -> list[Entry]:
+    found = []
+    for unit in manifest.head["units"]:
+        for param in unit["params"]:
+            found.append(Entry(param["name"], dtype or getattr(torch, param["dtype"]), tuple(param["shape"])))
+    with readers_of(manifest) as readers:
+        first = readers[manifest.ranks[0]["file"]]
+        for name in manifest.ranks[0]["buffers"]:
+            buffer = first.entries[f"buffer/{name}"]
+            found.append(Entry(name, buffer.dtype, buffer.shape))
+    return found
+
+
+def _shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
+    """Files in the order of ``entries``."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > shard_nbytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+@contextlib.contextmanager
+def _writing(path: Path, entries: Sequence[Entry], metadata: dict[str, str]) -> Iterator[Writer]:
+    writer = Writer(path, entries, metadata)
+    try:
+        yield writer
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _rounded(values: Tensor, entry: Entry) -> Tensor:
+    rounded = values.to(entry.dtype)
+    if entry.dtype == torch.float16 and not torch.equal(rounded.isinf(), values.isinf()):
+        raise CheckpointError(f"{entry.key!r} has values beyond fp16's 65504 (up to {values.abs().max().item():g}); export bf16 or fp32")
+    return rounded
