@@ -305,12 +305,25 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+def _meeting_place() -> dict[str, Any]:
+    """Where ranks meet: torch's own choice, but for torchrun's store, which outlives restarts.
+
+    With ``--master-port``, that has the addresses of ranks of earlier attempts still, and torch 2.13 would take them for today's.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False, timeout=timedelta(minutes=10))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"zk/attempt/{attempt}", store), "rank": rank, "world_size": world}
+
+
 def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device) -> Solo | Group:
     """The ranks to train with: the group given, the default group, one made from torchrun's environment, or this process alone."""
     available = dist.is_available()
     if process_group is None and available and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
     if process_group is None and not (available and dist.is_initialized()):
         return Solo()
     group = Group(process_group, overlap)
