@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,14 @@ def write_rank(optimizer: ZeroOptimizer, folder: Path) -> Written:
     except BaseException:
         writer.abort()
         raise
-    said = {"rank": rank, "file": name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": manifest.random_state()}
+    return write_part(folder, rank, written, pieces, buffers, manifest.random_state())
+
+
+def write_part(folder: Path, rank: int, written: Written, pieces: list[list[Any]], buffers: Iterable[str], random: dict[str, Any] | None) -> Written:
+    """Write what a rank says of the file it has ``written``; returns what is known of that."""
+    said = {"rank": rank, "file": written.name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": random}
     data = json.dumps(said, separators=(",", ":")).encode()
-    part = Path(name).with_suffix(".json").name
+    part = Path(written.name).with_suffix(".json").name
     write_durably(folder / part, data)
     return _small(part, data)
 
@@ -142,23 +147,19 @@ def save(optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep:
     """Write a checkpoint; returns its folder. All ranks call it; all raise if one of them fails, and nothing of it is left then."""
     comm = optimizer.comm
     step = int(optimizer.counters["steps"])
-    final = root / name_of(step)
-    beside = root / f".{name_of(step)}.partial"
+    final, beside = places_of(root, step)
     head = manifest.of_optimizer(optimizer)
     head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
     head["extra"] = manifest.plain(extra, "extra")
     with _together(optimizer, f"saving {final}"):
         if comm.rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-            if beside.exists():
-                shutil.rmtree(beside)
-            beside.mkdir()
+            begin(beside)
     try:
         with _together(optimizer, f"saving {final}"):
             write_rank(optimizer, beside)
         with _together(optimizer, f"saving {final}"):
             if comm.rank == 0:
-                _publish(root, beside, final, head, comm.world, keep)
+                publish(root, beside, final, head, comm.world, keep)
     except BaseException:
         if comm.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -166,7 +167,20 @@ def save(optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep:
     return final
 
 
-def _publish(root: Path, beside: Path, final: Path, head: dict[str, Any], world: int, keep: int | None) -> None:
+def places_of(root: Path, step: int) -> tuple[Path, Path]:
+    """The folder of a step, and the one beside it that it is until it is whole."""
+    return root / name_of(step), root / f".{name_of(step)}.partial"
+
+
+def begin(beside: Path) -> None:
+    """Make the folder that is written into; what a crash left there goes."""
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    if beside.exists():
+        shutil.rmtree(beside)
+    beside.mkdir()
+
+
+def publish(root: Path, beside: Path, final: Path, head: dict[str, Any], world: int, keep: int | None) -> None:
     """The manifest, the final name, ``latest``, and only then what is too old."""
     parts = []
     for rank in range(world):
