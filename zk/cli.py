@@ -97,3 +97,18 @@ def train(
     except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
         typer.secho(f"zk train: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
+
+
+@app.command("import-deepspeed")
+def import_deepspeed(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What DeepSpeed's save_checkpoint was given, or one tag in it (global_stepN).")],
+    out: Annotated[Path, typer.Argument(help="Folder for the zk checkpoint, as given to save_checkpoint; made if it is not there.")],
+) -> None:
+    """Turn a DeepSpeed ZeRO checkpoint into one that ZeroOptimizer.load_checkpoint(OUT) goes on from, at any stage, tier and world size."""
+    from zk.checkpoint.deepspeed import import_deepspeed as run
+
+    try:
+        typer.echo(run(directory, out))
+    except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
+        typer.secho(f"zk import-deepspeed: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None
