@@ -131,3 +131,18 @@ def export(
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
     for name, kept in done.tied.items():
         typer.echo(f"{name} is tied to {kept}, and written once (safetensors.torch.load_model knows)")
+
+
+@app.command("import-deepspeed")
+def import_deepspeed(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What DeepSpeed's save_checkpoint was given, or one tag in it (global_stepN).")],
+    out: Annotated[Path, typer.Argument(help="Folder for the zk checkpoint, as given to save_checkpoint; made if it is not there.")],
+) -> None:
+    """Turn a DeepSpeed ZeRO checkpoint into one that ZeroOptimizer.load_checkpoint(OUT) goes on from, at any stage, tier and world size."""
+    from zk.checkpoint.deepspeed import import_deepspeed as run
+
+    try:
+        typer.echo(run(directory, out))
+    except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
+        typer.secho(f"zk import-deepspeed: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None

@@ -64,7 +64,7 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     optimizer.counters.update(manifest.head["counters"])
     if scheduler is not None:
         scheduler.load_state_dict(revived(manifest.head["scheduler"]))
-    if optimizer.comm.rank < len(manifest.ranks):
+    if optimizer.comm.rank < len(manifest.ranks) and manifest.ranks[optimizer.comm.rank]["random"] is not None:  # an import has none
         set_random_state(manifest.ranks[optimizer.comm.rank]["random"])
     return revived(manifest.head["extra"])
 
@@ -76,8 +76,10 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str
     for name in [*mine, *shapes]:
         if mine.get(name) != shapes.get(name):
             raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
-    saved_groups = [list(group["params"]) for group in manifest.head["groups"]]
-    if saved_groups != names_of_groups(optimizer):
+    # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
+    trained = {name for held in optimizer.held if held.shard is not None for name in held.unit.names}
+    saved_groups = [trained.intersection(group["params"]) for group in manifest.head["groups"]]
+    if saved_groups != [trained.intersection(names) for names in names_of_groups(optimizer)]:
         raise CheckpointError(f"{where} has other parameter groups than this optimizer; build the same groups in the same order first")
     for held in optimizer.held:
         for name, param in zip(held.unit.names, held.unit.params, strict=True):

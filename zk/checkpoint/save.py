@@ -16,7 +16,7 @@ import logging
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,10 @@ PIECE_NUMEL = 1 << 21  # elements that are widened at once
 _NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short
 
 
-def name_of(step: int) -> str:
-    """The folder of a step."""
-    return f"step-{step:08d}"
+def places_of(root: Path, step: int) -> tuple[Path, Path]:
+    """The folder of a step, and the one beside it that it is until it is whole."""
+    name = f"step-{step:08d}"
+    return root / name, root / f".{name}.partial"
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------------------
@@ -146,9 +147,8 @@ class Save:
     """
 
     def __init__(self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None) -> None:
-        step = int(optimizer.counters["steps"])
         self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
-        self.final, self.beside = root / name_of(step), root / f".{name_of(step)}.partial"
+        self.final, self.beside = places_of(root, int(optimizer.counters["steps"]))
         self.head = manifest.of_optimizer(optimizer)
         self.head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
         self.head["extra"] = manifest.plain(extra, "extra")
@@ -184,9 +184,7 @@ class Save:
         try:
             with together(comm, what):
                 if self.rank == 0:
-                    self.root.mkdir(parents=True, exist_ok=True)
-                    _clean(self.root)
-                    self.beside.mkdir()
+                    begin(self.beside)
             try:
                 with together(comm, what), phase("write", "checkpoint"):
                     self._write_rank()
@@ -211,7 +209,6 @@ class Save:
 
     def _write_rank(self) -> None:
         """This rank's tensors, and what it says of them."""
-        name, said_name = manifest.rank_files(self.rank, self.world)
         entries, pieces = [], []
         for part in self.parts:
             for piece in part.pieces:
@@ -219,7 +216,7 @@ class Save:
                 entries.append(Entry(key, piece.dtype, (piece.elements.stop - piece.elements.start,)))
                 pieces.append([part.unit, piece.kind, piece.elements.start, piece.elements.stop, key])
         entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in self.buffers.items()]
-        writer = Writer(self.beside / name, entries, {"format": "pt"})
+        writer = Writer(self.beside / manifest.rank_files(self.rank, self.world)[0], entries, {"format": "pt"})
         try:
             for position, part in enumerate(self.parts):
                 self._write_part(part, writer, self.parts[position + 1] if position + 1 < len(self.parts) else None)
@@ -229,8 +226,7 @@ class Save:
         except BaseException:
             writer.abort()
             raise
-        said = {"rank": self.rank, "file": name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(self.buffers)}
-        write_durably(self.beside / said_name, json.dumps({**said, "random": self.random}, separators=(",", ":")).encode())
+        say(self.beside, self.rank, self.world, written, pieces, self.buffers, self.random)
 
     def _write_part(self, part: Part, writer: Writer, following: Part | None) -> None:
         if part.unit in self.before:
@@ -254,15 +250,8 @@ class Save:
                 )
 
     def _publish(self) -> None:
-        """The manifest, the final name, ``latest``, and only then what is too old."""
-        parts, files = [], []
-        for rank in range(self.world):
-            name = manifest.rank_files(rank, self.world)[1]
-            data = (self.beside / name).read_bytes()
-            parts.append(Written.of_bytes(name, data).as_json())
-            files.append(json.loads(data)["written"])
-        publish(self.beside, self.final, {**self.head, "parts": parts, "files": files})
-        if self.keep is not None:
+        publish(self.beside, self.final, self.head, self.world)
+        if self.keep is not None:  # only now, what is too old
             for old in whole(self.root)[: -self.keep]:
                 if old != self.final:
                     shutil.rmtree(old, ignore_errors=True)
@@ -273,9 +262,41 @@ def _copies(parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor])
     return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
 
 
-def publish(beside: Path, final: Path, head: Mapping[str, Any]) -> None:
-    """``beside`` has all files but the manifest: write that, give the folder its final name, and let ``latest`` name it."""
-    write_durably(beside / manifest.MANIFEST, json.dumps(head, indent=1).encode())
+# ---- folders -----------------------------------------------------------------------------------------------------------------
+
+
+def begin(beside: Path) -> None:
+    """Make the folder that is written into; what saves left there that were killed goes."""
+    root = beside.parent
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in root.glob(".step-*.replaced"):
+        final = folder.with_name(folder.name[1:].removesuffix(".replaced"))
+        if final.exists():
+            shutil.rmtree(folder)
+        else:
+            folder.rename(final)
+    for folder in root.glob(".step-*.partial"):
+        shutil.rmtree(folder)
+    beside.mkdir()
+
+
+def say(
+    beside: Path, rank: int, world: int, written: Written, pieces: Sequence[Sequence[Any]], buffers: Iterable[str], random: dict[str, Any] | None
+) -> None:
+    """Write what a rank says of its file: (unit, kind, start, stop, key) of every piece, names of buffers, and its random numbers."""
+    said = {"rank": rank, "file": written.name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": random}
+    write_durably(beside / manifest.rank_files(rank, world)[1], json.dumps(said, separators=(",", ":")).encode())
+
+
+def publish(beside: Path, final: Path, head: Mapping[str, Any], world: int) -> None:
+    """``beside`` has all that ranks write: add the manifest, give the folder its final name, and let ``latest`` name it."""
+    parts, files = [], []
+    for rank in range(world):
+        name = manifest.rank_files(rank, world)[1]
+        data = (beside / name).read_bytes()
+        parts.append(Written.of_bytes(name, data).as_json())
+        files.append(json.loads(data)["written"])
+    write_durably(beside / manifest.MANIFEST, json.dumps({**head, "parts": parts, "files": files}, indent=1).encode())
     sync_folder(beside)
     replaced = _replaced(final)
     if final.exists():  # the same step again
@@ -289,18 +310,6 @@ def publish(beside: Path, final: Path, head: Mapping[str, Any]) -> None:
 def _replaced(final: Path) -> Path:
     """Where a checkpoint is while another one of the same step takes its place."""
     return final.with_name(f".{final.name}.replaced")
-
-
-def _clean(root: Path) -> None:
-    """Remove what a save left that was killed."""
-    for folder in root.glob(".step-*.replaced"):
-        final = folder.with_name(folder.name[1:].removesuffix(".replaced"))
-        if final.exists():
-            shutil.rmtree(folder)
-        else:
-            folder.rename(final)
-    for folder in root.glob(".step-*.partial"):
-        shutil.rmtree(folder)
 
 
 def whole(root: Path) -> list[Path]:
@@ -355,8 +364,7 @@ class Saver:
         self.snapshot: Snapshot | None = None
         self.quiet = False
         self.stall_s = 0.0  # of training, by saves that are over
-        if not _SAVERS:
-            atexit.register(_finish_all)
+        _register()
         _SAVERS.add(self)
 
     def start(self, save: Save, room_nbytes: int, quiet: bool) -> None:
@@ -423,6 +431,12 @@ def room_for_copies(optimizer: ZeroOptimizer) -> int:
 
 
 _SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@functools.cache
+def _register() -> None:
+    """Not before ranks are connected: what is registered last runs first, and their connections must last."""
+    atexit.register(_finish_all)
 
 
 def _finish_all() -> None:
