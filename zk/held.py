@@ -234,12 +234,14 @@ class Held:
         readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(self.shard.get_state, name) for name in self.shard.names}
         if self.shard.has_master:
             readers["master"] = self.shard.get_master
+        if own_part:
+            from zk.checkpoint.dcp import part_of  # with all of DTensor
         for name, read in readers.items():
             full = None if own_part else self.full(read)
             for index, step in sorted(self.steps.items()):
                 param = self.unit.params[index]
                 entry = state.setdefault(param, {"step": torch.tensor(float(step))})
-                entry[name] = read(self.mine(index)) if full is None else full[self.layout.whole(index)].view(param.shape)
+                entry[name] = part_of(self, index, read) if full is None else full[self.layout.whole(index)].view(param.shape)
         if not readers:
             for index, step in sorted(self.steps.items()):
                 state[self.unit.params[index]] = {"step": torch.tensor(float(step))}
@@ -269,6 +271,10 @@ class Held:
                 if key == "momentum_buffer":
                     continue  # torch keeps None there before the first step
                 raise ValueError(f"the state of {name!r} has no {key!r}; it has {sorted(saved)}")
+            if hasattr(value, "full_tensor"):  # a DTensor
+                from zk.checkpoint.dcp import values_of
+
+                value = values_of(value, self, index)
             if tuple(value.shape) == tuple(param.shape):
                 value = value.detach().reshape(-1)[piece]
             elif tuple(value.shape) != (mine.stop - mine.start,):

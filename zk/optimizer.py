@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zk.assemble import Assembly
 from zk.checkpoint import load, save
+from zk.checkpoint.shown import Shown
 from zk.checks import check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
@@ -74,6 +75,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rule = rule_for(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
+        self.state: Shown = Shown(weakly(self._state_names))
         check_params(model, self.param_groups, self.config.dtype is not None)
         if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
             raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
@@ -413,18 +415,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- state ---------------------------------------------------------------------------------------------------------------
 
+    def _state_names(self, param: nn.Parameter) -> list[str]:
+        shard = self.units[param][0].shard
+        return ["step", *shard.names, *(["master"] if shard.has_master else [])] if shard is not None else []
+
     def state_dict(self) -> dict[str, Any]:
         """torch's own format: ``step`` and the optimizer's states by parameter, in fp32, and ``master`` for 16-bit parameters.
 
         One process, or stages 0-2: whole tensors in the parameter's shape, which plain torch optimizers load (they ignore
         ``master``); with several ranks at stages 1 and 2 a collective, so call it on all ranks. Stage 3 with several ranks: this rank's
-        own slices, flat. Before the first step there is no state, and nothing is collective.
+        own slices, as ``zk.checkpoint.dcp.Part``. Before the first step there is no state, and nothing is collective.
         """
         self._check_open()
         if not self.torn:
             self._finish_update()
         if self.torn:
             log.warning("this state_dict() is from within a step() that ended half-way (%s)", self.torn)
+        if self.state.asked:
+            for held in self._trained:
+                held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
         self.state.clear()
         try:
             if any(held.steps for held in self.held):
@@ -446,6 +455,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         if not {"state", "param_groups"} <= set(state_dict):
             raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
+        if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
+            raise ValueError(
+                f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's. If it comes from "
+                "torch.distributed.checkpoint: that loads only what there is before; give it get_optimizer_state_dict(model, optimizer)"
+            )
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(

@@ -1,0 +1,206 @@
+"""In: this rank's part of one parameter's optimizer state. Out: a tensor that torch.distributed.checkpoint saves, loads and makes whole.
+
+At stage 3 over several ranks each one holds a run of a parameter's elements. torch asks a DTensor which boxes it has of the whole tensor, to write
+or read them in place, and to become whole for ``full_state_dict=True``. A run of elements is none of DTensor's shardings, so ``Part`` is one for
+these questions only, and refuses to compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from zk.parallel.comm import Group
+
+if TYPE_CHECKING:
+    from zk.held import Held
+
+_MESHES: weakref.WeakKeyDictionary[Group, DeviceMesh] = weakref.WeakKeyDictionary()
+_ATEN = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """Elements of a tensor that are a box of it, and consecutive in a part."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # of the first, in the part
+
+
+def boxes(shape: Sequence[int], piece: slice) -> Iterator[Box]:
+    """The fewest boxes that make up the elements ``piece`` of a contiguous tensor: incomplete rows, whole rows between them."""
+    if math.prod(shape) == 0:
+        yield Box((0,) * len(shape), tuple(shape), 0)  # all there is, so that the tensor is known to a checkpoint
+        return
+    if piece.start == piece.stop:
+        return
+    if not shape:
+        yield Box((), (), 0)
+        return
+    row, here = math.prod(shape[1:]), piece.start
+    while here < piece.stop:
+        number, column = divmod(here, row)
+        whole = (piece.stop - here) // row
+        if column == 0 and whole:
+            yield Box((number,) + (0,) * (len(shape) - 1), (whole, *shape[1:]), here - piece.start)
+            here += whole * row
+            continue
+        stop = min(piece.stop, (number + 1) * row)
+        for box in boxes(shape[1:], slice(column, column + stop - here)):
+            yield Box((number, *box.offsets), (1, *box.sizes), here - piece.start + box.start)
+        here = stop
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Which elements of a parameter each rank has."""
+
+    shape: torch.Size
+    pieces: tuple[slice, ...]  # by rank
+    unit: int
+    comm: Group
+
+    @classmethod
+    def of(cls, held: Held, index: int) -> Place:
+        assert isinstance(held.comm, Group)
+        pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.world))
+        return cls(held.unit.params[index].shape, tuple(pieces), held.params.index, held.comm)
+
+    @property
+    def mine(self) -> slice:
+        return self.pieces[self.comm.rank]
+
+    def __deepcopy__(self, memo: object) -> Place:
+        return self
+
+
+class Elements(Tensor):
+    """The elements of a Part, flat. The whole tensor can be copied into them too, as torch does for ``broadcast_from_rank0``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    place: Place
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if source.shape == self.place.shape:
+            source = source.reshape(-1)[self.place.mine]
+        return super().copy_(source, non_blocking)
+
+
+class Part(DTensor):
+    """One rank's elements of a tensor of optimizer state; ``to_local()`` are these, flat, ``full_tensor()`` (on all ranks) is all of it."""
+
+    place: Place
+
+    @classmethod
+    def make(cls, values: Tensor, place: Place) -> Part:
+        """``values`` (flat, host memory) are this rank's elements."""
+        comm = place.comm
+        mesh = _MESHES.get(comm)
+        if mesh is None:
+            mesh = _MESHES[comm] = DeviceMesh.from_group(comm.control, "cpu")  # no collective
+            weakref.finalize(mesh, vars(mesh).clear)  # at exit it lets go of the process group, whose threads would outlive Python
+        strides = torch.empty(place.shape, device="meta").stride()
+        spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(place.shape, strides, values.dtype))
+        part = cls(values, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        part.place = place
+        return part
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        elements = self._local_tensor.as_subclass(Elements)
+        elements.place = self.place
+        return elements
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
+        """The whole tensor on every rank; a collective."""
+        if placements is None or not all(placement.is_replicate() for placement in placements):
+            raise ValueError(f"optimizer state at stage 3 can become whole (placements=[Replicate()]); got placements={placements}")
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        sizes = [piece.stop - piece.start for piece in self.place.pieces]
+        mine = self._local_tensor.new_zeros(max(sizes))
+        mine[: self._local_tensor.numel()] = self._local_tensor
+        full = mine.new_empty(len(sizes) * max(sizes))
+        self.place.comm.all_gather(self.place.unit, full, mine).wait()
+        rows = full.view(len(sizes), -1)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(self.place.shape)
+
+    # ---- what torch.distributed.checkpoint asks ------------------------------------------------------------------------------
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, Box]]:
+        found = boxes(self.place.shape, self.place.mine)
+        return [(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box) for box in found]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.place.shape))
+            for chunk, _ in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        box = next(box for chunk, box in self._chunks() if chunk.offsets == index.offset)
+        return self._local_tensor[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+
+    # ---- what else is done with a state_dict ---------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Copies, moves and memory for them; whether this rank's elements are equal. Else a part cannot do what is asked of the whole."""
+        part: Part = args[0]
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
+        if func is _ATEN.equal.default and all(isinstance(side, Part) and side.place.pieces == part.place.pieces for side in args):
+            return torch.equal(*(side._local_tensor for side in args))
+        if func is _ATEN.new_empty.default:
+            return cls.make(part._local_tensor.new_empty(part._local_tensor.shape, **kwargs), part.place)
+        if func not in (_ATEN.detach.default, _ATEN.clone.default, _ATEN._to_copy.default):
+            raise ValueError(  # Python would hide a TypeError of an operator
+                f"{func} needs all of a tensor of which this rank has a part (optimizer state, stage 3); take full_tensor(), on all ranks, or "
+                "to_local() for this rank's elements"
+            )
+        return cls.make(func(part._local_tensor, **kwargs), part.place)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        copied = memo[id(self)] = Part.make(self._local_tensor.clone(), self.place)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In files of torch.save (its protocol is 2): this rank's elements, flat. Anywhere else they would be taken for something whole."""
+        if protocol != 2:
+            raise ValueError(
+                "a part of optimizer state (stage 3) was pickled to be sent elsewhere; send full_tensor() or get_optimizer_state_dict(..., "
+                "StateDictOptions(full_state_dict=True)), and in async_save use threads (the default), not processes"
+            )
+        return self._local_tensor.__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Part(elements {self.place.mine.start} to {self.place.mine.stop} of {tuple(self.place.shape)}: {self._local_tensor})"
+
+
+def part_of(held: Held, index: int, read: Callable[[slice], Tensor]) -> Part:
+    """This rank's elements of what ``read`` gives for parameter ``index``, in fp32."""
+    values = read(held.mine(index)).cpu().numpy()
+    # by way of numpy: the same memory, as a storage that begins there; DTensor's own address, which is 0, would be counted from the storage's begin
+    return Part.make(torch.from_numpy(values), Place.of(held, index))
+
+
+def values_of(value: DTensor, held: Held, index: int) -> Tensor:
+    """What ``value`` has for parameter ``index``: this rank's elements if it is a Part that is cut alike, else all of it (a collective)."""
+    if isinstance(value, Part) and value.place.pieces == Place.of(held, index).pieces:
+        return value._local_tensor
+    return value.full_tensor()
