@@ -49,6 +49,8 @@ FILES = (
     "zk/assemble.py",
     "zk/activations.py",
     "zk/offload/stash.py",
+    "zk/offload/snapshot.py",
+    "zk/checkpoint/save.py",
 )
 TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
 PAST = "__import__('zk.offload.streams', fromlist=['PAST']).PAST"
@@ -297,6 +299,9 @@ def _checks(file: str) -> Iterator[Check]:
     """What a mutant of ``file`` must pass, the most likely failure first."""
     if file in ("zk/activations.py", "zk/offload/stash.py"):
         yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
+        return
+    if file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
+        yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
         return
     if file == "zk/offload/pinned.py":
         yield _pytest("tests/test_pinned.py")
