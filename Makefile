@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test mutate bench bench-peers bench-nvme bench-tiled bench-overlap gpu lint clean
+.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap gpu lint clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -15,6 +15,10 @@ test: $(READY)
 # removes every wait for copies between device and host, one at a time: some test must fail (about 25 minutes on two busy cores)
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate_waits $(ARGS)
+
+# kills a training run 50 times, while it steps and while it saves, and starts it again: it must go on bit for bit (about 3 minutes)
+soak: $(READY)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(READY)
 	mkdir -p runs

@@ -2,8 +2,9 @@
 
     python -m tests.soak [--kills 50] [--seed 0] [--settings 3-host 3-nvme ...]
 
-Every life of the run has a setting of its own (stage, tiers), loads the newest whole checkpoint, and prints its loss and the CRC-32 of all
-parameters, masters and moments after each step. They are compared with those of a run that was never interrupted.
+Every life of the run has a setting of its own (stage, tiers; saving in between or beside training), loads the newest whole checkpoint, and
+prints its loss and the CRC-32 of all parameters, masters and moments after each step. They are compared with those of a run that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def digest(model: torch.nn.Module, optimizer: zk.ZeroOptimizer) -> str:
     return f"{crc:08x}"
 
 
-def live(folder: Path, setting: str) -> None:
+def live(folder: Path, setting: str, beside: bool) -> None:
     """Train and save until killed."""
     from tests.test_checkpoint import make, train
 
@@ -61,14 +62,17 @@ def live(folder: Path, setting: str) -> None:
     print("from", start, flush=True)
     for step in range(start, STEPS):
         (loss,) = train(model, optimizer, scheduler, step, step + 1)
-        print("step", step, repr(loss), digest(model, optimizer), flush=True)
-        optimizer.save_checkpoint(root, scheduler=scheduler, keep=2)
-        print("saved", step + 1, flush=True)
+        print("step", step, repr(loss), digest(model, optimizer), flush=True)  # which waits for the save
+        if beside and step > start:
+            print("saved", step, flush=True)
+        optimizer.save_checkpoint(root, scheduler=scheduler, keep=2, async_save=beside)
+        if not beside:
+            print("saved", step + 1, flush=True)
 
 
-def one_life(folder: Path, setting: str, saved: int, wanted: int, delay_s: float) -> list[Said]:
+def one_life(folder: Path, setting: str, beside: bool, saved: int, wanted: int, delay_s: float) -> list[Said]:
     """Start the run, kill it ``delay_s`` after it has saved ``wanted`` checkpoints more than ``saved``; returns what it printed."""
-    command = [sys.executable, "-m", "tests.soak", "--live", str(folder), "--settings", setting]
+    command = [sys.executable, "-m", "tests.soak", "--live", str(folder), "--settings", setting, *["--beside"] * beside]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     lines: list[str] = []
@@ -105,10 +109,10 @@ def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, say: bool
     """Kill ``kills`` times; AssertionError at the first difference. Returns the steps that were saved."""
     dice, saved, unbroken = random.Random(seed), 0, Unbroken(folder)
     for kill in range(kills):
-        setting = dice.choice(list(settings))
+        setting, beside = dice.choice(list(settings)), dice.random() < 0.5
         delay = dice.uniform(0, 0.06)
         start = time.perf_counter()
-        said = one_life(folder, setting, saved, dice.randint(1, 8), delay)
+        said = one_life(folder, setting, beside, saved, dice.randint(1, 8), delay)
         assert said and said[0].what == "from" and said[0].step >= saved, f"kill {kill}: {saved} steps were saved, and it said {said[:1]}"
         for line in said[1:]:
             if line.what == "saved":
@@ -120,11 +124,9 @@ def soak(kills: int, seed: int, settings: Sequence[str], folder: Path, say: bool
                     f"the unbroken run has {want[0]} and {want[1]}"
                 )
         if say:
-            print(
-                f"{kill + 1:3} of {kills}: {setting:18} from {said[0].step:4} saved {saved:4}, killed {1e3 * delay:4.1f} ms later, "
-                f"{time.perf_counter() - start:.1f} s, same",
-                flush=True,
-            )
+            how, took = "beside" if beside else "", time.perf_counter() - start
+            where = f"from {said[0].step:4} saved {saved:4}, killed {1e3 * delay:4.1f} ms later"
+            print(f"{kill + 1:3} of {kills}: {setting:18} {how:6} {where}, {took:.1f} s, same", flush=True)
     return saved
 
 
@@ -137,9 +139,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--live", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.live:
-        live(options.live, options.settings[0])
+        live(options.live, options.settings[0], options.beside)
         return
     with tempfile.TemporaryDirectory() as folder:
         saved = soak(options.kills, options.seed, options.settings, Path(folder), say=True)

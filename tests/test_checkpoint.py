@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from safetensors.torch import load_file
 
 import zk
 from tests.models import GPT, batch, loss_of
+from tests.soak import soak
 from tests.world import run_world
 from zk.checkpoint import files, save
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
@@ -503,49 +503,7 @@ def test_a_read_only_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_killed_at_any_moment_the_newest_whole_checkpoint_loads_and_goes_on(tmp_path: Path) -> None:
-    program = textwrap.dedent(
-        f"""
-        import sys, random, os, threading, time
-        sys.path.insert(0, {str(ROOT)!r})
-        from pathlib import Path
-        from tests.test_checkpoint import make, train
-        model, optimizer, scheduler = make("3-host", Path({str(tmp_path)!r}))
-        root = Path({str(tmp_path)!r}) / "saved"
-        start = 0
-        if (root / "latest").exists():
-            optimizer.load_checkpoint(root, scheduler=scheduler)
-            start = optimizer.counters["steps"]
-        print("from", start, flush=True)
-        for step in range(start, 400):
-            loss, = train(model, optimizer, scheduler, step, step + 1)
-            print(step, loss, flush=True)
-            optimizer.save_checkpoint(root, scheduler=scheduler, keep=2)
-            print("saved", step + 1, flush=True)
-        """
-    )
-    model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
-    want = dict(enumerate(train(model, optimizer, scheduler, 0, 60)))
-    optimizer.close()
-    dice, saved = random.Random(0), 0
-    for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert process.stdout is not None
-        lines, wanted = [], dice.randint(2, 8)
-        for line in process.stdout:
-            lines.append(line.split())
-            if lines[-1][0] == "saved" and int(lines[-1][1]) >= saved + wanted:
-                break
-        threading.Event().wait(dice.uniform(0, 0.03))
-        process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate()
-        lines += [line.split() for line in rest.splitlines() if line.endswith(tuple("0123456789"))]
-        assert int(lines[0][1]) >= saved, "it went on from the newest whole one"
-        for line in lines[1:]:
-            if line[0] == "saved":
-                saved = int(line[1])
-            else:
-                assert float(line[1]) == want[int(line[0])], f"step {line[0]}: {line[1]}, and unbroken {want[int(line[0])]}"
-    assert saved >= 8
+    assert soak(4, 0, list(SETTINGS), tmp_path) >= 8  # `make soak` kills 50 times
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------
