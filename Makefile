@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap gpu lint clean
+.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save gpu lint clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -45,6 +45,11 @@ bench-nvme: $(READY) $(VENV)/.peers
 # some of it: make gpu ARGS='--sections step,peers'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py --nvme $(NVME) $(ARGS)
+
+# saving a model of 1.3B parameters that is on the drive (35 GiB of it), and what training notices of it
+bench-save: $(READY)
+	mkdir -p $(NVME)
+	$(BIN)/python benchmarks/checkpoint_save.py $(NVME) $(ARGS)
 
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)
