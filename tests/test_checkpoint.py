@@ -233,6 +233,34 @@ def test_what_the_user_wrote_since_the_last_step_is_saved(tmp_path: Path) -> Non
             assert (snapshot(model, optimizer)["head.weight"] == 0.25).all()
 
 
+@pytest.mark.parametrize(("setting", "waits"), (("2-host-overlapped", True), ("2-host-overlapped", False), ("0-host", False), ("3-host", True)))
+@pytest.mark.parametrize("name", ("head.weight", "tokens.weight"))  # trained, and frozen
+def test_what_is_written_under_a_save_is_not_in_it(setting: str, waits: bool, name: str, tmp_path: Path) -> None:
+    model, optimizer, scheduler = make(setting, tmp_path)
+    train(model, optimizer, scheduler, 0, 1)
+    want, go_on = snapshot(model, optimizer), threading.Event()
+
+    class PatientWriter(Writer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            assert go_on.wait(60)
+
+    with mock.patch.object(save, "Writer", PatientWriter):
+        optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+        threading.Timer(0.1, go_on.set).start()
+        with zk.gather(model.parameters(), write=True) if waits else contextlib.nullcontext(), torch.no_grad():
+            model.get_parameter(name).fill_(0.5)
+        if waits:
+            optimizer.synchronize()
+            model, optimizer, _ = make(setting, tmp_path)
+            optimizer.load_checkpoint(tmp_path / "saved")
+            assert same(snapshot(model, optimizer), want) == []
+        else:  # nobody could wait
+            with pytest.raises(RuntimeError, match="were written from outside"):
+                optimizer.synchronize()
+            assert list((tmp_path / "saved").iterdir()) == []
+
+
 def test_a_drive_that_refuses_is_an_error_at_the_next_step_or_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,6 +26,8 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
+            if write:
+                owner._end_save()  # which may read what is written here
             unit, index = owner.units[param]
             held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[Held] = []

@@ -59,6 +59,7 @@ class Held:
     recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
     underway: Task | None = None  # an update that goes on beside training
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # several threads may want the parameters at once
+    counting: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # while versions change; never held while waiting
 
     def mine(self, index: int) -> slice:
         """What this rank's slice has of parameter ``index``."""
@@ -93,9 +94,10 @@ class Held:
     def updated(self) -> None:
         """The parameters in use have new values, as autograd should know."""
         changed = [self.unit.params[index] for index in self.used]
-        torch.autograd.graph.increment_version(changed)
-        for index in self.used:
-            self.versions[index] = self.unit.params[index]._version
+        with self.counting:
+            torch.autograd.graph.increment_version(changed)
+            for index in self.used:
+                self.versions[index] = self.unit.params[index]._version
 
     def publish(self, uploaded: Event) -> Awaited:
         """The updated slice becomes what all ranks use; returns what compute must follow."""
@@ -154,6 +156,13 @@ class Held:
         return self.underway is not None and not self.underway.done.done
 
     # ---- values from outside -------------------------------------------------------------------------------------------------
+
+    def written_since(self, versions: Sequence[int] | None) -> bool:
+        """Whether anybody but zk wrote parameters where they are: since zk did, or since they had these ``versions``."""
+        if isinstance(self.params, PartitionedParams):
+            return False  # what is written there is handed over by zk.gather
+        with self.counting:
+            return [param._version for param in self.unit.params] != (self.versions if versions is None else versions)
 
     def adopt_writes(self) -> None:
         """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""

@@ -380,8 +380,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.torn = self.torn or f"{type(error).__name__}: {error}"
 
     def _written(self, params: PartitionedParams, indices: list[int]) -> None:
-        if self.held[params.index].shard is None:
-            self._end_save()
+        self._end_save()
         self.held[params.index].keep_written(indices)
 
     def _clear(self) -> None:
@@ -528,11 +527,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
         self._end_save()
         for held in self._trained:
-            # what the user wrote since; what is written by an update under way has been noted
-            if not async_save or [param._version for param in held.unit.params] != held.versions:
+            if not async_save or held.written_since(None):
                 held.arrive()
             if held.underway is None:
-                held.adopt_writes()
+                held.adopt_writes()  # what the user wrote since the last step
         self.partition.reset()
         quiet = on_save_error == "warn"
         begun = save.Save(self, Path(directory), scheduler, extra, keep)

@@ -157,9 +157,10 @@ class Save:
         self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}
         self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
         self.unread: dict[int, Unread] = {}
+        self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
         self.snapshot: Snapshot | None = None
-        # (held, versions) of parameters that are not trained and that anybody may write
-        self.still = [(held, [param._version for param in held.unit.params]) for held in optimizer.held if held.shard is None]
+        # of parameters that are not trained: when they were written last
+        self.still = {number: [param._version for param in held.unit.params] for number, held in enumerate(optimizer.held) if held.shard is None}
 
     def go_on_beside(self, room_nbytes: int) -> None:
         """Training will go on before ``run`` has read all: from now on, who changes something sees to it that it can be read as it was."""
@@ -173,7 +174,7 @@ class Save:
                     self.before[part.unit] = part.held.underway
         for unit, of_unit in parts.items():
             nbytes = {chunk: sum(piece.nbytes for piece in part.pieces) for chunk, part in of_unit.items()}
-            self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(_copies, of_unit))
+            self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(self._copies, of_unit))
             shard = next(iter(of_unit.values())).held.shard
             assert shard is not None
             shard.unread = self.unread[unit]
@@ -205,7 +206,7 @@ class Save:
             shard = part.held.shard
             if shard is not None and shard.unread is self.unread.get(part.unit):
                 shard.unread = None
-        self.parts, self.still, self.buffers = [], [], {}
+        self.parts, self.buffers = [], {}
 
     def _write_rank(self) -> None:
         """This rank's tensors, and what it says of them."""
@@ -236,18 +237,29 @@ class Save:
             if copies is not None:
                 for value in copies:
                     writer.add(value)
-                return
-            with part.opened() as fields:
-                if following is not None and following.held.shard is not None and following.unit not in self.before:
-                    following.held.shard.fetch_state(following.chunk)
-                for value in part.values(fields):
-                    writer.add(value)
-        for held, versions in self.still:
-            if held is part.held and [param._version for param in held.unit.params] != versions:
-                raise RuntimeError(
-                    f"parameters of {held.unit.name!r}, which are not trained, were written while a checkpoint was saved beside training; "
-                    "call synchronize() first, or save without async_save"
-                )
+            else:
+                self._read(part, writer, following)
+        if part.unit in self.written:
+            raise RuntimeError(
+                f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved beside training; call "
+                "synchronize() before writing parameters, or save without async_save"
+            )
+
+    def _read(self, part: Part, writer: Writer, following: Part | None) -> None:
+        """Take a chunk from where it is, and ask for the next."""
+        with part.opened() as fields:
+            if following is not None and following.held.shard is not None and following.unit not in self.before:
+                following.held.shard.fetch_state(following.chunk)
+            for value in part.values(fields):
+                writer.add(value)
+        if part.held.written_since(self.still.get(part.unit)):
+            self.written.add(part.unit)
+
+    def _copies(self, parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
+        """What is saved of a chunk, in host memory of its own."""
+        if parts[chunk].held.written_since(None):
+            self.written.add(parts[chunk].unit)
+        return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
 
     def _publish(self) -> None:
         publish(self.beside, self.final, self.head, self.world)
@@ -255,11 +267,6 @@ class Save:
             for old in whole(self.root)[: -self.keep]:
                 if old != self.final:
                     shutil.rmtree(old, ignore_errors=True)
-
-
-def _copies(parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
-    """What is saved of a chunk, in host memory of its own."""
-    return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
 
 
 # ---- folders -----------------------------------------------------------------------------------------------------------------
