@@ -33,7 +33,7 @@ from tests.world import run_world
 from zk.checkpoint import files, save
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
 from zk.offload import nvme, spill
-from zk.offload.snapshot import Unread
+from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.twins import AdversarialLink, pretend
 
 ROOT = Path(__file__).parent.parent
@@ -231,6 +231,31 @@ def test_what_the_user_wrote_since_the_last_step_is_saved(tmp_path: Path) -> Non
             model, optimizer, _ = make("3-host", tmp_path)
             optimizer.load_checkpoint(tmp_path / "saved")
             assert (snapshot(model, optimizer)["head.weight"] == 0.25).all()
+
+
+def test_a_save_beside_training_waits_for_a_copy_that_is_being_made() -> None:
+    unread = Unread(Snapshot(100), {0: 60, 1: 60}, lambda number, fields: [fields["x"] + number])
+    reached, copied = threading.Event(), []
+
+    def read() -> None:
+        reached.set()
+        with unread.taken(1) as values:
+            copied.append(values)
+
+    saver = threading.Thread(target=read)
+    with unread.before_change(1) as hand:
+        saver.start()
+        assert reached.wait(20)
+        saver.join(0.05)
+        assert saver.is_alive() and copied == [] and unread.snapshot.room == 40
+        hand({"x": torch.ones(1)})
+        saver.join(20)
+        assert copied == [[torch.tensor([2.0])]]
+    assert unread.snapshot.room == 100
+    with pytest.raises(OSError, match="broken"), unread.before_change(0):
+        raise OSError("broken")  # the chunk could not be opened
+    with pytest.raises(RuntimeError, match="an update failed"), unread.taken(0):
+        pass
 
 
 @pytest.mark.parametrize(("setting", "waits"), (("2-host-overlapped", True), ("2-host-overlapped", False), ("0-host", False), ("3-host", True)))

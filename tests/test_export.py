@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from tests.world import run_world
 from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
 from zk.cli import app
+from zk.offload import rules
 
 
 def saved(setting: str, folder: Path, variant: str = "tied", **options: object) -> tuple[GPT, zk.ZeroOptimizer]:
@@ -64,6 +68,21 @@ def run_consolidated(case: tuple[str, str]) -> list[str]:
 def test_every_rank_gets_the_whole_model(tmp_path: Path) -> None:
     for found in run_world(2, run_consolidated, [("3-host", str(tmp_path))])[0]:
         assert found == []
+
+
+def test_it_is_the_model_after_the_last_update(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+    adam_ = rules.adam_
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        threading.Event().wait(0.05)
+        adam_(*arguments, **options)
+
+    with mock.patch.object(rules, "adam_", slow):
+        train(model, optimizer, scheduler, 0, 1)
+        found = optimizer.consolidated_state_dict("fp32")
+    state = snapshot(model, optimizer)
+    assert all(torch.equal(found[name.removeprefix("master ")].view(-1), value) for name, value in state.items() if name.startswith("master "))
 
 
 def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:

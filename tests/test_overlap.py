@@ -256,6 +256,24 @@ def test_a_model_outlives_an_optimizer_that_was_dropped_under_its_update(stage: 
         assert not any(isinstance(param, Updating) for param in model.parameters())
 
 
+def test_what_a_dropped_optimizer_has_on_its_way_arrives_before_it_is_read() -> None:
+    model, optimizer = make(overlap_step=False)
+    train(model, optimizer, 2)
+    want = values(model)
+    with pretend(AdversarialLink()) as link:
+        model, optimizer = make()
+        train(model, optimizer, 2)
+        held, worker = weakref.ref(optimizer.held[0]), optimizer.worker.thread
+        del optimizer
+        assert worker is not None
+        worker.join(20)
+        gc.collect()
+        assert held() is None
+        found = [param.detach().clone() for param in model.parameters()]
+        link.finish()
+    assert link.races == [] and all(map(torch.equal, found, want))
+
+
 @pytest.mark.parametrize("overlap_step", (False, True))
 def test_a_step_that_is_refused_changes_nothing_and_one_that_is_interrupted_says_so(overlap_step: bool) -> None:
     model, optimizer = make(overlap_step=False)

@@ -31,18 +31,45 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def start(rank: int, port: int, setting: str, folder: Path) -> subprocess.Popen[str]:
+ENDS = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from tests.test_checkpoint import SlowWriter, make, mock, save, train
+    mock.patch.object(save, "Writer", SlowWriter).start()
+    setting, folder = sys.argv[1], Path(sys.argv[2])
+    model, optimizer, scheduler = make(setting, folder)
+    train(model, optimizer, scheduler, 0, 1)
+    optimizer.save_checkpoint(folder / "saved", async_save=True)
+    """
+)
+
+
+def a_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_ranks_that_end_end_their_save_first(tmp_path: Path) -> None:
+    port = a_port()
+    ranks = [start(rank, port, "2-host-overlapped", tmp_path, ENDS) for rank in range(2)]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0] and "not saved" not in "".join(said), said
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000001\n"
+
+
+def start(rank: int, port: int, setting: str, folder: Path, program: str = PROGRAM) -> subprocess.Popen[str]:
     environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, setting, str(folder)]
+    command = [sys.executable, "-c", program, setting, str(folder)]
     return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(("setting", "victim"), (("3-nvme", 1), ("2-host-overlapped", 1), ("3-host", 0)))
 def test_the_survivor_of_a_killed_rank_ends_soon_and_names_it(setting: str, victim: int, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = a_port()
     ranks = [start(rank, port, setting, tmp_path) for rank in range(2)]
     try:
         out = ranks[victim].stdout

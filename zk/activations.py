@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zk.config import parse_nbytes
+from zk.config import parse_nbytes, parse_paths
 from zk.held import OWNERS
 from zk.materialize import compute_device
 from zk.memory import aligned
@@ -73,14 +73,7 @@ def offload_activations(
         raise TypeError(f"model must be an nn.Module, or be left out; got {model!r}")
     smallest = 0 if min_nbytes == 0 else parse_nbytes(min_nbytes, "min_nbytes")
     kept = 0 if keep_last == 0 else parse_nbytes(keep_last, "keep_last")
-    paths: list[str] = []
-    if nvme_path is not None:
-        given = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else nvme_path
-        if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in given):
-            raise TypeError(f"nvme_path must be a path, or a sequence of paths; got {nvme_path!r}")
-        paths = [os.path.abspath(path) for path in given]
-        if not paths:
-            raise ValueError("nvme_path must name at least one folder; got none, and None is how to do without")
+    paths = parse_paths(nvme_path, "nvme_path") if nvme_path is not None else ()
     if device is not None:
         where = torch.device(device)
     elif model is not None:
@@ -176,7 +169,7 @@ class ActivationOffload:
     storages on the device, ``host_nbytes`` in host buffers, ``file_nbytes`` in files.
     """
 
-    def __init__(self, link: Link, stays: set[int], min_nbytes: int, keep_last: int, paths: list[str]) -> None:
+    def __init__(self, link: Link, stays: set[int], min_nbytes: int, keep_last: int, paths: Sequence[str]) -> None:
         self.link, self.own, self.min_nbytes, self.keep_last = link, stays, min_nbytes, keep_last
         self.stays = stays  # storages of parameters and buffers
         self.files = Files(paths, link.device.index or 0) if paths else None

@@ -49,6 +49,17 @@ def parse_nbytes(value: int | str, field: str) -> int:
     return nbytes
 
 
+def parse_paths(value: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], field: str) -> tuple[str, ...]:
+    """Folders as absolute paths. TypeError or ValueError names ``field``."""
+    given = [value] if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in given):
+        raise TypeError(f"{field} must be a path, or a sequence of paths; got {value!r}")
+    paths = tuple(os.path.abspath(path) for path in given)
+    if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
+        raise ValueError(f"{field} must name at least one folder, and each of them once; got {paths!r}")
+    return paths
+
+
 def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
     """A floating point dtype from its name (``"bf16"``) or itself; ValueError names ``field`` and the choices."""
     dtype = DTYPES.get(value) if isinstance(value, str) else value
@@ -178,13 +189,8 @@ class ZeroConfig:
         if "nvme" in tiers and not self.nvme_path:
             raise ValueError("a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive (or several, to stripe over)")
         if self.nvme_path is not None:
-            given = [self.nvme_path] if isinstance(self.nvme_path, (str, os.PathLike)) else self.nvme_path
-            if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in given):
-                raise TypeError(f"nvme_path must be a path, or a sequence of paths; got {self.nvme_path!r}")
-            paths = tuple(os.path.abspath(path) for path in given)
+            paths = parse_paths(self.nvme_path, "nvme_path")
             object.__setattr__(self, "nvme_path", paths)
-            if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
-                raise ValueError(f"nvme_path must name at least one folder, and each of them once; got {paths!r}")
             if "nvme" not in tiers and "auto" not in tiers:
                 raise ValueError(f"nvme_path={paths!r} has no effect: no tier is 'nvme' or 'auto'; remove it, or set optimizer_tier='nvme'")
         elif self.nvme_checksum:

@@ -13,6 +13,7 @@ import logging
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -155,7 +156,7 @@ class Slot:
 class Files:
     """Places in private files: by size, and from the start again when all are free."""
 
-    def __init__(self, paths: list[str], rank: int) -> None:
+    def __init__(self, paths: Sequence[str], rank: int) -> None:
         self.scratch = Scratch(paths, rank)
         self.files: list[File] = []
         self.free: dict[int, list[Slot]] = {}
