@@ -352,6 +352,62 @@ def test_a_program_that_ends_ends_the_save_first(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
+@pytest.mark.parametrize("setting", ("2-host-overlapped", "3-nvme"))
+def test_a_save_outlives_its_optimizer_and_a_forked_process_does_not_wait_for_it(setting: str, tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        f"""
+        import gc, os, sys, warnings
+        from pathlib import Path
+        from tests.test_checkpoint import SlowWriter, make, mock, save, train
+        mock.patch.object(save, "Writer", SlowWriter).start()
+        warnings.simplefilter("ignore")
+        folder = Path({str(tmp_path)!r})
+
+        def main():
+            model, optimizer, scheduler = make({setting!r}, folder)
+            train(model, optimizer, scheduler, 0, 1)
+            optimizer.save_checkpoint(folder / "saved", async_save=True)
+
+        main()
+        gc.collect()
+        if os.fork() == 0:
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+        """
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000001\n"
+
+
+def run_waiting_on_one_rank(folder: str) -> list[float]:
+    with mock.patch.object(save, "Writer", SlowWriter):
+        model, optimizer, scheduler = make("2-host-overlapped", Path(folder))
+        train(model, optimizer, scheduler, 0, 1)
+        optimizer.save_checkpoint(folder, async_save=True)
+        if dist.get_rank() == 0:
+            optimizer.synchronize()
+        losses = train(model, optimizer, scheduler, 1, 4)
+        optimizer.close()
+    return losses
+
+
+def test_one_rank_may_wait_for_the_save_and_the_others_not(tmp_path: Path) -> None:
+    found = run_world(2, run_waiting_on_one_rank, [str(tmp_path)], timeout=60)[0]
+    assert all(isinstance(losses, list) and len(losses) == 3 for losses in found), found
+
+
+def test_an_error_of_the_run_is_the_one_that_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model, optimizer, scheduler = make("3-host", tmp_path)
+    with pytest.raises(KeyError, match="the run's"), optimizer:
+        train(model, optimizer, scheduler, 0, 1)
+        optimizer.save_checkpoint(tmp_path / "file" / "saved", async_save=True)
+        raise KeyError("the run's")
+    with pytest.raises(OSError, match="file"):
+        make("3-host", tmp_path)[1].save_checkpoint(tmp_path / "file" / "saved")
+    assert make("3-host", tmp_path)[1].save_checkpoint(tmp_path / "file" / "saved", on_save_error="warn") is None
+
+
 def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     model, optimizer, _ = make("3-host", tmp_path)
     train(model, optimizer, _, 0, 1)
@@ -490,7 +546,9 @@ def test_whatever_is_altered_cut_short_or_missing_is_found_and_changes_nothing(
         (lambda path: path.write_text("{}"), "not a manifest"),
         (lambda path: path.write_text("nonsense"), "cannot be read"),
         (lambda path: path.write_text(path.read_text().replace('"version": 1', '"version": 9')), "version 9"),
-        (lambda path: path.write_text(path.read_text().replace("blocks.0.up", "blocks.0.low")), "blocks.0"),
+        (lambda path: path.write_text(path.read_text().replace("blocks.0.up", "blocks.0.low")), "manifest.json is not what was written"),
+        (lambda path: path.write_text(path.read_text().replace('"lr": 0.0', '"lr": 0.1')), "manifest.json is not what was written"),
+        (lambda path: path.write_text(path.read_text().replace('"steps": 2', '"steps": 3')), "manifest.json is not what was written"),
     ),
 )
 def test_a_manifest_that_is_not_one_is_refused(spoil: Any, match: str, saved: Path, victim: tuple[GPT, zk.ZeroOptimizer], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import zk
 from zk.checkpoint import CheckpointError
 from zk.cli import app
+from zk.train import resume
 from zk.train.data import Text
 from zk.train.gpt import GPTConfig
 from zk.train.run import Job, train
@@ -77,6 +78,28 @@ def test_checkpoints_now_and_then_and_from_a_named_folder(tmp_path: Path) -> Non
     assert again.losses == want.losses
     with pytest.raises(ValueError, match="nothing left to do"):
         train(job(tmp_path / "a", resume="auto"))
+    model = weights(tmp_path / "a")
+    (tmp_path / "a" / "model.safetensors").unlink()  # it ended after its last step, and before it had written the model
+    assert train(job(tmp_path / "a", resume="auto")).losses == want.losses
+    assert all(bool((model[name] == value).all()) for name, value in weights(tmp_path / "a").items())
+
+
+def test_a_second_sigterm_does_not_lose_what_the_first_one_saves(tmp_path: Path) -> None:
+    steps, save = itertools.count(), resume.save
+
+    def saved(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(*arguments, **options)
+
+    def told_to_end(part: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        if next(steps) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(part, *arguments)
+
+    draw = Text.draw
+    with mock.patch.object(Text, "draw", told_to_end), mock.patch.object(resume, "save", saved):
+        train(job(tmp_path))
+    assert (tmp_path / "checkpoints" / "latest").exists()
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:

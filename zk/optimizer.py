@@ -137,6 +137,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 OWNERS[param] = weakref.ref(self)
             trim()
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
+        ends_save = weakly(self._end_save)
+        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
         if dtype is not None:
             self.handles.append(self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
         if self.partition.params:
@@ -180,6 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
+        self._end_save()
         if self.counters["steps"] or any(held.used for held in self.held):
             raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
         super().add_param_group(param_group)
@@ -693,10 +696,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is not None:  # the run is over: what is under way is not worth waiting for
-            self.worker.close()
-            self.torn = self.torn or kind.__name__
-        self.close()
+        if kind is None:
+            self.close()
+            return
+        self.worker.close()  # the run is over: what is under way is not worth waiting for, but a save
+        self.torn = self.torn or kind.__name__
+        try:
+            self.close()
+        except Exception as error:  # the one that ended the run is the one to hear of
+            log.error("while closing: %s: %s", type(error).__name__, error)
 
 
 def _inner_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,10 +80,19 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, (str, int)) for key in value):
             raise TypeError(f"{what} has keys that are neither strings nor numbers; a checkpoint keeps what JSON can hold")
-        if any(isinstance(key, int) for key in value):  # JSON would make strings of them
+        if "__items__" in value or any(isinstance(key, int) for key in value):  # JSON would make strings of them
             return {"__items__": [[key, plain(item, f"{what}[{key!r}]")] for key, item in value.items()]}
         return {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
     raise TypeError(f"{what} is a {type(value).__name__}; a checkpoint keeps what JSON can hold: numbers, strings, lists, dicts")
+
+
+def _crc32(head: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def sealed(head: Mapping[str, Any]) -> bytes:
+    """The manifest's file: ``head`` and its own CRC-32."""
+    return json.dumps({**head, "crc32": _crc32(head)}, indent=1).encode()
 
 
 def revived(value: Any) -> Any:
@@ -177,6 +187,8 @@ class Manifest:
             raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a zk checkpoint")
         if head.get("version") != VERSION:
             raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads version {VERSION}")
+        if head.pop("crc32", None) != _crc32(head):
+            raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {_crc32(head)}; it was damaged, or edited")
         try:
             files = [Written.of_json(entry) for entry in head["files"]]
             parts = [Written.of_json(entry) for entry in head["parts"]]

@@ -13,9 +13,9 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import shutil
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,7 +303,7 @@ def publish(beside: Path, final: Path, head: Mapping[str, Any], world: int) -> N
         data = (beside / name).read_bytes()
         parts.append(Written.of_bytes(name, data).as_json())
         files.append(json.loads(data)["written"])
-    write_durably(beside / manifest.MANIFEST, json.dumps({**head, "parts": parts, "files": files}, indent=1).encode())
+    write_durably(beside / manifest.MANIFEST, manifest.sealed({**head, "parts": parts, "files": files}))
     sync_folder(beside)
     replaced = _replaced(final)
     if final.exists():  # the same step again
@@ -329,10 +329,10 @@ def whole(root: Path) -> list[Path]:
 
 def latest(root: Path) -> Path | None:
     """The newest whole checkpoint in ``root``, or None."""
-    with contextlib.suppress(OSError):
-        named = root / (root / LATEST).read_text().strip()
-        if (named / manifest.MANIFEST).exists():
-            return named
+    with contextlib.suppress(OSError, ValueError):
+        name = (root / LATEST).read_text().strip()
+        if name.startswith("step-") and name == Path(name).name and (root / name / manifest.MANIFEST).exists():
+            return root / name
     return next(reversed(whole(root)), None)
 
 
@@ -368,27 +368,32 @@ class Saver:
     def __init__(self, comm: Solo | Group) -> None:
         self.comm, self.worker = comm, Worker("zk save")
         self.ticket: Ticket | None = None
+        self.begun = False  # and not all ranks have been found to be done; the same on all of them
         self.snapshot: Snapshot | None = None
         self.quiet = False
         self.stall_s = 0.0  # of training, by saves that are over
         _register()
-        _SAVERS.add(self)
 
     def start(self, save: Save, room_nbytes: int, quiet: bool) -> None:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
         assert self.ticket is None, "one save at a time"
         save.go_on_beside(room_nbytes)
-        self.snapshot, self.quiet = save.snapshot, quiet
-        comm = self.comm
-        self.ticket = self.worker.submit(lambda: save.run(comm))
+        self.snapshot, self.quiet, self.begun = save.snapshot, quiet, True
+        _UNDER_WAY.add(self)
+        self.ticket = self.worker.submit(functools.partial(self._run, save))
+
+    def _run(self, save: Save) -> None:
+        save.run(self.comm)
+        _UNDER_WAY.discard(self)  # what goes wrong stays there, as somebody should hear of it
 
     def check(self, comm: Solo | Group) -> None:
         """Raise what went wrong in a save that is over; on all ranks at the same step."""
-        if self.ticket is None:
+        if not self.begun:
             return
-        done = torch.tensor([float(self.ticket.done)], dtype=torch.float64)
+        done = torch.tensor([float(self.ticket is None or self.ticket.done)], dtype=torch.float64)
         comm.all_reduce(done)
         if done.item() == comm.world:
+            self.begun = False
             self.finish()
 
     def finish(self) -> None:
@@ -397,8 +402,9 @@ class Saver:
             return
         start = time.perf_counter()
         with phase("wait", "save"):
-            self.ticket.event.wait()
+            self.ticket.join()
         ticket, self.ticket = self.ticket, None
+        _UNDER_WAY.discard(self)
         assert self.snapshot is not None
         self.stall_s += self.snapshot.stall_s + time.perf_counter() - start
         self.snapshot = None
@@ -437,7 +443,8 @@ def room_for_copies(optimizer: ZeroOptimizer) -> int:
     return max(0, room)
 
 
-_SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
+# also where nobody holds their optimizer any more
+_UNDER_WAY: set[Saver] = set()
 
 
 @functools.cache
@@ -448,10 +455,9 @@ def _register() -> None:
 
 def _finish_all() -> None:
     """The program ends: what is being saved is saved first."""
-    for saver in list(_SAVERS):
-        if saver.ticket is not None:
-            saver.ticket.event.wait()
-            if saver.ticket.error is not None:
-                log.error("a checkpoint was not saved: %s", saver.ticket.error)
-
-
+    for saver in list(_UNDER_WAY):
+        ticket = saver.ticket
+        if ticket is not None and ticket.process == os.getpid():  # a forked process has no thread that saves
+            ticket.join()
+            if ticket.error is not None:
+                log.error("a checkpoint was not saved: %s", ticket.error)

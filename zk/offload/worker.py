@@ -38,14 +38,18 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when it has ended. Raises what ended it, with the traceback of the thread that did it."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """Return when it has ended, well or not."""
         if not self.done and os.getpid() != self.process:
             raise RuntimeError(
                 "this process was forked while a job went on in a thread that it does not have (an update beside training, say); call "
                 "synchronize() before forking"
             )
         self.event.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class Worker:

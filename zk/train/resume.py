@@ -7,7 +7,7 @@ import signal
 import threading
 import zlib
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def find(resume: str | None, folder: Path) -> Path | None:
 
 
 class Termination:
-    """Inside, SIGTERM does not end the process: it is noted, so that the run can save first."""
+    """Between ``begin`` and ``end`` SIGTERM does not end the process: it is noted, so that the run can save first."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -65,12 +65,13 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
-    def __enter__(self) -> Termination:
+    def begin(self) -> None:
+        """There is something to save from now on."""
         if threading.current_thread() is threading.main_thread():
             self.before = signal.signal(signal.SIGTERM, self._note)
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def end(self) -> None:
+        """SIGTERM does what it did before."""
         if self.before is not None:
             signal.signal(signal.SIGTERM, self.before)
 

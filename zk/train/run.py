@@ -128,6 +128,14 @@ class _ParameterList(nn.Module):
 
 def train(job: Job) -> Record:
     """Run the job on this rank; the first rank prints and writes files. Returns what it recorded."""
+    termination = resume.Termination()
+    try:
+        return _train(job, termination)
+    finally:
+        termination.end()
+
+
+def _train(job: Job, termination: resume.Termination) -> Record:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     console = Console(quiet=rank != 0, highlight=False)
@@ -179,9 +187,11 @@ def train(job: Job) -> Record:
         position = resume.Position([], validate(model, text, job, device), sample(model, text, job, device), draws, zlib.crc32(raw))
     record = Record(losses=position.losses, valid={0: position.valid})
     first, before, draws = len(position.losses), position.sample, position.draws
-    if first >= job.steps:
+    ended = any((job.out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
+    if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
-    with resume.Termination() as termination, _progress(console, job.steps, first) as advance:
+    termination.begin()
+    with _progress(console, job.steps, first) as advance:
         for step in range(first, job.steps):
             start = time.perf_counter()
             batches, everyones = [], []
@@ -372,13 +382,15 @@ def _report(
         from zk.train import picture
 
         files.insert(0, saved)
-        pictures = [picture.draw(record, job.out / "training.png")]
+        pictures = [picture.draw(record, job.out / "training.png")] if record.step_ms else []  # else all steps were done before
         if record.profiled is not None:
             pictures.append(overlap.draw(timeline, job.out / "timeline.png", step))
         drawn = [path for path in pictures if path is not None]
         steps = sorted(record.step_ms)
         console.print(f"\nvalidation loss  {record.valid[0]:.4f} -> [bold]{record.valid[job.steps]:.4f}[/bold] nats per byte")
-        console.print(f"step             {steps[len(steps) // 2]:.0f} ms (median); {int(metrics['skipped_steps'])} of {job.steps} steps skipped")
+        if steps:
+            skipped = f"{int(metrics['skipped_steps'])} of {job.steps} steps skipped"
+            console.print(f"step             {steps[len(steps) // 2]:.0f} ms (median); {skipped}")
         if metrics["gathers"]:
             console.print(f"gathers          {int(metrics['gathers'])}, {metrics['prefetch_hits'] / metrics['gathers']:.0%} asked for ahead of use")
         if "fetches" in metrics:
@@ -390,7 +402,7 @@ def _report(
             worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
             both = f"last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}"
             console.print(f"check            {both}; largest difference of any step {worst:.2g}")
-        names = ", ".join(map(str, (*files, *drawn))) + ("" if drawn else " (no picture: matplotlib is not installed)")
+        names = ", ".join(map(str, (*files, *drawn))) + ("" if drawn or not pictures else " (no picture: matplotlib is not installed)")
         console.print(f"saved            {names}", soft_wrap=True)
         if record.profiled is not None:
             console.print(f"                 open {files[1]} in https://ui.perfetto.dev", soft_wrap=True)
