@@ -443,6 +443,21 @@ def test_tied_and_unused_parameters_in_every_precision(variant: str, dtype: str,
     assert same(snapshot(model, optimizer), want) == []
 
 
+def test_the_loss_scale_goes_on_if_there_was_one(tmp_path: Path) -> None:
+    _, optimizer, _ = make("3-host", tmp_path, dtype="bf16")
+    optimizer.save_checkpoint(tmp_path)
+    _, optimizer, _ = make("2-host-overlapped", tmp_path, dtype="fp16")
+    optimizer.load_checkpoint(tmp_path)
+    assert optimizer.metrics()["loss_scale"] == 2**16
+    optimizer.scaler.scale, optimizer.scaler.clean_steps = 512.0, 90
+    optimizer.save_checkpoint(tmp_path)
+    model, optimizer, scheduler = make("3-host", tmp_path, dtype="fp16", loss_scale=zk.DynamicLossScale(window=10))
+    optimizer.load_checkpoint(tmp_path)
+    assert optimizer.metrics()["loss_scale"] == 512
+    train(model, optimizer, scheduler, 0, 1)
+    assert optimizer.metrics()["loss_scale"] == 1024
+
+
 def run_chain(case: tuple[str, str, int, int, bool]) -> tuple[list[str], list[float]]:
     """Load (unless it is the first link), compare with what was saved, train, save: on every rank."""
     setting, folder, start, stop, first = case

@@ -37,15 +37,16 @@ class LossScaler:
                 self.scale = max(self.scale / rule.factor, rule.minimum)
             return
         self.clean_steps += 1
-        if self.clean_steps == rule.window:
+        if self.clean_steps >= rule.window:  # more where a state of a longer window was loaded
             self.clean_steps, self.patience = 0, rule.hysteresis
             self.scale *= rule.factor
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "clean_steps": self.clean_steps, "patience": self.patience}
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "patience": self.patience, "active": self.active}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.rule is not None:
+        """Go on with the scale of a run that had one; that of bf16 or fp32 says nothing about fp16."""
+        if self.rule is not None and state.get("active", True):
             self.scale, self.clean_steps, self.patience = float(state["scale"]), int(state["clean_steps"]), int(state["patience"])
 
 

@@ -271,7 +271,8 @@ def _options(group: Mapping[str, Any], config: Mapping[str, Any], path: Path) ->
 def _scale_of(scaler: Any) -> dict[str, Any]:
     """A loss scaler of DeepSpeed's as zk.precision.LossScaler keeps it."""
     said = {} if scaler is None else vars(scaler)
-    state = {"scale": float(said.get("cur_scale", 1.0)), "clean_steps": 0, "patience": 0}
+    scale = float(said.get("cur_scale", 1.0))
+    state = {"scale": scale, "clean_steps": 0, "patience": 0, "active": bool(said.get("dynamic")) or scale != 1.0}
     if said.get("dynamic"):
         # the scale grows when this is a multiple of the window, but 0, before a step: so after an overflow it takes one step more
         since = said["cur_iter"] - said["last_overflow_iter"] - 1
