@@ -14,8 +14,10 @@ import mmap
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -85,3 +87,43 @@ def peak_nbytes() -> int:
     except (OSError, TypeError):  # no /proc: what getrusage says may include the process that started this one
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# of version 2 and 1: limit, usage, and what of the usage are pages of files that can be dropped
+_FIELDS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+
+
+def _own_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of this process's control groups for memory, from its own up to the root; names of the files in them."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # no /proc
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, fields = (_CGROUPS / "memory", _FIELDS[1]) if controllers else (_CGROUPS, _FIELDS[0])
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield folder, fields
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory that this process may have, and that are free of them: the machine's, or less in a container with a limit."""
+    machine = psutil.virtual_memory()
+    total, available = int(machine.total), int(machine.available)
+    for folder, (limit_name, usage_name, droppable_name) in _own_groups():
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            if limit == "max" or int(limit) >= machine.total:
+                continue
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / usage_name).read_text()) - int(stat.get(droppable_name, 0))
+        except (OSError, ValueError):  # not mounted here, or another kernel's
+            continue
+        total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
+    return total, available

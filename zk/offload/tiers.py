@@ -13,11 +13,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
-from zk.memory import aligned, zeros
+from zk.memory import aligned, host_memory, zeros
 from zk.offload.cpu_adam import squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
@@ -425,7 +424,7 @@ def free_nbytes(device: torch.device) -> int:
     """Bytes that can still be allocated on ``device``."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return host_memory()[1]
 
 
 # sections of a unit's optimizer state begin on multiples of this many elements: a page in 16 bits

@@ -1,0 +1,66 @@
+"""Host memory as this process may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from zk import memory
+from zk.memory import host_memory
+from zk.offload.tiers import free_nbytes
+
+GIB = 1 << 30
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Path]:
+    """A machine of 64 GiB, 40 of them free, with control groups in a folder."""
+    virtual = mock.Mock(total=64 * GIB, available=40 * GIB)
+    patches = (
+        mock.patch.object(psutil, "virtual_memory", lambda: virtual),
+        mock.patch.object(memory, "_CGROUPS", tmp_path / "cgroup"),
+        mock.patch.object(memory, "_OWN_CGROUPS", tmp_path / "own"),
+    )
+    with patches[0], patches[1], patches[2]:
+        yield tmp_path
+
+
+def test_without_limits_it_is_the_machines(machine: Path) -> None:
+    assert host_memory() == (64 * GIB, 40 * GIB)
+    (machine / "own").write_text("0::/user.slice\n")
+    write(machine / "cgroup" / "user.slice", memory__max="max\n", memory__current="5\n", memory__stat="inactive_file 1\n")
+    assert host_memory() == (64 * GIB, 40 * GIB)
+
+
+def test_the_smallest_limit_on_the_way_to_the_root_counts(machine: Path) -> None:
+    (machine / "own").write_text("0::/pod/container\n")
+    stat = f"anon 1\ninactive_file {GIB}\nfile 3\n"
+    write(machine / "cgroup" / "pod", memory__max=str(16 * GIB), memory__current=str(10 * GIB), memory__stat=stat)
+    write(machine / "cgroup" / "pod" / "container", memory__max=str(20 * GIB), memory__current=str(4 * GIB), memory__stat=stat)
+    assert host_memory() == (16 * GIB, 7 * GIB)
+    assert free_nbytes(torch.device("cpu")) == 7 * GIB
+
+
+def test_version_1_of_control_groups(machine: Path) -> None:
+    (machine / "own").write_text("4:cpu,cpuacct:/x\n3:memory:/job\n0::/\n")
+    stat = f"total_inactive_file {2 * GIB}\n"
+    write(machine / "cgroup" / "memory" / "job", memory__limit_in_bytes=str(8 * GIB), memory__usage_in_bytes=str(9 * GIB), memory__stat=stat)
+    write(machine / "cgroup" / "memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="0", memory__stat="")
+    assert host_memory() == (8 * GIB, 1 * GIB)
+
+
+def test_files_that_say_nothing_are_passed_over(machine: Path) -> None:
+    (machine / "own").write_text("0::/odd\n")
+    write(machine / "cgroup" / "odd", memory__max="a lot", memory__current="5", memory__stat="")
+    assert host_memory() == (64 * GIB, 40 * GIB)
