@@ -148,11 +148,10 @@ class Engine(nn.Module):
         if folder is None:
             log.warning("%s has no checkpoint; nothing was loaded", load_dir)
             return None, None
-        imported = Manifest.read(load.find(folder)).head["scheduler"] is None and self.lr_scheduler is not None
-        extra = self.optimizer.load_checkpoint(folder, scheduler=None if imported else self.lr_scheduler) or {}
-        theirs = extra.get("deepspeed", {}).get("lr_scheduler") if imported else None
-        if theirs is not None:
-            self.lr_scheduler.load_state_dict(theirs)
+        imported = ((Manifest.read(load.find(folder)).head["extra"] or {}).get("deepspeed") or {}).get("lr_scheduler")
+        extra = self.optimizer.load_checkpoint(folder, scheduler=self.lr_scheduler if imported is None else None) or {}
+        if imported is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(imported)
         self.micro_steps = self.global_steps * self._sizes.accumulation
         return str(folder), extra.get("client_state", {})
 
@@ -205,9 +204,13 @@ def initialize(
     unused = {"optimizer": "one was given"} if optimizer is not None else {}
     unused |= {"scheduler": "one was given"} if lr_scheduler is not None else {}
     settings = Settings(given[0], auto, unused)
+    left_open = [name for name in ("bf16.enabled", "fp16.enabled") if settings.values.get(name) == "auto" and not settings.has(name)]
     dtypes = {param.dtype for param in model.parameters()}
     settings.suggest({"bf16.enabled": dtypes == {torch.bfloat16}, "fp16.enabled": dtypes == {torch.float16}})
     zero = zero_config(settings, overrides)
+    if left_open and zero.dtype is None:
+        names = ", ".join(sorted(map(str, dtypes)))
+        log.warning('%s: %s: "auto": training is in %s, as the model is; auto={%r: True} changes that', settings.source, left_open, names, left_open[0])
     sizes = batch_sizes(settings, world_to_join(zero.process_group))
 
     local_rank = _local_rank(args)

@@ -1,7 +1,7 @@
 """In: nothing. Out: for every key of DeepSpeed's JSON, what zk makes of it and why; the same as a page, ``docs/deepspeed_config.md``.
 
 Keys and defaults are those of DeepSpeed 0.19.8, and older ones that are still found in configs.
-``python -m zk.integrations.deepspeed_table > docs/deepspeed_config.md`` writes the page.
+``make docs`` writes the page.
 """
 
 from __future__ import annotations
@@ -380,8 +380,8 @@ def markdown() -> str:
     lines = [
         "# DeepSpeed's JSON in zk",
         "",
-        "What `zk.initialize` and `zk.ZeroConfig.from_deepspeed` make of each key. Written by `python -m zk.integrations.deepspeed_table` from the",
-        "table in the code; a test checks that it is current. Keys and defaults are those of DeepSpeed 0.19.8, and older ones still found.",
+        "What `zk.initialize` and `zk.ZeroConfig.from_deepspeed` make of each key. Written by `make docs` from the table in the code;",
+        "a test checks that it is current. Keys and defaults are those of DeepSpeed 0.19.8, and older ones still found.",
         "",
         *(f"- **{kind.name.lower()}**: {kind.value}." for kind in Kind),
         "",
@@ -398,6 +398,3 @@ def markdown() -> str:
     ]
     return "\n".join(lines)
 
-
-if __name__ == "__main__":
-    print(markdown())

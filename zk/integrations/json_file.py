@@ -71,6 +71,8 @@ def _fault_of(text: str) -> _Fault | None:
     mended = f"{text[: before + 1]},{text[before + 1 :]}"
     if "',' delimiter" in message and _gets_past(mended, position + 1):
         return _Fault(before + 1, "a comma is missing", mended)
+    if text.startswith(("//", "/*", "#"), position):
+        message = "a comment, which JSON does not have: remove it"
     return _Fault(position, message, None)
 
 
