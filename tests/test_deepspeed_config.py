@@ -767,6 +767,8 @@ def test_a_run_goes_on_from_its_checkpoint(tag: str | None, tmp_path: Path, capl
     for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
         with pytest.raises(ValueError, match="goes on with all that was saved"):
             engine.load_checkpoint(tmp_path / "ckpt", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tag must not begin with 'step-'"):
+        engine.save_checkpoint(tmp_path / "ckpt", "step-5")
     with pytest.raises(ValueError, match="exclude_frozen_parameters=True is not supported"):
         engine.save_checkpoint(tmp_path / "ckpt", exclude_frozen_parameters=True)
     without = make({**config, "scheduler": {}})

@@ -116,6 +116,8 @@ class Engine(nn.Module):
         """
         if exclude_frozen_parameters:
             raise ValueError("exclude_frozen_parameters=True is not supported: a checkpoint is whole; leave it out")
+        if str(tag).startswith("step-"):
+            raise ValueError(f"tag must not begin with 'step-', as zk's own folders do; got {tag!r}: choose another, or leave it out")
         root = Path(save_dir)
         folder = root if tag is None else root / str(tag)
         self.optimizer.save_checkpoint(folder, scheduler=self.lr_scheduler, extra={"client_state": dict(client_state or {})})
@@ -209,8 +211,13 @@ def initialize(
     settings.suggest({"bf16.enabled": dtypes == {torch.bfloat16}, "fp16.enabled": dtypes == {torch.float16}})
     zero = zero_config(settings, overrides)
     if left_open and zero.dtype is None:
-        names = ", ".join(sorted(map(str, dtypes)))
-        log.warning('%s: %s: "auto": training is in %s, as the model is; auto={%r: True} changes that', settings.source, left_open, names, left_open[0])
+        log.warning(
+            '%s: %s: "auto": training is in %s, as the model is; auto={%r: True} changes that',
+            settings.source,
+            " and ".join(left_open),
+            ", ".join(sorted(map(str, dtypes))),
+            left_open[0],
+        )
     sizes = batch_sizes(settings, world_to_join(zero.process_group))
 
     local_rank = _local_rank(args)

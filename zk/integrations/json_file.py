@@ -30,7 +30,7 @@ def read_object(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"a config is a path to a JSON file, or a dict; got {config!r}")
     path = Path(config)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     found = _parse(text, str(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, {{...}}; it holds a {type(found).__name__}")
