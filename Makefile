@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save gpu lint clean
+.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save gpu lint docs clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -28,6 +28,10 @@ bench: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# docs/deepspeed_config.md, from the table in the code
+docs: $(READY)
+	$(BIN)/python -c "from zk.integrations.deepspeed_table import markdown; print(markdown())" > docs/deepspeed_config.md
 
 # DeepSpeed beside zk in one table; installs DeepSpeed into an environment of its own
 bench-peers: $(READY) $(VENV)/.peers

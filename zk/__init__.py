@@ -3,6 +3,7 @@
 from zk.access import gather
 from zk.activations import offload_activations
 from zk.config import DynamicLossScale, ZeroConfig
+from zk.integrations.deepspeed_engine import initialize
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -16,6 +17,7 @@ __all__ = [
     "ZeroOptimizer",
     "deferred_init",
     "gather",
+    "initialize",
     "load_pretrained",
     "offload_activations",
     "tile_linears",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -179,6 +179,23 @@ class ZeroConfig:
                 if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
                     raise TypeError(f"units must hold module names or nn.Module classes; got {entry!r}")
             normalize("units", entries)
+
+    @classmethod
+    def from_deepspeed(
+        cls, config: str | os.PathLike[str] | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None, **overrides: Any
+    ) -> ZeroConfig:
+        """The same settings from DeepSpeed's JSON, a path or a dict.
+
+        Args:
+            auto: values for what the config says is "auto", by dotted key: ``{"bf16.enabled": True}``.
+            overrides: fields that win over the config.
+
+        What becomes of each key: docs/deepspeed_config.md. Optimizer, scheduler and batch sizes are for ``zk.initialize``. ValueError for
+        unknown keys, for what zk does not do (with the reason and a remedy), and for what is not JSON (with line and column).
+        """
+        from zk.integrations.deepspeed_config import from_deepspeed  # it imports this module
+
+        return from_deepspeed(config, auto, overrides)
 
     def _check_tiers(self) -> None:
         for name in ("param_tier", "optimizer_tier"):

@@ -320,6 +320,13 @@ def _meeting_place() -> dict[str, Any]:
     return {"store": dist.distributed_c10d.PrefixStore(f"zk/attempt/{attempt}", store), "rank": rank, "world_size": world}
 
 
+def world_to_join(process_group: dist.ProcessGroup | None) -> int:
+    """How many ranks ``connect`` would find."""
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+        return dist.get_world_size(process_group)
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device) -> Solo | Group:
     """The ranks to train with: the group given, the default group, one made from torchrun's environment, or this process alone."""
     available = dist.is_available()

@@ -1,0 +1,274 @@
+"""In: what a script gives to ``deepspeed.initialize``. Out: an engine with DeepSpeed's calls around a model and its ZeroOptimizer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zk.checkpoint import load, save
+from zk.checkpoint.manifest import Manifest
+from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
+from zk.materialize import compute_device
+from zk.optimizer import ZeroOptimizer
+from zk.parallel.comm import world_to_join
+
+log = logging.getLogger("zk")
+
+
+class Engine(nn.Module):
+    """The model, with DeepSpeed's training calls: ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
+
+    ``module`` is the model, ``optimizer`` its ZeroOptimizer. What an engine does not have is looked for in the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer, scheduler: Any, sizes: BatchSizes) -> None:
+        super().__init__()
+        self.module, self.optimizer, self.lr_scheduler, self._sizes = model, optimizer, scheduler, sizes
+        self.device, self.local_rank = compute_device(model), _local_rank(None)
+        self.micro_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of ``loss`` / gradient_accumulation_steps, times the loss scale; returns the loss that was divided."""
+        if scale_wrt_gas:
+            loss = loss / self._sizes.accumulation
+        if self.optimizer.config.stage < 2 and not self.is_gradient_accumulation_boundary():
+            with self.optimizer.no_sync():  # summed on each rank, reduced once
+                self.optimizer.backward(loss, retain_graph=retain_graph)
+        else:
+            self.optimizer.backward(loss, retain_graph=retain_graph)
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count a micro batch; at the last one of a step, update, and step the scheduler if the update was not skipped."""
+        at_boundary = self.is_gradient_accumulation_boundary()
+        if at_boundary:
+            skipped = self.skipped_steps
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.lr_scheduler is not None and self.skipped_steps == skipped:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro batch is the last one of a step."""
+        return (self.micro_steps + 1) % self._sizes.accumulation == 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def global_steps(self) -> int:
+        """Steps, taken or skipped."""
+        return self.optimizer.counters["steps"] + self.skipped_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.optimizer.counters["skipped_steps"]
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * self._sizes.train
+
+    def train_batch_size(self) -> int:
+        return self._sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._sizes.accumulation
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients over all ranks, before clipping; None before the first step."""
+        return None if self.global_steps == 0 and math.isnan(self.optimizer.last_norm) else self.optimizer.last_norm
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """``ZeroOptimizer.save_checkpoint``, with the scheduler; ``client_state`` is what JSON can hold. On all ranks.
+
+        Without ``tag`` into ``save_dir/step-NNNNNNNN``, with it into a folder like that in ``save_dir/tag``.
+        """
+        if exclude_frozen_parameters:
+            raise ValueError("exclude_frozen_parameters=True is not supported: a checkpoint is whole; leave it out")
+        if str(tag).startswith("step-"):
+            raise ValueError(f"tag must not begin with 'step-', as zk's own folders do; got {tag!r}: choose another, or leave it out")
+        root = Path(save_dir)
+        folder = root if tag is None else root / str(tag)
+        self.optimizer.save_checkpoint(folder, scheduler=self.lr_scheduler, extra={"client_state": dict(client_state or {})})
+        if tag is not None and save_latest and self.optimizer.comm.rank == 0:
+            beside = root / f"{save.LATEST}.new"
+            beside.write_text(str(tag))
+            beside.replace(root / save.LATEST)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from the checkpoint of ``tag``, or the latest one; returns its folder and the ``client_state``. On all ranks.
+
+        (None, None), and a warning, where there is none and no tag was given. What ``python -m zk import-deepspeed`` wrote goes on too.
+        """
+        if not (load_module_strict and load_optimizer_states and load_lr_scheduler_states) or load_module_only or custom_load_fn is not None:
+            raise ValueError(
+                "engine.load_checkpoint goes on with all that was saved; to take weights alone, use python -m zk export and load_state_dict, "
+                "and leave the load_* options out"
+            )
+        folder = _folder_of(Path(load_dir), tag)
+        if folder is None:
+            log.warning("%s has no checkpoint; nothing was loaded", load_dir)
+            return None, None
+        imported = ((Manifest.read(load.find(folder)).head["extra"] or {}).get("deepspeed") or {}).get("lr_scheduler")
+        extra = self.optimizer.load_checkpoint(folder, scheduler=self.lr_scheduler if imported is None else None) or {}
+        if imported is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(imported)
+        self.micro_steps = self.global_steps * self._sizes.accumulation
+        return str(folder), extra.get("client_state", {})
+
+    def destroy(self) -> None:
+        """Let go of the model; parameters that are whole stay usable."""
+        self.optimizer.close()
+
+
+def initialize(
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    args: Any = None,
+    config: Config | None = None,
+    deepspeed_config: Config | None = None,
+    config_params: Config | None = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    dist_init_required: bool | None = None,
+    mpu: Any = None,
+    auto: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, Any]:
+    """What ``deepspeed.initialize`` does, by zk: the engine, its optimizer, a loader of ``training_data``, and the scheduler.
+
+    Args:
+        model: moved to this rank's GPU, if there is one.
+        optimizer: torch's Adam, AdamW or SGD, or a callable that makes one of the parameters; None: as the config says.
+        model_parameters: tensors or groups to train, for an optimizer that is made here; None: all that require gradients.
+        lr_scheduler: a scheduler, or a callable that makes one of the optimizer; None: as the config says, if it does.
+        args: what has ``deepspeed_config``, and perhaps ``local_rank``.
+        config, deepspeed_config, config_params: path or dict; one of them, or ``args``.
+        training_data: a dataset; each rank reads its own part, in micro batches.
+        dist_init_required: taken for compatibility: the default process group is joined, or made, in any case.
+        mpu: must be None; there is no model parallelism.
+        auto: values for what the config says is "auto", by dotted key: ``{"optimizer.params.lr": 3e-4}``.
+        overrides: ZeroConfig fields that win over the config.
+
+    What becomes of each key of the config: docs/deepspeed_config.md. ValueError for what zk does not do, with the reason and what to do instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}. zk.initialize takes args= by name")
+    if mpu is not None:
+        raise ValueError("mpu must be None: zk has no model parallelism; stage 3 partitions parameters over all ranks")
+    given = [found for found in (config, deepspeed_config, config_params, getattr(args, "deepspeed_config", None)) if found is not None]
+    if len(given) != 1:
+        raise ValueError(f"give the config once: config=, a path or a dict, or args.deepspeed_config; got {len(given)} of them")
+    unused = {"optimizer": "one was given"} if optimizer is not None else {}
+    unused |= {"scheduler": "one was given"} if lr_scheduler is not None else {}
+    settings = Settings(given[0], auto, unused)
+    left_open = [name for name in ("bf16.enabled", "fp16.enabled") if settings.values.get(name) == "auto" and not settings.has(name)]
+    dtypes = {param.dtype for param in model.parameters()}
+    settings.suggest({"bf16.enabled": dtypes == {torch.bfloat16}, "fp16.enabled": dtypes == {torch.float16}})
+    zero = zero_config(settings, overrides)
+    if left_open and zero.dtype is None:
+        log.warning(
+            '%s: %s: "auto": training is in %s, as the model is; auto={%r: True} changes that',
+            settings.source,
+            " and ".join(left_open),
+            ", ".join(sorted(map(str, dtypes))),
+            left_open[0],
+        )
+    sizes = batch_sizes(settings, world_to_join(zero.process_group))
+
+    local_rank = _local_rank(args)
+    if torch.cuda.is_available() and not any(param.is_meta for param in model.parameters()):
+        torch.cuda.set_device(local_rank)
+        model.to(torch.device("cuda", local_rank))
+    params = list(model_parameters) if model_parameters is not None else [param for param in model.parameters() if param.requires_grad]
+    if optimizer is None:
+        inner = make_optimizer(settings, params)
+    else:
+        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
+    wrapped = ZeroOptimizer(model, inner, zero)
+    try:
+        if lr_scheduler is None:
+            scheduler: Any = make_scheduler(settings, wrapped)
+        else:
+            scheduler = lr_scheduler(wrapped) if callable(lr_scheduler) else lr_scheduler
+        engine = Engine(model, wrapped, scheduler, sizes)
+        loader = _loader(training_data, engine, collate_fn, settings.flag("dataloader_drop_last", False)) if training_data is not None else None
+    except BaseException:
+        wrapped.close(gather=True)
+        raise
+    engine.local_rank = local_rank
+    return engine, wrapped, loader, scheduler
+
+
+def _local_rank(args: Any) -> int:
+    """This rank's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", max(0, getattr(args, "local_rank", 0) or 0)))
+
+
+def _loader(data: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None, drop_last: bool) -> DataLoader[Any]:
+    """This rank's part of the data, shuffled, in micro batches."""
+    comm = engine.optimizer.comm
+    sampler: Any = None if isinstance(data, IterableDataset) else DistributedSampler(data, comm.world, comm.rank)
+    return DataLoader(
+        data,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+def _folder_of(root: Path, tag: Any) -> Path | None:
+    """What zk saved under ``tag``, or last; None if nothing is there and no tag was given."""
+    if tag is None:
+        named = (root / save.LATEST).read_text().strip() if (root / save.LATEST).exists() else ""
+        tag = named if named and not named.startswith("step-") else None
+    folder = root if tag is None else root / str(tag)
+    if any(folder.glob("*_states.pt")):
+        raise ValueError(f"{folder} was written by DeepSpeed; turn it into a zk checkpoint first: python -m zk import-deepspeed {root} OUT")
+    return None if tag is None and save.latest(root) is None and not (root / "manifest.json").exists() else folder
