@@ -239,7 +239,7 @@ def _mib(nbytes: int) -> str:
 def _refusal(nbytes: int, error: OSError) -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = limit == resource.RLIM_INFINITY
-    if _in_wsl():
+    if in_wsl():
         remedy = "WSL locks only part of its memory: give it more with memory= under [wsl2] in .wslconfig"
     elif unlimited:
         remedy = "free host memory, or use fewer or smaller units"
@@ -251,7 +251,8 @@ def _refusal(nbytes: int, error: OSError) -> str:
     )
 
 
-def _in_wsl() -> bool:
+def in_wsl() -> bool:
+    """Whether this is Linux in Windows."""
     try:
         return "microsoft" in Path("/proc/version").read_text().lower()
     except OSError:  # no /proc

@@ -1,0 +1,134 @@
+"""What stands in the way is found, with its remedy."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from zk import doctor
+from zk.doctor import Finding, examine
+
+GIB = 1 << 30
+
+
+def named(findings: list[Finding], what: str) -> Finding:
+    return next(finding for finding in findings if finding.what == what)
+
+
+def test_this_machine_can_train(tmp_path: Path) -> None:
+    found = examine([tmp_path], lambda folder: 2.0)
+    assert {finding.part for finding in found} >= {"versions", "devices", "cores", "memory", str(tmp_path)}
+    assert named(found, "torch").found == torch.__version__ and named(found, "torch").verdict == "ok"
+    assert named(found, "reads and writes") == Finding(str(tmp_path), "reads and writes", "2.00 GB/s")
+    assert all(finding.remedy for finding in found if finding.verdict == "mend")
+
+
+def test_packages_that_are_missing_or_broken() -> None:
+    with mock.patch.object(doctor, "_NEEDED", ("nothing_of_this_name",)):
+        row = named(list(doctor.versions()), "nothing_of_this_name")
+        assert (row.verdict, row.remedy) == ("mend", "python -m pip install nothing_of_this_name")
+    with mock.patch.object(doctor.importlib, "import_module", mock.Mock(side_effect=ImportError("numpy 9 is not supported"))):
+        row = named(list(doctor.versions()), "numba")
+        assert row.verdict == "mend" and "numpy 9 is not supported" in row.found
+
+
+@pytest.mark.parametrize(
+    ("names", "verdict", "remedy"),
+    (
+        (["cupy-cuda13x"], None, ""),
+        (["cupy-cuda12x"], "mend", "pip install cupy-cuda13x"),
+        (["cupy-cuda13x", "cupy-cuda12x"], "mend", "pip uninstall cupy-cuda12x"),
+    ),
+)
+def test_cupy_goes_with_torchs_cuda(names: list[str], verdict: str | None, remedy: str) -> None:
+    with mock.patch.object(doctor, "_distributions", lambda: {"cupy": names}), mock.patch.object(torch.version, "cuda", "13.0"):
+        rows = list(doctor._cupy())
+    assert [row.verdict for row in rows] == ([verdict] if verdict else [])
+    assert all(remedy in row.remedy for row in rows)
+
+
+def test_cores_and_the_time_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert doctor.cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert doctor.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").unlink()
+    assert doctor.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("200000")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    assert doctor.cpu_quota(tmp_path) == 2.0
+    patches = (
+        mock.patch.object(os, "sched_getaffinity", lambda _: {0, 1, 2}),
+        mock.patch.object(os, "cpu_count", lambda: 64),
+        mock.patch.object(doctor, "cpu_quota", lambda: 1.5),
+    )
+    with patches[0], patches[1], patches[2]:
+        rows = list(doctor.cores())
+    assert named(rows, "cores").found == "3 of 64" and "num_threads=1" in named(rows, "container's limit").remedy
+
+
+@pytest.mark.parametrize(
+    ("limit", "cuda", "wsl", "verdict", "said"),
+    (
+        (8 << 20, True, False, "mend", "ulimit -l unlimited"),
+        (8 << 20, False, False, "ok", ""),
+        (resource.RLIM_INFINITY, True, False, "ok", ""),
+        (resource.RLIM_INFINITY, True, True, "note", ".wslconfig"),
+    ),
+)
+def test_page_locking(limit: int, cuda: bool, wsl: bool, verdict: str, said: str) -> None:
+    patches = (
+        mock.patch.object(resource, "getrlimit", lambda _: (limit, limit)),
+        mock.patch.object(torch.cuda, "is_available", lambda: cuda),
+        mock.patch.object(doctor, "in_wsl", lambda: wsl),
+    )
+    with patches[0], patches[1], patches[2]:
+        row = named(list(doctor.memory()), "page-locked")
+    assert row.verdict == verdict and said in row.remedy
+
+
+def test_memory_of_a_container_swap_and_huge_pages(tmp_path: Path) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    patches = (
+        mock.patch.object(doctor, "host_memory", lambda: (8 * GIB, 3 * GIB)),
+        mock.patch.object(psutil, "swap_memory", lambda: SimpleNamespace(used=2 * GIB)),
+        mock.patch.object(doctor, "_THP", tmp_path / "enabled"),
+    )
+    with patches[0], patches[1], patches[2]:
+        rows = list(doctor.memory())
+    assert "3.00 GiB of 8.00 GiB free (the machine has" in named(rows, "host").found
+    assert named(rows, "swap").verdict == "note" and named(rows, "huge pages").verdict == "mend"
+
+
+def test_folders(tmp_path: Path) -> None:
+    assert next(iter(doctor.path(tmp_path / "none", None))).remedy.startswith("mkdir -p")
+    with mock.patch.object(doctor, "_filesystem", lambda _: "tmpfs"), mock.patch.object(doctor, "can_bypass_cache", lambda _: False):
+        rows = list(doctor.path(tmp_path, lambda _: 0.1))
+    assert [row.verdict for row in rows] == ["mend", "note", "note"]
+    with mock.patch.object(doctor, "can_bypass_cache", mock.Mock(side_effect=PermissionError(13, "Permission denied"))):
+        rows = list(doctor.path(tmp_path, None))
+    assert rows[-1].verdict == "mend" and "Permission denied" in rows[-1].found
+    assert doctor._filesystem(Path("/proc")) == "proc"
+
+
+def test_a_gpu_and_its_settings() -> None:
+    old = SimpleNamespace(name="Tesla T4", major=7, minor=5)
+    patches = (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: old),
+        mock.patch.object(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 15 * GIB)),
+        mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
+    )
+    with patches[0], patches[1], patches[2], patches[3], patches[4]:
+        rows = [*doctor.devices(), *doctor.environment()]
+    assert "Tesla T4" in named(rows, "GPU 0").found and "fp16" in named(rows, "GPU 0").remedy
+    assert named(rows, "TRITON_INTERPRET").verdict == "mend"
