@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from pathlib import Path
@@ -11,9 +12,12 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from zk import doctor
+from zk.cli import app
 from zk.doctor import Finding, examine
+from zk.plan import measure
 
 GIB = 1 << 30
 
@@ -132,3 +136,13 @@ def test_a_gpu_and_its_settings() -> None:
         rows = [*doctor.devices(), *doctor.environment()]
     assert "Tesla T4" in named(rows, "GPU 0").found and "fp16" in named(rows, "GPU 0").remedy
     assert named(rows, "TRITON_INTERPRET").verdict == "mend"
+
+
+def test_the_command_prints_rows_or_json_and_its_exit_code_says_whether_all_is_well(tmp_path: Path) -> None:
+    with mock.patch.object(measure, "measure_disk", lambda _: 3.0):
+        done = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path), "--json"])
+        rows = json.loads(done.output)
+        assert named([Finding(**row) for row in rows], "reads and writes").found == "3.00 GB/s"
+        assert done.exit_code == int(any(row["verdict"] == "mend" for row in rows))
+        done = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path / "none")])
+    assert done.exit_code == 1 and "mkdir -p" in done.output and torch.__version__ in done.output

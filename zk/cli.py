@@ -111,6 +111,82 @@ def train(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="gpt:10b, gpt:layers=24,width=2048, a Hugging Face config.json, or module:factory (a function that builds the model)."),
+    ],
+    gpu: Annotated[str | None, typer.Option(help="Memory of each rank's GPU, such as 32GiB; none without one. Default: this machine's.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Memory of one machine. Default: this machine's.")] = None,
+    nvme: Annotated[str, typer.Option(help="Room on the drive of one machine, such as 1TiB; none without one.")] = "none",
+    world: Annotated[int, typer.Option(min=1, help="Ranks.")] = 1,
+    per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks that share a machine's RAM, CPU and drive. Default: up to 8.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank computes in a step.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="1e12 operations/s that the model's matrix products reach on a rank. Default: 100 on a GPU, 0.15 for each core without."),
+    ] = None,
+    link: Annotated[float, typer.Option(help="GB/s between host and GPU, each way.")] = 20.0,
+    cpu_adam: Annotated[float, typer.Option(help="CPU update of one machine, 1e9 parameters/s.")] = 2.5,
+    disk: Annotated[float, typer.Option(help="GB/s of one machine's drive, reads and writes together.")] = 3.0,
+    fabric: Annotated[float, typer.Option(help="GB/s between ranks, for each.")] = 20.0,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure --cpu-adam here, and --disk in --nvme-path, in a few seconds.")] = False,
+    nvme_path: Annotated[str, typer.Option(help="Folder on the drive, for --measure and the recommended configuration.")] = ".",
+    plot: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what of a model fits where, and how long a step takes, without training or a GPU."""
+    import json
+
+    import torch
+    from rich.console import Console
+
+    from zk.config import parse_nbytes
+    from zk.memory import host_memory
+    from zk.offload.cpu_adam import default_threads
+    from zk.plan import choose, picture, report
+    from zk.plan import measure as rates
+    from zk.plan.memory import Machine
+    from zk.plan.shape import shape_of
+
+    try:
+        if gpu is None:
+            gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
+        if tflops is None:
+            tflops = 100.0 if gpu != "none" else 0.15 * default_threads()
+        for option, rate in (("tflops", tflops), ("link", link), ("cpu-adam", cpu_adam), ("disk", disk), ("fabric", fabric)):
+            if not 0 < rate < float("inf"):
+                raise ValueError(f"--{option} must be a rate above 0; got {rate}")
+        if measure:
+            cpu_adam, disk = rates.measure_cpu_adam(), rates.measure_disk(nvme_path) if nvme != "none" else disk
+        machine = Machine(
+            gpu_nbytes=None if gpu == "none" else parse_nbytes(gpu, "--gpu"),
+            ram_nbytes=parse_nbytes(ram, "--ram") if ram is not None else host_memory()[0],
+            nvme_nbytes=0 if nvme == "none" else parse_nbytes(nvme, "--nvme"),
+            world=world,
+            per_machine=per_machine or min(world, 8),
+            tflops=tflops,
+            link_gbps=link,
+            cpu_adam=cpu_adam,
+            disk_gbps=disk,
+            fabric_gbps=fabric,
+        )
+        found = choose.plan(shape_of(model), machine, tokens, dtype, state_dtype, nvme_path)
+        if as_json:
+            typer.echo(json.dumps(choose.as_dict(found), indent=1))
+        else:
+            report.print_plan(Console(), found)
+        pictures = picture.draw(found, plot) if plot is not None else []
+    except (ValueError, OSError) as error:
+        typer.secho(f"zk plan: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None
+    if plot is not None:
+        typer.echo("\n".join(map(str, pictures)) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="What save_checkpoint was given, or the folder of one step.", exists=True, file_okay=False)],
     out: Annotated[Path, typer.Argument(help="Folder to make.")],
@@ -146,3 +222,33 @@ def import_deepspeed(
     except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
         typer.secho(f"zk import-deepspeed: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
+
+
+@app.command()
+def doctor(
+    path: Annotated[list[Path] | None, typer.Option(help="Folder on a drive, for the nvme tier; may be repeated. Its rate is measured.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: one object for each row.")] = False,
+) -> None:
+    """What this machine has for training, and what stands in the way, with the remedy. Exit code 1 if something has to be mended."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from zk import doctor as checks
+    from zk.plan.measure import measure_disk
+
+    findings = checks.examine(path or (), measure_disk)
+    if as_json:
+        typer.echo(json.dumps(checks.as_json(findings), indent=1))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("", "", "found", "what to do"):
+            table.add_column(heading, overflow="fold")
+        styles, part = {"ok": "", "note": "yellow", "mend": "red"}, ""
+        for finding in findings:
+            shown, part = finding.part if finding.part != part else "", finding.part
+            table.add_row(shown, finding.what, finding.found, finding.remedy, style=styles[finding.verdict])
+        Console(highlight=False).print(table)
+    if any(finding.verdict == "mend" for finding in findings):
+        raise typer.Exit(1)

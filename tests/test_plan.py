@@ -1,0 +1,484 @@
+"""The plan: bytes are those of real optimizers, formulas give the papers' numbers, sizes those of known models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zk
+from tests.world import run_world
+from zk.offload.twins import ThrottledLink, pretend
+from zk.parallel.layout import Layout
+from zk.plan import papers
+from zk.plan.choose import as_dict, as_python, consider, largest, plan, shown
+from zk.plan.memory import Machine, footprint
+from zk.plan.picture import draw
+from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
+from zk.plan.speed import length, step_of
+from zk.train.gpt import GPT, GPTConfig
+from zk.units import find_units
+
+GIB = 1 << 30
+ROOT = Path(__file__).parent.parent
+
+
+def machine(**options: Any) -> Machine:
+    return Machine(**{"gpu_nbytes": 32 * GIB, "ram_nbytes": 128 * GIB, "nvme_nbytes": 1 << 40, **options})
+
+
+# ---- against real optimizers -----------------------------------------------------------------------------------------------------------
+
+SMALL = GPTConfig(vocab=256, width=64, layers=3, heads=4, context=32)
+WIDE = GPTConfig(vocab=512, width=256, layers=6, heads=4, context=32)
+# stage, parameters, optimizer, size, dtype, state_dtype, whether device and host are apart
+REAL = [
+    (0, "device", "nvme", SMALL, "bf16", "fp32", False),
+    (1, "device", "host", WIDE, "fp16", "fp32", False),
+    (2, "device", "host", SMALL, "bf16", "bf16", False),
+    (2, "device", "nvme", WIDE, "bf16", "fp32", False),
+    (3, "device", "device", WIDE, "fp32", "fp32", False),
+    (3, "host", "host", WIDE, "bf16", "fp32", False),
+    (3, "host", "nvme", SMALL, "fp16", "bf16", False),
+    (3, "nvme", "nvme", WIDE, "bf16", "fp32", False),
+    (3, "nvme", "host", SMALL, "fp32", "fp32", False),
+    (2, "device", "device", WIDE, "bf16", "fp32", True),
+    (2, "device", "host", WIDE, "bf16", "fp32", True),
+    (3, "host", "host", WIDE, "bf16", "bf16", True),
+    (3, "host", "nvme", WIDE, "bf16", "fp32", True),
+]
+
+
+@pytest.mark.parametrize(("stage", "param_tier", "optimizer_tier", "size", "dtype", "state_dtype", "apart"), REAL)
+def test_bytes_are_those_of_real_optimizers(
+    stage: int, param_tier: str, optimizer_tier: str, size: GPTConfig, dtype: str, state_dtype: str, apart: bool, tmp_path: Path
+) -> None:
+    drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
+    config = zk.ZeroConfig(
+        stage=stage, param_tier=param_tier, optimizer_tier=optimizer_tier, dtype=dtype, state_dtype=state_dtype, **drive  # type: ignore[arg-type]
+    )
+    planned = footprint(Shape.of(gpt_decoder(size), "gpt"), config, machine(gpu_nbytes=GIB if apart else None))
+
+    real: Counter[tuple[str, str]] = Counter()
+    gathered = 0
+
+    def look(*_: object) -> None:
+        nonlocal gathered
+        gathered = max(gathered, int(optimizer.metrics()["device_gathered_nbytes"]))
+
+    with pretend(ThrottledLink(1e8)) if apart else torch.enable_grad():
+        model = GPT(size)
+        with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), config) as optimizer:
+            for block in model.blocks:
+                block.up.register_forward_hook(look)
+            file_nbytes = sum(file.stat().st_size for file in tmp_path.rglob("state.bin"))
+            for seed in range(3):
+                ids = torch.randint(0, size.vocab, (2, 17), generator=torch.Generator().manual_seed(seed))
+                optimizer.backward(model(ids[:, :-1], ids[:, 1:]))
+                if seed < 2:
+                    optimizer.step()
+            optimizer.clip_grad_norm_(1.0)  # all gradients have arrived where they rest
+            for name, nbytes in optimizer.metrics().items():
+                tier, _, kind = name.removesuffix("_nbytes").partition("_")
+                if name.endswith("_nbytes") and tier in ("device", "host", "nvme") and kind != "gathered":
+                    real[tier, kind] += int(nbytes)
+    want = Counter(planned.sizes)
+    # metrics() adds buckets to gradients, under the name of where they go if the device is a CPU, also one that is pretended to be something else
+    want["device" if optimizer_tier == "device" else "host", "grad"] += want.pop(("device", "bucket"), 0)
+    buffers, spare = want.pop(("host", "buffer"), 0), want.pop(("nvme", "spare"), 0)
+    most_gathered = want.pop(("device", "gathered"), 0)
+    want.pop(("host", "staging"), None)
+    used = real.pop(("host", "buffer"), 0)
+    assert {key: value for key, value in real.items() if value} == pytest.approx({key: value for key, value in want.items() if value}, rel=0.1)
+    assert gathered == pytest.approx(most_gathered, rel=0.1)
+    assert used <= buffers and (used > 0.2 * buffers or not buffers)  # made as they are needed, and counted for both tiers
+    assert file_nbytes == spare + sum(nbytes for (tier, _), nbytes in want.items() if tier == "nvme")  # to the byte
+
+
+def on_two_ranks(case: tuple[int, str, str]) -> tuple[dict[str, float], int]:
+    """metrics() before the third step, and the most that was gathered at once."""
+    stage, param_tier, optimizer_tier = case
+    gathered = 0
+
+    def look(*_: object) -> None:
+        nonlocal gathered
+        gathered = max(gathered, int(optimizer.metrics()["device_gathered_nbytes"]))
+
+    model = GPT(WIDE)
+    with zk.ZeroOptimizer(
+        model, torch.optim.AdamW(model.parameters()), stage=stage, param_tier=param_tier, optimizer_tier=optimizer_tier, dtype="bf16"
+    ) as optimizer:
+        for block in model.blocks:
+            block.up.register_forward_hook(look)  # type: ignore[union-attr, operator]
+        for seed in range(3):
+            ids = torch.randint(0, WIDE.vocab, (2, 17), generator=torch.Generator().manual_seed(seed))
+            model(ids[:, :-1], ids[:, 1:]).backward()
+            if seed < 2:
+                optimizer.step()
+        return optimizer.metrics(), gathered
+
+
+def test_bytes_of_each_of_two_ranks_are_those_of_real_optimizers() -> None:
+    cases = [(0, "device", "host"), (1, "device", "device"), (2, "device", "host"), (3, "device", "device"), (3, "host", "host")]
+    for case, ranks in zip(cases, run_world(2, on_two_ranks, cases), strict=True):
+        config = zk.ZeroConfig(stage=case[0], param_tier=case[1], optimizer_tier=case[2], dtype="bf16")  # type: ignore[arg-type]
+        want = footprint(Shape.of(gpt_decoder(WIDE), "gpt"), config, machine(gpu_nbytes=None, world=2, per_machine=2))
+        for metrics, gathered in ranks:
+            for kind in ("param", "master", "moments"):
+                real = sum(metrics.get(f"{tier}_{kind}_nbytes", 0) for tier in ("device", "host"))
+                assert real == sum(want.sizes[tier, kind] for tier in ("device", "host")), (case, kind)
+            grads = sum(metrics.get(f"{tier}_grad_nbytes", 0) for tier in ("device", "host"))
+            most = sum(nbytes for (_, kind), nbytes in want.sizes.items() if kind in ("grad", "bucket"))
+            assert 0.5 * most < grads <= most, (case, grads, most)  # some buckets are under way while others are filled
+            assert gathered == pytest.approx(want.sizes["device", "gathered"], rel=0.1), case
+
+
+def test_a_trillion_parameters_on_512_ranks_are_laid_out_as_the_formula_says() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(125_000, 125_000))
+            self.bias = nn.Parameter(torch.empty(125_000 + 7))
+
+    with zk.deferred_init("cpu"):
+        model = nn.Sequential(*(Large() for _ in range(64)))
+    num_params = sum(param.numel() for param in model.parameters())
+    assert num_params > 1e12
+    units = find_units(model, dict.fromkeys(model.parameters(), 0), torch.bfloat16)
+    layouts = [Layout.of([param.numel() for param in unit.params], 512) for unit in units]
+    shard = sum(layout.shard_numel for layout in layouts)
+    config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")
+    found = footprint(shape_of_module(model, "large"), config, machine(world=512, per_machine=8))
+    for kind, size in (("param", 2), ("grad", 2), ("master", 2), ("moments", 8)):
+        assert found.sizes["nvme", kind] == size * shard
+    assert shard == pytest.approx(num_params / 512, rel=1e-6)
+    assert found.on("nvme") == pytest.approx(16 * num_params / 512, rel=1e-3)  # 31 GB
+    assert found.sizes["device", "gathered"] == 2 * sum(layout.numel for layout in layouts[:2])
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt2": (124_439_808, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}),
+    "llama-2-7b": (
+        6_738_415_616,
+        {
+            "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+            "vocab_size": 32000, "tie_word_embeddings": False,
+        },
+    ),
+    "llama-3-8b": (
+        8_030_261_248,
+        {
+            "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "vocab_size": 128256,
+        },
+    ),
+    "mistral-7b": (
+        7_241_732_096,
+        {
+            "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "vocab_size": 32000,
+        },
+    ),
+    "qwen2-0.5b": (
+        494_032_768,
+        {
+            "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+            "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-0.6b": (
+        596_049_920,
+        {
+            "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+        },
+    ),
+    "gemma-2b": (
+        2_506_172_416,
+        {
+            "model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "head_dim": 256, "intermediate_size": 16384, "vocab_size": 256000,
+        },
+    ),
+    "phi-3-mini": (
+        3_821_079_552,
+        {
+            "model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "intermediate_size": 8192, "vocab_size": 32064, "tie_word_embeddings": False,
+        },
+    ),
+    "pythia-160m": (
+        162_322_944,
+        {
+            "model_type": "gpt_neox", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+            "vocab_size": 50304,
+        },
+    ),
+    "opt-125m": (
+        125_239_296,
+        {
+            "model_type": "opt", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "vocab_size": 50272,
+            "max_position_embeddings": 2048, "word_embed_proj_dim": 768,
+        },
+    ),
+    "bloom-560m": (559_214_592, {"model_type": "bloom", "hidden_size": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 250880}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_of_known_models_have_their_number_of_parameters(name: str, tmp_path: Path) -> None:
+    num_params, config = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shape_of(str(tmp_path)).num_params == shape_of(str(tmp_path / "config.json")).num_params == num_params
+
+
+def test_the_built_in_gpt_is_counted_parameter_by_parameter() -> None:
+    for config in (SMALL, WIDE):
+        model = GPT(config)
+        counted, real = Shape.of(gpt_decoder(config), "gpt"), shape_of_module(model, "gpt")
+        assert counted.units == real.units and counted.num_params == sum(param.numel() for param in model.parameters())
+        assert (counted.width, counted.ffn, counted.vocab, counted.layers) == (real.width, real.ffn, real.vocab, real.layers)
+
+
+@pytest.mark.parametrize(("spec", "num_params"), (("gpt:125m", 125e6), ("gpt:1.3B", 1.3e9), ("gpt:10b", 10e9), ("gpt:175b", 175e9), ("gpt:1t", 1e12)))
+def test_built_in_sizes_have_about_that_many_parameters(spec: str, num_params: float) -> None:
+    assert shape_of(spec).num_params == pytest.approx(num_params, rel=0.06)
+
+
+def a_factory() -> nn.Module:
+    return GPT(SMALL)
+
+
+def test_a_factory_is_built_without_memory_and_grows_in_blocks() -> None:
+    shape = shape_of("tests.test_plan:a_factory")
+    assert shape.num_params == sum(param.numel() for param in GPT(SMALL).parameters())
+    grown = shape.grown(4)
+    assert grown.layers == 12 and grown.num_params - shape.num_params == 9 * sum(shape.units[0].numels)
+
+
+def test_a_decoder_grows_in_width_and_depth() -> None:
+    shape = shape_of("gpt:10b")
+    assert shape.grown(2).num_params == pytest.approx(8 * shape.num_params, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    (
+        ("gpt:huge", "takes a size .* or any of .*width.*got 'huge'"),
+        ("gpt:layers=0", "got 'layers=0'"),
+        ("gpt:width=30,heads=4", "multiple of heads; got 30 and 4"),
+        ("what is this", "a model is gpt:SIZE"),
+        ("no.such:thing", "cannot be found"),
+        ("tests.test_plan:machine", "must return an nn.Module; it returned a Machine"),
+        ("zk.train.gpt:GPT", "to call without arguments .*'config'"),
+        ("zk.train.gpt:__name__", "to call without arguments"),
+    ),
+)
+def test_models_that_are_not_understood_are_refused(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        shape_of(spec)
+
+
+def test_configs_that_are_not_understood_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model_type 'mixtral' is not one of llama.*module:factory"):
+        decoder_of({"model_type": "mixtral"})
+    with pytest.raises(ValueError, match="has none of hidden_size"):
+        decoder_of({"model_type": "llama"})
+    with pytest.raises(ValueError, match="hidden_size must be a number above 0; got '12'"):
+        decoder_of({"model_type": "llama", "hidden_size": "12"})
+
+
+# ---- the papers ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_zero_figure_1() -> None:
+    """7.5 billion parameters on 64 GPUs."""
+    assert [round(papers.zero_nbytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)] == [120.0, 31.4, 16.6, 1.9]
+
+
+# trillions of parameters; layers, hidden, heads; TiB of states, of all activations of a node, of its checkpoints; GiB of working memory
+INFINITY_TABLE = [
+    (0.10, papers.Transformer(80, 10 * 1024, 128), 1.83, 2.03, 0.05, None, 1.63),
+    (0.50, papers.Transformer(100, 20 * 1024, 160), 9.16, 3.91, 0.12, 6.25, 2.50),
+    (1.01, papers.Transformer(128, 25 * 1024, 256), 18.31, 7.13, 0.20, 9.77, 3.56),
+    (10.05, papers.Transformer(195, 64 * 1024, 512), 182.81, 24.38, 0.76, 64.00, 8.00),
+    (101.47, papers.Transformer(315, 160 * 1024, 1024), 1845.70, 88.59, 3.08, 400.00, 18.00),
+]
+
+
+@pytest.mark.parametrize(("trillions", "model", "states", "activations", "checkpoints", "states_working", "activations_working"), INFINITY_TABLE)
+def test_zero_infinity_figure_2a(
+    trillions: float,
+    model: papers.Transformer,
+    states: float,
+    activations: float,
+    checkpoints: float,
+    states_working: float | None,
+    activations_working: float,
+) -> None:
+    """Sequences of 1024; a batch of 32 for a node's checkpoints, of 4 on each of its 16 GPUs for what is computed."""
+    assert model.num_params / 1e12 == pytest.approx(trillions, abs=0.006)
+    assert model.states_nbytes / 2**40 == pytest.approx(states, abs=0.006)
+    assert model.checkpoints_nbytes(batch=32) / 2**40 == pytest.approx(checkpoints, abs=0.006)
+    assert model.activations_working_nbytes(batch=4) / GIB == pytest.approx(activations_working, abs=0.006)
+    assert 16 * model.layers * model.activations_working_nbytes(batch=4) / 2**40 == pytest.approx(activations, abs=0.006)
+    if states_working is not None:
+        assert model.states_working_nbytes / GIB == pytest.approx(states_working, abs=0.006)
+
+
+def test_zero_infinity_section_4_bandwidths() -> None:
+    peak = 70e12  # a V100, as they take it
+    params = papers.params_intensity(seq=1024, batch=1)
+    assert papers.efficiency(params, 70e9, peak) > 0.5 and papers.bandwidth_for(0.5, params, peak) == pytest.approx(70e9, rel=0.03)
+    optimizer = papers.optimizer_intensity(seq=1024, batch=2)
+    assert papers.efficiency(optimizer, 1.5e12, peak) > 0.9
+    assert papers.bandwidth_for(0.9, optimizer, peak) == pytest.approx(1.5e12, rel=0.2)  # "nearly 1.5 TB/s"
+    assert papers.efficiency(papers.checkpoints_intensity(2048), 2e9, peak) > 0.5
+    assert papers.bandwidth_for(0.5, papers.checkpoints_intensity(8192), peak) < 1e9
+
+
+def test_largest_models_on_one_dgx_2_are_below_their_bounds() -> None:
+    """16 GPUs of 32 GB, 1.5 TB of host memory, 28 TB of NVMe; the sizes are those that were trained."""
+    gpu, host, nvme = 32 * GIB, 1.5e12, 28e12
+    assert 1.4e9 <= papers.zero_largest(gpu, 16, 0) < 2.2e9
+    assert 20e9 <= papers.zero_largest(gpu, 16, 3) < 2 * 20e9
+    assert 70e9 <= papers.infinity_largest(host) < 80e9
+    assert 1e12 <= papers.infinity_largest(nvme) < 1.5e12
+    assert 32e12 <= papers.infinity_largest(32 * nvme) < 45e12  # 512 GPUs
+
+
+def test_a_layer_of_64k_needs_64_gib_and_a_tile_its_share() -> None:
+    assert papers.linear_nbytes(64 * 1024) == 64 * GIB
+    assert papers.linear_nbytes(64 * 1024, tiles=16) == 4 * GIB
+
+
+# ---- choices, times, output ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_recommended_fits_and_is_the_fastest_that_does() -> None:
+    found = plan(shape_of("gpt:10b"), machine(), 8192)
+    assert found.best is not None and found.best.fits
+    assert found.best.step.seconds == min(option.step.seconds for option in found.options if option.fits)
+    for option in found.options:
+        assert option.fits == all(option.found.on(tier) <= machine().capacity(tier) for tier in ("device", "host", "nvme"))
+    made = eval(as_python(found.best.config), {"zk": zk})
+    assert made == found.best.config == zk.ZeroConfig(**json.loads(json.dumps(shown(found.best.config))))
+
+
+def test_the_largest_model_fits_and_one_larger_does_not() -> None:
+    config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")
+    found = largest(shape_of("gpt:1b"), config, machine(), 8192)
+    assert found is not None
+    assert not footprint(found, config, machine(), 8192).missing(machine())
+    assert footprint(found.grown(1.05), config, machine(), 8192).missing(machine())
+    assert found.num_params == pytest.approx((1 << 40) / 16, rel=0.03)
+    small = machine(gpu_nbytes=1 << 20)
+    assert largest(shape_of("gpt:1b"), config, small, 8192) is None
+
+
+def test_more_memory_is_never_worse() -> None:
+    sizes = [plan(shape_of("gpt:1b"), machine(ram_nbytes=ram * GIB), 2048).largest["host"][0].num_params for ram in (32, 64, 128)]
+    assert sizes == sorted(sizes) and sizes[2] > 3 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("times", "inside", "beside"),
+    (((30, 60, 15, 15), 855, 765), ((15, 30, 70, 20), 1150, 1185), ((15, 30, 20, 70), 940, 855), ((40, 40, 40, 40), 1000, 760)),
+)
+def test_steps_are_those_of_the_model_that_was_measured(times: tuple[int, int, int, int], inside: float, beside: float) -> None:
+    """benchmarks/overlap_model.py: 8 units; milliseconds of one in forward, backward, on the link, in its update."""
+    forward, backward, link, update = (8 * ms for ms in times)
+    phases = ({"compute": forward}, {"compute": backward, "link": link}, {"link": link, "cpu": update})
+    assert sum(length(phase, 8) for phase in phases) == pytest.approx(inside, rel=0.15)
+    both = ({"compute": backward, "link": link}, {"compute": forward, "link": link, "cpu": update})
+    assert sum(length(phase, 8) for phase in both) == pytest.approx(beside, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("slow", "tiers", "bound"),
+    (
+        ({"tflops": 0.1}, ("host", "host"), "compute"),
+        ({"link_gbps": 0.01}, ("host", "host"), "link"),
+        ({"cpu_adam": 0.001}, ("host", "host"), "cpu"),
+        ({"disk_gbps": 0.01}, ("nvme", "nvme"), "disk"),
+        ({"fabric_gbps": 0.001}, ("host", "host"), "ranks"),
+    ),
+)
+def test_a_slow_resource_is_what_a_step_is_bound_by(slow: dict[str, float], tiers: tuple[str, str], bound: str) -> None:
+    where, shape = machine(world=2, per_machine=2, **slow), shape_of("gpt:1b")
+    drive = {"nvme_path": "/nvme"} if "nvme" in tiers else {}
+    config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier=tiers[0], optimizer_tier=tiers[1], **drive)  # type: ignore[arg-type]
+    step = step_of(shape, footprint(shape, config, where, 8192), where, 8192)
+    assert step.bound == bound and step.seconds >= step.busy[bound] * 0.99
+    assert max(step.busy.values()) <= step.seconds <= sum(step.busy.values()) * 1.01
+
+
+def test_compute_alone_takes_its_operations() -> None:
+    shape = Shape("x", (Units((1000, 1000), 10), Units((500,), 1)), 10, 40, 0)
+    option = consider(shape, zk.ZeroConfig(stage=2, dtype="bf16"), machine(tflops=1e-6), 100)
+    assert option is not None and option.step.seconds == pytest.approx(8 * shape.num_params * 100 / 1e6)
+
+
+def test_frozen_units_have_parameters_only() -> None:
+    config = zk.ZeroConfig(stage=2, dtype="bf16")
+    found = footprint(Shape("x", (Units((64,), 2, trained=False), Units((640,), 1)), 1, 1, 0), config, machine())
+    assert found.sizes == {("device", "param"): 2 * 768, ("device", "grad"): 1280, ("device", "master"): 1280, ("device", "moments"): 5120}
+
+
+def test_without_an_accelerator_the_device_is_the_host() -> None:
+    found = plan(shape_of("gpt:125m"), machine(gpu_nbytes=None, nvme_nbytes=0), 512)
+    assert all(option.found.on("device") == 0 < option.found.on("host") for option in found.options)
+    assert found.best is not None and found.best.step.busy["link"] == 0
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zk", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env={"PATH": "", "COLUMNS": "160", "PYTHONPATH": str(ROOT)})
+
+
+def test_the_command_prints_json_and_pictures(tmp_path: Path) -> None:
+    done = run("gpt:1.3b", "--gpu", "16GiB", "--ram", "64GiB", "--nvme", "500GB", "--world", "2", "--json", "--plot", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["model"]["num_params"] == shape_of("gpt:1.3b").num_params and said["recommended"]["fits"]
+    assert set(said["largest"]) == {"device", "host", "nvme"}
+    assert zk.ZeroConfig(**said["recommended"]["config"]).dtype == torch.bfloat16
+    assert {path.name for path in tmp_path.iterdir()} == {"largest.png", "memory.png", "efficiency.png"}
+
+
+def test_the_command_prints_tables_and_refuses_by_name() -> None:
+    done = run("gpt:125m", "--gpu", "24GiB", "--ram", "32GiB")
+    assert done.returncode == 0 and "Recommended" in done.stdout and "zk.ZeroConfig(stage=" in done.stdout, done.stdout + done.stderr
+    done = run("gpt:125m", "--gpu", "lots")
+    assert done.returncode == 2 and "--gpu must be a number of bytes" in done.stderr
+    done = run("gpt:125m", "--link", "0")
+    assert done.returncode == 2 and "--link must be a rate above 0" in done.stderr
+
+
+def test_rates_are_measured(tmp_path: Path) -> None:
+    done = run("gpt:125m", "--gpu", "none", "--ram", "8GiB", "--nvme", "8GiB", "--measure", "--nvme-path", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)["machine"]
+    assert said["cpu_adam"] != 2.5 and said["cpu_adam"] > 0 and said["disk_gbps"] != 3.0 and said["disk_gbps"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_are_left_out_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw(plan(shape_of("gpt:125m"), machine(), 512), tmp_path) == []
+
+
+def test_everything_is_json_for_decoders_of_any_kind() -> None:
+    for _, config in CONFIGS.values():
+        shape = Shape.of(decoder_of(config), "x")
+        assert isinstance(shape.decoder, Decoder)
+        json.dumps(as_dict(plan(shape, machine(nvme_nbytes=0), 512)))

@@ -1,0 +1,227 @@
+"""In: a model's shape, a ZeroConfig and a machine. Out: Footprint, the bytes of one rank by tier and kind. The optimizer's own arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from zk.assemble import Assembly
+from zk.config import ZeroConfig
+from zk.offload.rules import AdamRule
+from zk.offload.spill import FileGrads, FileHome, FileStore, Spill, chunks_of
+from zk.offload.streams import Joined
+from zk.offload.tiers import place
+from zk.offload.transfer import Transfer
+from zk.offload.worker import Worker
+from zk.parallel.comm import Solo
+from zk.parallel.layout import Layout
+from zk.plan.shape import Shape, Units
+from zk.units import Unit
+
+CPU = torch.device("cpu")
+# of each kind of memory, what training may take; the rest is for the system, the context and libraries of a GPU, and fragmentation
+USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Memory, ranks and rates. Rates of the CPU and the drive are a machine's, shared by its ranks; the others a rank's own."""
+
+    gpu_nbytes: int | None  # of each rank; None: no accelerator, so that the device's memory is the host's
+    ram_nbytes: int
+    nvme_nbytes: int
+    world: int = 1
+    per_machine: int = 1  # ranks
+    tflops: float = 100.0  # 1e12 operations/s that the model's matrix products reach
+    link_gbps: float = 20.0  # 1e9 bytes/s between host and device, each way
+    cpu_adam: float = 2.5  # 1e9 parameters/s; what two cores do (README)
+    disk_gbps: float = 3.0  # 1e9 bytes/s, reads and writes together
+    fabric_gbps: float = 20.0  # 1e9 bytes/s between ranks
+
+    @property
+    def joined(self) -> bool:
+        return self.gpu_nbytes is None
+
+    def capacity(self, tier: str) -> int:
+        """Bytes of a rank that training may take; without an accelerator "host" is also the device's."""
+        nbytes = {"device": self.gpu_nbytes or 0, "host": self.ram_nbytes // self.per_machine, "nvme": self.nvme_nbytes // self.per_machine}
+        return int(USABLE[tier] * nbytes[tier])
+
+
+@dataclasses.dataclass(slots=True)
+class Footprint:
+    """Bytes of one rank at the fullest point of a step."""
+
+    config: ZeroConfig
+    joined: bool
+    # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced),
+    # "staging" (gradients between device and drive), "spare" (room on the drive for gradients in fp32), "activations" (an estimate)
+    sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    updated: Counter[str] = dataclasses.field(default_factory=Counter)  # tier -> elements whose optimizer state is there
+    resting: Counter[str] = dataclasses.field(default_factory=Counter)  # tier -> bytes of parameters
+    partitioned: bool = False  # parameters are full only while in use
+
+    def on(self, tier: str) -> int:
+        """Bytes of all kinds in one memory; without an accelerator the device's are the host's."""
+        memory = {"device": "host"} if self.joined else {}
+        return sum(nbytes for (name, _), nbytes in self.sizes.items() if memory.get(name, name) == tier)
+
+    def missing(self, machine: Machine) -> dict[str, int]:
+        """Memory -> bytes that it has too few; empty if all fits."""
+        over = {tier: self.on(tier) - machine.capacity(tier) for tier in ("device", "host", "nvme")}
+        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+
+
+class _Rank(Solo):
+    """One of many, of which nobody is there."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+
+class _Apart(Joined):
+    """A device that is not there, with memory of its own."""
+
+    joined = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Units that are alike, of which one is made."""
+
+    unit: Unit
+    layout: Layout
+    count: int
+    rest: bool
+
+
+_Piece = tuple[_Kind, bool, int]  # optimizer state (or else parameters) of so many elements
+
+
+def _unit(units: Units, dtype: torch.dtype) -> Unit:
+    """A unit of these sizes, without memory."""
+    params = [nn.Parameter(torch.empty(numel, device="meta"), requires_grad=units.trained) for numel in units.numels]
+    return Unit("", [], params, [], units.trained, dtype, CPU)
+
+
+def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 0) -> Footprint:
+    """Bytes of training ``shape`` with AdamW on each rank, for ``tokens`` tokens of activations (none: 0).
+
+    With "auto" tiers the config must have both budgets, as what is free on this machine is not asked. Raises ValueError where the budgets
+    do not do, as ZeroOptimizer does.
+    """
+    if "auto" in (config.param_tier, config.optimizer_tier) and None in (config.device_budget, config.host_budget):
+        raise ValueError("a plan of 'auto' tiers needs device_budget and host_budget; got " + repr((config.device_budget, config.host_budget)))
+    if not isinstance(config.dtype, torch.dtype):
+        raise ValueError("a plan needs to know the precision of parameters, and dtype is None; give dtype='bf16'")
+    dtype, world, joined, size = config.dtype, machine.world, machine.joined, config.dtype.itemsize
+    kinds = [_Kind(_unit(units, dtype), Layout.of(units.numels, world), units.count, units.rest) for units in shape.units]
+    group = {"params": [param for kind in kinds for param in kind.unit.params]}
+    transfer = Transfer((Joined if joined else _Apart)(CPU), None, config.overlap)
+    assembly = Assembly(config, _Rank(world), AdamRule(decoupled=True), 1, [group], CPU, transfer, Worker("zk plan"))
+
+    found = Footprint(config, joined)
+    found.partitioned = config.stage == 3 and (world > 1 or config.param_tier == "nvme" or (not joined and config.param_tier != "device"))
+    if found.partitioned:
+        blocks = sorted((kind.layout.numel for kind in kinds if not kind.rest for _ in range(min(kind.count, config.prefetch + 1))), reverse=True)
+        always = sum(kind.count * kind.layout.numel for kind in kinds if kind.rest)
+        found.sizes["device", "gathered"] = size * (always + sum(blocks[: config.prefetch + 1]))
+    found.sizes.update(_buckets(config, machine, kinds))
+    if tokens:
+        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, size)
+
+    expanded = [kind for kind in kinds for _ in range(kind.count)]
+    buffers = assembly._buffer_nbytes([kind.unit for kind in kinds], [kind.layout for kind in kinds]) if config.nvme_path else None
+    needs = {kind: assembly._needs(kind.unit, kind.layout) for kind in kinds}
+    placed = place(
+        config.param_tier,
+        config.optimizer_tier,
+        [needs[kind] for kind in expanded],
+        config.stage,
+        CPU,  # asked for nothing: budgets are given where they count
+        config.device_budget,  # type: ignore[arg-type]
+        config.host_budget,  # type: ignore[arg-type]
+        buffers,
+    )
+
+    drive: Counter[_Piece] = Counter()
+    for kind, (param_tier, parts) in zip(expanded, placed, strict=True):
+        fields = assembly._state_fields(kind.unit)[1]
+        found.sizes[param_tier, "param"] += needs[kind].param_nbytes
+        found.resting[param_tier] += needs[kind].param_nbytes
+        if param_tier == "nvme":
+            drive[kind, False, assembly._numel(kind.layout, 1)] += 1
+        memory = _memory(param_tier, joined)
+        for tier, elements in parts if kind.unit.trained else ():
+            found.updated[tier] += elements
+            master = fields["master"].itemsize if "master" in fields else 0
+            found.sizes[tier, "master"] += elements * master
+            found.sizes[tier, "moments"] += elements * (sum(field.itemsize for field in fields.values()) - master)
+            found.sizes[tier, "grad"] += elements * size
+            if param_tier != "nvme" and memory != _memory(tier, joined):
+                found.sizes[_memory(tier, joined), "param_copy"] += elements * size
+            if tier == "nvme":
+                drive[kind, True, elements] += 1
+    if drive:
+        assert buffers is not None
+        found.sizes["host", "buffer"] = buffers
+        found.sizes["nvme", "spare"] = _file_nbytes(drive, assembly) - sum(nbytes for (tier, _), nbytes in found.sizes.items() if tier == "nvme")
+        if not joined:
+            found.sizes["host", "staging"] = 2 * size * max((numel for _, is_state, numel in drive if is_state), default=0)
+    found.sizes += Counter()  # without zeros
+    return found
+
+
+def _file_nbytes(drive: Counter[_Piece], assembly: Assembly) -> int:
+    """Of a rank's file on the drive: the reservations of the nvme tier, one of each kind."""
+    spill = Spill(_unopened)
+    nbytes = 0
+    for (kind, is_state, numel), count in drive.items():
+        chunks, before = chunks_of(numel), spill.nbytes
+        if is_state:
+            FileStore(spill, chunks, assembly._state_fields(kind.unit)[1])
+            FileGrads(spill, chunks, assembly.transfer, assembly.worker, 1)
+        else:
+            FileHome(spill, chunks, kind.unit.dtype)
+        nbytes += count * (spill.nbytes - before)
+    return nbytes
+
+
+def _unopened(nbytes: int) -> Any:
+    raise AssertionError("a plan opens no file")
+
+
+def _memory(tier: str, joined: bool) -> str:
+    """Where what is on a tier is worked on."""
+    return "device" if tier == "device" and not joined else "host"
+
+
+def _buckets(config: ZeroConfig, machine: Machine, kinds: list[_Kind]) -> dict[tuple[str, str], int]:
+    """Gradients on their way from backward to where they rest, of whole units."""
+    assert isinstance(config.dtype, torch.dtype)
+    trained = [kind for kind in kinds if kind.unit.trained]
+    elsewhere = config.optimizer_tier == "nvme" or (not machine.joined and config.optimizer_tier != "device")
+    if machine.world == 1 and not elsewhere:
+        return {}  # the bucket is where the gradient rests
+    if machine.world > 1 and config.stage == 1:
+        most = [kind.count for kind in trained]  # full until the step
+    else:
+        # filled, and leaving; over ranks one more, and where nothing is left behind compute, one is enough
+        in_flight = 3 if machine.world > 1 else 1 if machine.joined else 2
+        most = [min(kind.count, in_flight) for kind in trained]
+    nbytes = sum(count * kind.layout.numel for kind, count in zip(trained, most, strict=True)) * config.dtype.itemsize
+    return {("device", "bucket"): nbytes}
+
+
+def activations_nbytes(shape: Shape, tokens: int, size: int = 2) -> int:
+    """An estimate: each block's input is kept (checkpointing), one block is computed again, and there are logits and their gradient in fp32.
+
+    Inside a block: two norms, queries, keys, values, their mix and the output, and twice what is inside the MLP; attention that keeps no
+    matrix of scores.
+    """
+    block = 8 * shape.width + 2 * shape.ffn
+    return tokens * (size * (shape.width * shape.layers + block) + (size + 8) * shape.vocab)

@@ -1,0 +1,300 @@
+"""In: the name of a model: `gpt:10b`, a config.json of Hugging Face, `module:factory`. Out: Shape, the sizes of its parameters by unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zk.materialize import deferred_init
+from zk.train.gpt import GPTConfig
+from zk.units import find_units
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Units:
+    """Units that are alike."""
+
+    numels: tuple[int, ...]  # elements of each parameter
+    count: int
+    trained: bool = True
+    rest: bool = False  # what is outside of blocks: in use all through forward and backward
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return self.count * sum(self.numels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decoder:
+    """A decoder of transformer blocks, as its configuration describes it."""
+
+    layers: int
+    width: int  # of the residual stream
+    heads: int
+    vocab: int
+    ffn: int  # width between the linear layers of an MLP
+    kv_heads: int
+    head_dim: int
+    positions: int = 0  # rows of a learned position embedding
+    tied: bool = False  # the head is the embedding
+    gated: bool = False  # a third linear layer in the MLP
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False  # LayerNorm, else RMSNorm
+    head_norms: bool = False  # of queries and keys
+    embedding_norm: bool = False
+    fused: bool = False  # queries, keys and values are one parameter
+
+    @property
+    def norm(self) -> list[int]:
+        return [self.width] * (2 if self.norm_bias else 1)
+
+    def block(self) -> tuple[int, ...]:
+        """Elements of each parameter of a block."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        projections = [queries + 2 * keys] if self.fused else [queries, keys, keys]
+        numels = list(self.norm)
+        for out in projections:
+            numels += _linear(self.width, out, self.qkv_bias)
+        numels += [self.head_dim] * (2 if self.head_norms else 0)
+        numels += [*_linear(queries, self.width, self.out_bias), *self.norm]
+        for _ in range(2 if self.gated else 1):
+            numels += _linear(self.width, self.ffn, self.mlp_bias)
+        return tuple(numels + _linear(self.ffn, self.width, self.mlp_bias))
+
+    def rest(self) -> tuple[int, ...]:
+        """Elements of each parameter outside the blocks."""
+        numels = [self.vocab * self.width]
+        numels += [self.positions * self.width] * bool(self.positions)
+        numels += self.norm * (2 if self.embedding_norm else 1)
+        return tuple(numels + [self.vocab * self.width] * (not self.tied))
+
+    def grown(self, factor: float) -> Decoder:
+        """Of about the same proportions, ``factor`` times as wide and as deep, with as many heads."""
+        width = max(1, round(self.width * factor / 8)) * 8
+        wider = width / self.width
+        head_dim, ffn = max(1, round(self.head_dim * wider)), max(1, round(self.ffn * wider))
+        return dataclasses.replace(self, layers=max(1, round(self.layers * factor)), width=width, head_dim=head_dim, ffn=ffn)
+
+
+def _linear(fan_in: int, fan_out: int, bias: bool) -> list[int]:
+    return [fan_in * fan_out, *([fan_out] if bias else [])]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What planning needs to know of a model."""
+
+    name: str
+    units: tuple[Units, ...]  # in the order of find_units: blocks, then the rest
+    width: int  # of what one block hands to the next, per token
+    ffn: int  # of the widest thing inside a block, per token, all of it together
+    vocab: int
+    decoder: Decoder | None = None
+
+    @classmethod
+    def of(cls, decoder: Decoder, name: str) -> Shape:
+        """The shape of a decoder."""
+        units = (Units(decoder.block(), decoder.layers), Units(decoder.rest(), 1, rest=True))
+        return cls(name, units, decoder.width, decoder.ffn * (2 if decoder.gated else 1), decoder.vocab, decoder)
+
+    @property
+    def num_params(self) -> int:
+        return sum(units.numel for units in self.units)
+
+    @property
+    def layers(self) -> int:
+        """How many blocks there are: of the units that there are most of."""
+        return max(units.count for units in self.units)
+
+    def grown(self, factor: float) -> Shape:
+        """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""
+        if self.decoder is not None:
+            return Shape.of(self.decoder.grown(factor), self.name)
+        most = max(self.units, key=lambda units: units.count)
+        units = tuple(dataclasses.replace(u, count=max(1, round(u.count * factor))) if u is most else u for u in self.units)
+        return dataclasses.replace(self, units=units)
+
+
+def shape_of(spec: str) -> Shape:
+    """The shape of ``gpt:SIZE``, ``gpt:layers=24,width=2048``, the path of a config.json (or its folder), or ``module:factory``.
+
+    ValueError says what is wrong with it.
+    """
+    if spec.startswith("gpt:"):
+        return Shape.of(_gpt(spec), spec)
+    path = Path(spec)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json" or path.is_file():
+        return _from_config(path)
+    if re.fullmatch(r"[\w.]+:[\w.]+", spec):
+        return _from_factory(spec)
+    raise ValueError(f"a model is gpt:SIZE (gpt:10b), gpt:layers=24,width=2048, a config.json, or module:factory; got {spec!r}")
+
+
+# ---- gpt: the model of `python -m zk train` ----------------------------------------------------------------------------------------------
+
+
+def _gpt(spec: str) -> Decoder:
+    text = spec.removeprefix("gpt:")
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([mbtMBT])", text)
+    if size is not None:
+        return _sized(float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2].lower()])
+    known = {field.name for field in dataclasses.fields(GPTConfig)}
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in known or not value.isdecimal() or not int(value):
+            raise ValueError(f"gpt: takes a size (125m, 10b, 1t) or any of {', '.join(sorted(known))}=NUMBER; got {part!r}")
+        given[name] = int(value)
+    config = GPTConfig(**{"context": 1024, **given})
+    if config.width % config.heads:
+        raise ValueError(f"gpt: width must be a multiple of heads; got {config.width} and {config.heads}")
+    return gpt_decoder(config)
+
+
+def _sized(num_params: float) -> Decoder:
+    """A GPT of about so many parameters: 128 times as wide as deep, as GPT-3 is."""
+    layers = max(1, round((num_params / (12 * 128**2)) ** (1 / 3)))
+    width = max(1, round((num_params / 12 / layers) ** 0.5 / 64)) * 64
+    return gpt_decoder(GPTConfig(width=width, layers=layers, heads=width // 64, context=1024))
+
+
+def gpt_decoder(config: GPTConfig) -> Decoder:
+    """What zk.train.gpt.GPT builds."""
+    return Decoder(
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_dim=config.width // config.heads,
+        vocab=config.vocab,
+        ffn=4 * config.width,
+        positions=config.context,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        norm_bias=True,
+        fused=True,
+    )
+
+
+# ---- config.json -------------------------------------------------------------------------------------------------------------------------
+
+_LAYERNORM = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm_bias": True}
+# model_type -> what its configuration does not say, and whether the head is tied by default
+_FAMILIES: dict[str, tuple[dict[str, bool], bool]] = {
+    "llama": ({"gated": True}, False),
+    "mistral": ({"gated": True}, False),
+    "qwen2": ({"gated": True, "qkv_bias": True}, False),
+    "qwen3": ({"gated": True, "head_norms": True}, False),
+    "gemma": ({"gated": True}, True),
+    "phi3": ({"gated": True, "fused": True}, False),
+    "gpt2": ({**_LAYERNORM, "fused": True}, True),
+    "gpt_neox": ({**_LAYERNORM, "fused": True}, False),
+    "opt": (_LAYERNORM, True),
+    "bloom": ({**_LAYERNORM, "fused": True, "embedding_norm": True}, True),
+}
+
+
+def _from_config(path: Path) -> Shape:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a configuration, a JSON object; it holds a {type(config).__name__}")
+    return Shape.of(decoder_of(config, str(path)), path.parent.name or str(path))
+
+
+def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder:
+    """The decoder that a configuration of Hugging Face transformers describes; ValueError for a family that is not known here."""
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ValueError(f"{where}: {name} must be a number above 0; got {value!r}")
+                return value
+        if default is None:
+            raise ValueError(f"{where} has none of {', '.join(names)}, which the size of the model depends on")
+        return default
+
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"{where}: model_type {family!r} is not one of {', '.join(_FAMILIES)}; give module:factory, a function that builds the model"
+        )
+    options, tied = _FAMILIES[family]
+    options = dict(options)
+    if family in ("llama", "qwen3"):
+        biased = bool(config.get("attention_bias"))
+        options |= {"qkv_bias": biased, "out_bias": biased, "mlp_bias": bool(config.get("mlp_bias"))}
+    width = size("hidden_size", "n_embd", "n_embed")
+    heads = size("num_attention_heads", "n_head")
+    if family == "opt" and config.get("word_embed_proj_dim", width) != width:
+        raise ValueError(f"{where}: an OPT whose word_embed_proj_dim is not its hidden_size is not known here; give module:factory")
+    # OPT's first two rows are for padding
+    positions = {"gpt2": lambda: size("n_positions", "n_ctx"), "opt": lambda: size("max_position_embeddings") + 2}.get(family, lambda: 0)()
+    return Decoder(
+        layers=size("num_hidden_layers", "n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=width // heads),
+        vocab=size("vocab_size"),
+        ffn=size("intermediate_size", "ffn_dim", "n_inner", default=4 * width),
+        positions=positions,
+        tied=bool(config.get("tie_word_embeddings", tied)),
+        **options,
+    )
+
+
+# ---- module:factory ----------------------------------------------------------------------------------------------------------------------
+
+
+def _from_factory(spec: str) -> Shape:
+    module_name, _, path = spec.partition(":")
+    try:
+        factory: Any = importlib.import_module(module_name)
+        for name in path.split("."):
+            factory = getattr(factory, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{spec!r} cannot be found: {error}; it must be a module on the path, a colon, and what in it builds the model") from None
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(f"{spec!r} must be something to call without arguments ({error}); wrap it in a function that gives them") from None
+    with deferred_init("cpu"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{spec!r} must return an nn.Module; it returned a {type(model).__name__}")
+    return shape_of_module(model, spec)
+
+
+def shape_of_module(model: nn.Module, name: str) -> Shape:
+    """The shape of a model with or without memory; width and vocabulary, for the estimate of activations, are read off its weights."""
+    groups = {param: 0 for param in model.parameters() if param.requires_grad}
+    alike = Counter((tuple(p.numel() for p in unit.params), unit.trained, unit.anchors[0] is model) for unit in find_units(model, groups))
+    units = tuple(Units(numels, count, trained, rest) for (numels, trained, rest), count in alike.items())
+    if not units:
+        raise ValueError(f"{name!r} has no parameters")
+    linear = Counter((module.in_features, module.out_features) for module in model.modules() if isinstance(module, nn.Linear))
+    inside = {shape: times for shape, times in linear.items() if times > 1} or linear  # what blocks have, and a head has not
+    ends = Counter(end for shape, times in inside.items() for end in shape for _ in range(times))
+    width = ends.most_common(1)[0][0] if ends else 0
+    vocab = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+    return Shape(name, units, width, max(ends, default=0), vocab)
