@@ -605,3 +605,31 @@ def test_import_starts_nothing() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "[] False"
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def grad_nbytes_of_steps(case: tuple[int, str, int]) -> list[float]:
+    """Bytes of gradients, and of room for them, after each of eight steps."""
+    stage, tier, accumulate = case
+    model = GPT()
+    optimizer = zk.ZeroOptimizer(model, adamw(model.parameters()), stage=stage, dtype="bf16", optimizer_tier=tier, overlap_step=tier == "host")
+    found = []
+    for number in range(8):
+        for micro in range(accumulate):
+            loss_of(model, batch(10 * number + micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        found.append(sum(value for key, value in optimizer.metrics().items() if key.endswith("grad_nbytes")))
+    optimizer.close()
+    return found
+
+
+def test_room_for_gradients_does_not_grow_from_step_to_step() -> None:
+    cases = [(stage, tier, accumulate) for stage in (0, 1, 2, 3) for tier in ("device", "host") for accumulate in (1, 2)]
+    found = [[grad_nbytes_of_steps(case)] for case in cases]
+    for case, one, two in zip(cases, found, run_world(2, grad_nbytes_of_steps, cases), strict=True):
+        for rank in (*one, *two):
+            assert isinstance(rank, list) and rank[0] > 0 and max(rank[4:]) <= max(rank[:4]), (case, rank)

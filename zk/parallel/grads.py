@@ -221,10 +221,9 @@ class GradReducer:
         """Wait for the oldest reduction and hand it on."""
         unit, pending, bucket, shard = self.queue.pop(0)
         pending.wait()
-        if self.replicate:
-            full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-            self.comm.all_gather(unit.index, full, shard).wait()
-            shard = full
+        if self.replicate:  # the bucket has been read: the whole result has room there
+            self.comm.all_gather(unit.index, bucket, shard).wait()
+            shard = bucket
         if shard is not bucket:
             self._give(unit, bucket)
         after = unit.sink(shard)
