@@ -334,6 +334,8 @@ def test_an_update_that_fails_is_not_saved(tmp_path: Path) -> None:
         optimizer.synchronize()
     with pytest.raises(RuntimeError, match="half-way"):
         optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+    with pytest.raises(ArithmeticError):
+        optimizer.saver.finish()
 
 
 def test_a_program_that_ends_ends_the_save_first(tmp_path: Path) -> None:
