@@ -30,16 +30,9 @@ from zk.offload import nvme, stash
 from zk.offload.streams import Event
 from zk.offload.twins import AdversarialLink, ThrottledLink, pretend
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KiB = 1024
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are too small for more, and on a busy machine threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Strict(AdversarialLink):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,12 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk.checkpoint.dcp import boxes
-from zk.offload import cpu_adam
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BEFORE, AFTER = 3, 2  # steps
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in ``run_world``: gradients of norms are summed in another order by several."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,9 +291,8 @@ def there_and_back(stage: int, options: StateDictOptions | None) -> None:
     optimizer.close()
 
 
-def test_state_goes_from_adamw_to_zk_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZK_CPU_ADAM", "torch")  # bitwise torch's
-    cpu_adam.default_engine.cache_clear()
+@pytest.mark.usefixtures("torch_engine")
+def test_state_goes_from_adamw_to_zk_and_back() -> None:
     ways = [(stage, options) for stage in range(4) for options in (None, FULL)]
     for stage, options in ways:
         there_and_back(stage, options)

@@ -12,7 +12,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from zk.checkpoint.files import CheckpointError
 from zk.integrations.deepspeed_config import Settings, batch_sizes, make_optimizer, make_scheduler
 from zk.integrations.deepspeed_table import ALIASES, KEYS, Key, Kind, markdown
 from zk.integrations.json_file import read_object
-from zk.offload.cpu_adam import default_engine
 
 ROOT = Path(__file__).parents[1]
 CLIPPED = {"gradient_clipping": 1.0}  # so that its absence is not warned of
@@ -71,14 +70,6 @@ def switch_of(key: Key) -> dict[str, Any]:
     """What makes the key's section count."""
     switch = f"{key.name.rpartition('.')[0]}.enabled"
     return {switch: True} if switch in KEYS and switch != key.name else {}
-
-
-@pytest.fixture
-def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ZK_CPU_ADAM", "torch")
-    default_engine.cache_clear()
-    yield
-    default_engine.cache_clear()
 
 
 # ---- what is not JSON --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import struct
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +33,6 @@ from zk.checkpoint.deepspeed import import_deepspeed
 from zk.checkpoint.files import CheckpointError
 from zk.cli import app
 from zk.offload import nvme
-from zk.offload.cpu_adam import default_engine
 from zk.precision import LossScaler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,14 +85,6 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in CASES:
         assert import_deepspeed(HERE / name, root / name) == root / name / "step-00000003"
     return root
-
-
-@pytest.fixture
-def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ZK_CPU_ADAM", "torch")
-    default_engine.cache_clear()
-    yield
-    default_engine.cache_clear()
 
 
 # ---- going on ----------------------------------------------------------------------------------------------------------------

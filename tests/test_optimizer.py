@@ -19,14 +19,8 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
 from tests.world import run_world
-from zk.offload import cpu_adam
 
-
-@pytest.fixture(autouse=True)
-def torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine whose bits are torch's."""
-    monkeypatch.setenv("ZK_CPU_ADAM", "torch")
-    cpu_adam.default_engine.cache_clear()
+pytestmark = pytest.mark.usefixtures("torch_engine")
 
 
 def adamw(params: list[nn.Parameter] | object) -> torch.optim.AdamW:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 
 import pytest
 
 from tests.parity import Case, run_case, run_numba_case
 from tests.world import run_world
+
+pytestmark = pytest.mark.usefixtures("torch_engine")  # and no case leaves its own behind
 
 MODELS = ("plain", "tied", "unused", "frozen", "checkpointed")
 GRID = [
@@ -82,10 +83,7 @@ def results() -> dict[int, dict[Case, list[object]]]:
 
 @pytest.mark.parametrize("world", (1, 2, 3))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_trains_what_plain_torch_trains(
-    world: int, case: Case, results: dict[int, dict[Case, list[object]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZK_CPU_ADAM", os.environ.get("ZK_CPU_ADAM", ""))
+def test_trains_what_plain_torch_trains(world: int, case: Case, results: dict[int, dict[Case, list[object]]]) -> None:
     if world == 1:
         assert run_case(case) == ""
         return

@@ -38,6 +38,8 @@ from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
 from zk.units import Unit
 
+pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+
 
 class Lookup(nn.Module):
     """Tables, whose backward needs no parameter: it may come after a step that changed them."""
@@ -72,17 +74,6 @@ def latest() -> Iterator[AdversarialLink]:
         link.finish()
         assert not link.races, link.races[:3]
         assert not link.pinned
-
-
-@pytest.fixture(autouse=True)
-def _torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ZK_CPU_ADAM", "torch")  # nothing to compile
-    default_engine.cache_clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    default_engine.cache_clear()
 
 
 def make(kind: str = "plain", **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:

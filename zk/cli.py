@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,16 @@ import typer
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
 )
+
+
+@contextlib.contextmanager
+def _mendable(command: str) -> Iterator[None]:
+    """What the user can mend becomes one line and exit code 2; anything else keeps its traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.secho(f"zk {command}: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None
 
 
 @app.callback()
@@ -69,7 +81,7 @@ def train(
     from zk.train.run import Job
     from zk.train.run import train as run
 
-    try:
+    with _mendable("train"):
         if width % heads:
             raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
         zero = ZeroConfig(
@@ -105,9 +117,6 @@ def train(
                 zero=zero,
             )
         )
-    except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
-        typer.secho(f"zk train: {error}", err=True, fg="red")
-        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -151,7 +160,7 @@ def plan(
     from zk.plan.memory import Machine
     from zk.plan.shape import shape_of
 
-    try:
+    with _mendable("plan"):
         if gpu is None:
             gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
         if tflops is None:
@@ -179,9 +188,6 @@ def plan(
         else:
             report.print_plan(Console(), found)
         pictures = picture.draw(found, plot) if plot is not None else []
-    except (ValueError, OSError) as error:
-        typer.secho(f"zk plan: {error}", err=True, fg="red")
-        raise typer.Exit(2) from None
     if plot is not None:
         typer.echo("\n".join(map(str, pictures)) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
 
@@ -197,12 +203,9 @@ def export(
     from zk.checkpoint.export import export as run
     from zk.config import parse_dtype, parse_nbytes
 
-    try:
+    with _mendable("export"):
         wanted = parse_dtype(dtype, "--dtype") if dtype is not None else None
         done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
-    except (ValueError, OSError) as error:
-        typer.secho(f"zk export: {error}", err=True, fg="red")
-        raise typer.Exit(2) from None
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
     for name, kept in done.tied.items():
@@ -217,11 +220,8 @@ def import_deepspeed(
     """Turn a DeepSpeed ZeRO checkpoint into one that ZeroOptimizer.load_checkpoint(OUT) goes on from, at any stage, tier and world size."""
     from zk.checkpoint.deepspeed import import_deepspeed as run
 
-    try:
+    with _mendable("import-deepspeed"):
         typer.echo(run(directory, out))
-    except (ValueError, OSError) as error:  # what the user can mend; anything else keeps its traceback
-        typer.secho(f"zk import-deepspeed: {error}", err=True, fg="red")
-        raise typer.Exit(2) from None
 
 
 @app.command()

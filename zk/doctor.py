@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from zk.memory import host_memory
@@ -148,8 +149,6 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 def memory() -> Iterator[Finding]:
     """Host memory, and what of it may be page-locked."""
-    import psutil
-
     total, available = host_memory()
     machine = psutil.virtual_memory().total
     limited = total < machine
@@ -207,8 +206,6 @@ def path(folder: Path, rates: Callable[[str], float] | None) -> Iterator[Finding
 
 def _filesystem(folder: Path) -> str:
     """The type of the file system that ``folder`` is on."""
-    import psutil
-
     real = str(folder.resolve())
     best = max(
         (one for one in psutil.disk_partitions(all=True) if real == one.mountpoint or real.startswith(one.mountpoint.rstrip("/") + "/")),

@@ -674,7 +674,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """What is updated beside training ends or has ended, well or not."""
         for held in self.held:
             if held.underway is not None:
-                held.underway.done.event.wait()
+                held.underway.done.join()
                 if held.underway.done.error is None:
                     held.arrive()
                 elif held.shard is not None:
