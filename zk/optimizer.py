@@ -21,6 +21,7 @@ from zk.assemble import Assembly
 from zk.checkpoint import load, save
 from zk.checkpoint.shown import Shown
 from zk.checks import check_arguments, check_group, check_groups, check_params
+from zk.clipping import watch_torch
 from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, Hook, weakly
@@ -105,6 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         self._built = True
+        watch_torch()
         if optimizer.state:
             self.load_state_dict(optimizer.state_dict())
             optimizer.state.clear()
@@ -716,6 +718,12 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _forward_begins(grads: GradReducer, *_: Any) -> None:
+def _forward_begins(grads: GradReducer, model: nn.Module, *_: Any) -> None:
+    around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if around is not None and around.module is model:
+        raise RuntimeError(
+            "the model was wrapped in DistributedDataParallel after ZeroOptimizer was made, and would reduce gradients a second time; use the "
+            "model itself (with accelerate: zk.integrations.accelerate.ZeroAccelerator, with the Trainer of transformers: ZeroTrainer)"
+        )
     if torch._C._current_graph_task_id() == -1:
         grads.begin()

@@ -1,0 +1,90 @@
+"""torch's own clipping functions, called on parameters whose gradients zk has taken away."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_  # the function itself, before there is a ZeroOptimizer: as scripts do
+
+import zk
+from tests.models import GPT, batch, loss_of
+
+
+def make_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT()
+
+
+def trained(**options: object) -> tuple[nn.Module, zk.ZeroOptimizer]:
+    model = make_model()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_torchs_clip_grad_norm_clips_what_zk_has_taken(stage: int) -> None:
+    (model, optimizer), (other, beside) = trained(stage=stage), trained(stage=stage)
+    for seed in range(3):
+        for one, by in ((model, optimizer), (other, beside)):
+            loss_of(one, batch(seed)).backward()
+            norm = clip_grad_norm_(one.parameters(), 0.05) if by is optimizer else by.clip_grad_norm_(0.05)
+            assert norm.item() > 0.05
+            by.step()
+    for got, want in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(got, want)
+    plain = make_model()
+    loss_of(plain, batch(0)).backward()
+    assert clip_grad_norm_(plain.parameters(), 0.05).item() > 0.05  # torch's are still torch's
+    assert torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]).norm().item() == pytest.approx(0.05, rel=1e-4)
+
+
+def test_an_infinite_norm_asks_for_the_norm_and_leaves_the_configs_limit() -> None:
+    model, optimizer = trained(clip_grad_norm=0.05)
+    loss_of(model, batch(0)).backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item() > 0.05
+    assert optimizer.max_norm == 0.05
+
+
+def test_what_cannot_be_clipped_alone_is_refused() -> None:
+    model, optimizer = trained()
+    loss_of(model, batch(0)).backward()
+    params = list(model.parameters())
+    with pytest.raises(ValueError, match="without '"):
+        clip_grad_norm_(params[:1], 1.0)
+    stranger = nn.Parameter(torch.ones(2))
+    stranger.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="together with parameters that are not in it"):
+        clip_grad_norm_([*params, stranger], 1.0)
+    with pytest.raises(ValueError, match="2-norm; got norm_type=1.0"):
+        clip_grad_norm_(params, 1.0, norm_type=1.0)
+    with pytest.raises(ValueError, match="clip by norm"):
+        nn.utils.clip_grad_value_(params, 1.0)
+    optimizer.step()  # nothing was lost
+
+
+def test_clipping_a_norm_that_is_not_finite_raises_where_that_is_asked_for() -> None:
+    model, optimizer = trained()
+    (loss_of(model, batch(0)) * math.inf).backward()
+    with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.zero_grad()
+
+
+def test_values_of_plain_parameters_are_clipped_by_torch() -> None:
+    trained()
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, -0.5])
+    nn.utils.clip_grad_value_([param], 1.0)
+    assert param.grad.tolist() == [1.0, -0.5]
+
+
+def test_a_model_wrapped_in_ddp_afterwards_is_refused_at_its_first_forward() -> None:
+    model, _ = trained()
+    ddp = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)  # without a process group
+    nn.Module.__init__(ddp)
+    ddp.module = model
+    with ddp._inside_ddp_forward(), pytest.raises(RuntimeError, match="DistributedDataParallel after"):
+        loss_of(model, batch(0))
