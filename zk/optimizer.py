@@ -578,11 +578,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return extra
 
     @torch.no_grad()
-    def consolidated_state_dict(self, dtype: str | torch.dtype | None = None) -> dict[str, Tensor]:
-        """The whole model in host memory, by the names of ``model.state_dict()``, on every rank: for small models. On all ranks.
+    def consolidated_state_dict(
+        self, dtype: str | torch.dtype | None = None, *, rank0_only: bool = False, exclude_frozen: bool = False
+    ) -> dict[str, Tensor]:
+        """The whole model in host memory, by the names of ``model.state_dict()``: for models of which the host has room for. On all ranks.
 
         Args:
             dtype: of the parameters: "fp32" gives the masters, None what each is trained in. Buffers stay as they are.
+            rank0_only: the other ranks take part and get an empty dict, so a machine holds the model once.
+            exclude_frozen: leave out parameters that are not trained (with adapters: all but these), which are then not gathered.
 
         Tied parameters share memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
         """
@@ -590,14 +594,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
         self._finish_update()
         self.partition.reset()
+        is_kept = not rank0_only or self.comm.rank == 0
         full: dict[nn.Parameter, Tensor] = {}
-        for held in self.held:
+        for held in self._trained if exclude_frozen else self.held:
             if held.shard is not None:
                 held.adopt_writes()
             for param, values in held.masters().items():
-                full[param] = values.to("cpu", wanted or held.unit.dtype)
+                if is_kept:
+                    full[param] = values.to("cpu", wanted or held.unit.dtype)
             held.params.let_go()
-        named = {name: full[param] for name, param in self.model.named_parameters(remove_duplicate=False)}
+        if not is_kept:
+            return {}
+        named = {name: full[param] for name, param in self.model.named_parameters(remove_duplicate=False) if param in full}
         return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
 
     def metrics(self) -> dict[str, float]:

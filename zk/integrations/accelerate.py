@@ -1,0 +1,206 @@
+"""In: a loop written for accelerate. Out: ZeroAccelerator, an Accelerator that trains with ZeroOptimizer; the loop stays as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from zk.config import ZeroConfig
+from zk.held import owner_of
+from zk.optimizer import ZeroOptimizer
+
+# accelerate's word for precision -> what parameters are then stored in
+DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+FOLDER = "zk"  # of our checkpoint, in a folder of accelerate's or the Trainer's
+
+
+def zero_of(model: nn.Module | None) -> ZeroOptimizer | None:
+    """The ZeroOptimizer that a model's parameters belong to."""
+    if not isinstance(model, nn.Module):
+        return None
+    return next((owner for param in model.parameters() if (owner := owner_of(param)) is not None), None)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """What accelerate has wrapped."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def with_precision(config: ZeroConfig, mixed_precision: str) -> tuple[ZeroConfig, bool]:
+    """The config with what "bf16" and "fp16" mean for zk, and whether accelerate's autocast is still to be used.
+
+    Mixed precision is parameters of that dtype with fp32 masters, without autocast. ``dtype="fp32"`` beside "bf16" asks for accelerate's
+    own: fp32 parameters under autocast. Raises ValueError where the two contradict each other.
+    """
+    if mixed_precision not in DTYPES:
+        raise ValueError(f"zk trains with mixed_precision 'no', 'bf16' or 'fp16'; got {mixed_precision!r}")
+    asked = DTYPES[mixed_precision]
+    if asked is None:
+        return config, False
+    if config.dtype is None:
+        return dataclasses.replace(config, dtype=asked), False
+    if config.dtype == torch.float32 and asked == torch.bfloat16:
+        return config, True
+    if config.dtype != asked:
+        raise ValueError(
+            f"mixed precision is {mixed_precision!r} and ZeroConfig.dtype {config.dtype}; leave dtype out, or give the same (fp16 over fp32 "
+            "parameters would need torch's loss scaler, which does not see gradients that zk has taken)"
+        )
+    return config, False
+
+
+class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
+    """accelerate's wrapper around a ZeroOptimizer, whose state is where it belongs, and which skips steps by itself."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def step(self, closure: Any = None) -> None:
+        before = self.optimizer.counters["skipped_steps"]
+        super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self._is_overflow = self.optimizer.counters["skipped_steps"] > before
+
+
+class ZeroAccelerator(Accelerator):  # type: ignore[misc]
+    """accelerate's Accelerator over ZeroOptimizer: ``prepare``, ``backward``, ``accumulate``, ``clip_grad_norm_``, ``save_state`` as ever.
+
+    Args:
+        zero: a ZeroConfig, or its fields as a dict: ``prepare(model, optimizer, ...)`` wraps the torch optimizer accordingly. None: only
+            a ZeroOptimizer that you made yourself is treated as one.
+        kwargs: accelerate's own. ``mixed_precision="bf16"`` means bf16 parameters with fp32 masters, without autocast; with
+            ``zero={"dtype": "fp32"}`` it is accelerate's autocast over fp32 parameters.
+
+    ``save_state`` writes a zk checkpoint into the folder (whole, for any number of ranks), and ``load_state`` goes on from it.
+    ``get_state_dict`` has the full weights on the first rank, and is empty on the others, as with FSDP. Tested with accelerate 1.15.
+    """
+
+    zero: ZeroConfig | None = None
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *args: Any, zero: ZeroConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adopt(zero)
+
+    def adopt(self, zero: ZeroConfig | dict[str, Any] | None) -> None:
+        """Take precision over from accelerate."""
+        if str(self.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            raise ValueError(f"ZeroAccelerator does what DeepSpeed and FSDP do; leave them out of accelerate's config; got {self.distributed_type}")
+        if self.state.dynamo_plugin.backend.value not in (None, "NO"):
+            raise ValueError("compiling the whole model delays gradients to the end of backward; compile its blocks (block.compile()) instead")
+        config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
+        config, autocast = with_precision(config, self.mixed_precision)
+        self.zero = config if zero is not None else None
+        if zero is not None and not autocast:
+            self.native_amp, self.scaler = False, None
+
+    # ---- preparing -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        if self.zero is not None:
+            args = tuple(self._wrapped(one, args) for one in args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _wrapped(self, one: Any, among: tuple[Any, ...]) -> Any:
+        """A torch optimizer becomes a ZeroOptimizer over that of the models whose parameters it has."""
+        if not isinstance(one, torch.optim.Optimizer) or isinstance(unwrapped(one), ZeroOptimizer) or isinstance(one, AcceleratedOptimizer):
+            return one
+        param = next(param for group in one.param_groups for param in group["params"])
+        models = [model for model in among if isinstance(model, nn.Module) and any(param is its for its in model.parameters())]
+        if not models:
+            raise ValueError("prepare() got an optimizer without its model; pass both in one call: prepare(model, optimizer, ...)")
+        if self.device_placement and not any(its.is_meta for its in models[0].parameters()):
+            models[0].to(self.device)
+        return ZeroOptimizer(models[0], one, self.zero)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        if zero_of(model) is None:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast, if it is on, and no DDP
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        if not isinstance(optimizer, ZeroOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if self.scaler is not None:
+            raise ValueError("mixed_precision='fp16' brings a loss scaler that ZeroOptimizer cannot use; give ZeroAccelerator a zero=ZeroConfig()")
+        prepared = _Prepared(optimizer)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _zeros(self) -> list[ZeroOptimizer]:
+        return [optimizer for one in self._optimizers if isinstance(optimizer := unwrapped(one), ZeroOptimizer)]
+
+    # ---- training ------------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        zeros = self._zeros()
+        if len(zeros) != 1:
+            super().backward(loss, **kwargs)
+        else:
+            kwargs.pop("learning_rate", None)
+            zeros[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """At stages 0 and 1 gradients stay on their rank; at 2 and 3 only shards of them are kept, so they are reduced each time."""
+        zero = zero_of(model)
+        if zero is None:
+            with super().no_sync(model):
+                yield
+        else:
+            with zero.no_sync() if zero.config.stage < 2 else contextlib.nullcontext():
+                yield
+
+    # ---- state ---------------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        zero = zero_of(model)
+        if zero is None or zero.model is not self.unwrap_model(model):
+            return super().get_state_dict(model, unwrap)
+        return zero.consolidated_state_dict(rank0_only=True)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        zeros = self._zeros()
+        with self._without(zeros):
+            folder: str = super().save_state(output_dir, *args, **kwargs)
+        for number, zero in enumerate(zeros):
+            zero.save_checkpoint(_folder(folder, number))
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        zeros = self._zeros()
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:  # then accelerate takes the latest
+            folder = Path(self.project_dir, "checkpoints")
+            input_dir = str(max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2])))
+        for number, zero in enumerate(zeros if input_dir is not None else ()):  # without, accelerate says what is missing
+            zero.load_checkpoint(_folder(input_dir, number))
+        with self._without(zeros):
+            super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers are to be the ones that count
+
+    @contextlib.contextmanager
+    def _without(self, zeros: list[ZeroOptimizer]) -> Iterator[None]:
+        """accelerate sees neither these optimizers nor their models."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [model for model in models if zero_of(model) not in zeros]
+        self._optimizers = [optimizer for optimizer in optimizers if unwrapped(optimizer) not in zeros]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _folder(directory: str | os.PathLike[str] | None, number: int) -> Path:
+    assert directory is not None
+    return Path(directory, FOLDER if number == 0 else f"{FOLDER}_{number}").expanduser()

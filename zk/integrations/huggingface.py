@@ -1,0 +1,180 @@
+"""In: a script with the Trainer of transformers. Out: ZeroTrainer, the same Trainer over ZeroOptimizer at any stage and tier."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Trainer
+
+from zk.config import ZeroConfig
+from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
+from zk.optimizer import ZeroOptimizer
+
+try:
+    from peft import PeftModel
+except ImportError:
+    PeftModel = None
+
+
+SCHEDULER = "scheduler.pt"  # as the Trainer calls it
+
+
+class ZeroTrainerMixin:
+    """Lets a Trainer train with ZeroOptimizer: ``class MyTrainer(ZeroTrainerMixin, Trainer)``.
+
+    Args:
+        zero: a ZeroConfig, or its fields as a dict. Without ``dtype`` it follows ``TrainingArguments``: ``bf16=True`` means bf16 parameters
+            with fp32 masters, without autocast; ``fp16=True`` the same in fp16 with zk's dynamic loss scale. ``dtype="fp32"`` beside
+            ``bf16=True`` keeps autocast over fp32 parameters.
+        args, kwargs: the Trainer's.
+
+    Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
+    Checkpoints have full weights, as the Trainer's do, for ``from_pretrained``; the optimizer is in their folder ``zk``, for any number of
+    ranks, stage and tier, and a checkpoint of the plain Trainer is gone on from, too. ``optimizer.metrics()`` is part of the logs, under
+    ``zk/``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
+    """
+
+    zero: ZeroOptimizer | None = None
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
+        super().__init__(*args, **kwargs)
+        self._check()
+
+    def _check(self) -> None:
+        args = self.args
+        for name, remedy in (
+            ("deepspeed", "remove it: zk does what it does (ZeroConfig.from_deepspeed reads the file)"),
+            ("fsdp", "remove it: stage=3 does what it does"),
+            ("torch_compile", "compile the blocks of the model instead (block.compile())"),
+            ("bf16_full_eval", "remove it: with bf16=True the parameters are bf16 already"),
+            ("fp16_full_eval", "remove it: with fp16=True the parameters are fp16 already"),
+        ):
+            if getattr(args, name, None):
+                raise ValueError(f"{type(self).__name__} does not take TrainingArguments({name}={getattr(args, name)!r}); {remedy}")
+        if args.n_gpu > 1:
+            raise ValueError(f"one process sees {args.n_gpu} GPUs; start one for each, with torchrun --nproc_per_node {args.n_gpu}")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = ZeroAccelerator  # the Trainer makes its own, with what its arguments say
+        self.accelerator.adopt(self._zero_config)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not any(param.is_meta for param in model.parameters()):  # what has no memory yet gets it where it is to be
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    # ---- training ------------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer that the Trainer's arguments ask for, or that it was given, wrapped."""
+        if isinstance(unwrapped(self.optimizer), ZeroOptimizer):
+            self.zero = unwrapped(self.optimizer)
+            return self.optimizer
+        if self.zero is not None:
+            self.zero.close()  # of an earlier model: the Trainer has a new one
+        inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self.optimizer = inner
+        if not isinstance(inner, ZeroOptimizer):
+            self.optimizer = ZeroOptimizer(self.model, inner, self.accelerator.zero)
+        self.zero = self.optimizer
+        return self.optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, and with each line about training the optimizer's metrics."""
+        if self.zero is not None and "loss" in logs:
+            logs.update({f"zk/{name}": float(value) for name, value in self.zero.metrics().items()})
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """At stage 3 all ranks generate for as long as any does, since they gather together."""
+        if self._is_partitioned and self.args.world_size > 1 and hasattr(self, "_gen_kwargs"):
+            self._gen_kwargs.setdefault("synced_gpus", True)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return self.zero is not None and not self.zero.closed and self.zero.config.stage == 3
+
+    # ---- saving and going on -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Full weights, as ``from_pretrained`` reads them, written by the first rank. At stage 3 on all ranks."""
+        if not self._is_partitioned:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        assert self.zero is not None
+        adapters = PeftModel is not None and isinstance(self.model, PeftModel)
+        state = self.zero.consolidated_state_dict(rank0_only=True, exclude_frozen=adapters)
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.zero is not None
+        self.zero.save_checkpoint(Path(output_dir, FOLDER))
+        if self.args.should_save:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, to save the optimizer as well
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights come with the optimizer's state, exactly, unless the plain Trainer wrote the checkpoint."""
+        if not Path(resume_from_checkpoint, FOLDER).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, *([model] if model is not None else []))  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        assert self.zero is not None
+        self.zero.load_checkpoint(Path(checkpoint, FOLDER))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """``transformers.Trainer`` over ZeroOptimizer; ``zero=`` takes its options."""
+
+
+class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` over ZeroOptimizer; ``zero=`` takes its options."""
+
+
+class ZeroAdamW:
+    """AdamW with ZeroOptimizer around it, for the plain Trainer in one process.
+
+    ``Trainer(..., optimizer_cls_and_kwargs=(ZeroAdamW, {"lr": 1e-4, "optimizer_tier": "host"}))``: the Trainer makes one and calls it with
+    the model and the options, which are AdamW's and ZeroConfig's by name. As in the Trainer, biases and norms do not decay.
+
+    For several ranks, stage 3 with fp16, and checkpoints larger than memory take ZeroTrainer.
+    """
+
+    def __call__(self, model: nn.Module, **options: Any) -> ZeroOptimizer:
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError("the plain Trainer would put DistributedDataParallel around the model; for several ranks take ZeroTrainer, from here")
+        fields = {field.name for field in dataclasses.fields(ZeroConfig)}
+        config = ZeroConfig(**{name: value for name, value in options.items() if name in fields})
+        decay = options.get("weight_decay", 0.0)
+        decaying = set(Trainer.get_decay_parameter_names(None, model))
+        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for name, param in trained if name in decaying], "weight_decay": decay},
+            {"params": [param for name, param in trained if name not in decaying], "weight_decay": 0.0},
+        ]
+        inner = torch.optim.AdamW(groups, **{name: value for name, value in options.items() if name not in fields | {"weight_decay"}})
+        return ZeroOptimizer(model, inner, config)
