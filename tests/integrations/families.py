@@ -1,0 +1,57 @@
+"""Tiny, randomly initialized models of several families of transformers, and data for them. No network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+
+transformers_is_quiet = tf.logging.set_verbosity_error()
+
+_TEXT = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def gpt2() -> nn.Module:
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_positions=16, n_embd=16, n_layer=2, n_head=2, **_TEXT))
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(max_position_embeddings=16, **sizes, **_TEXT))
+
+
+def t5() -> nn.Module:
+    """Embedding, decoder's embedding and head are one parameter."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return tf.T5ForConditionalGeneration(tf.T5Config(decoder_start_token_id=0, tie_word_embeddings=True, **sizes, **_TEXT))
+
+
+def mixtral() -> nn.Module:
+    """Eight experts of which each token uses one: some get no token of a batch."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tf.MixtralForCausalLM(tf.MixtralConfig(num_local_experts=8, num_experts_per_tok=1, max_position_embeddings=16, **sizes, **_TEXT))
+
+
+def vit() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **sizes))
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "mixtral": mixtral, "vit": vit}
+
+
+def make(family: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return FAMILIES[family]()
+
+
+def data(family: str, num: int = 64, seed: int = 1) -> list[dict[str, Any]]:
+    """Examples; of texts the last few labels do not count, and not the same number of each."""
+    draw = torch.Generator().manual_seed(seed)
+    if family == "vit":
+        return [{"pixel_values": torch.randn(1, 8, 8, generator=draw), "labels": index % 5} for index in range(num)]
+    texts = [torch.randint(3, 61, (12,), generator=draw) for _ in range(num)]
+    return [{"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) >= 12 - index % 4, -100)} for index, ids in enumerate(texts)]

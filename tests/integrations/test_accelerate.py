@@ -1,0 +1,147 @@
+"""A loop written for accelerate, under Accelerator and under ZeroAccelerator: the same losses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+import zk
+from tests.models import GPT, batch, loss_of
+from tests.world import run_world
+from zk.integrations.accelerate import ZeroAccelerator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ACCUMULATION, STEPS = 4, 4
+
+
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2 * ACCUMULATION * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch(index)[0]
+
+
+def loop(accelerator: Any, folder: Path, *, stop: int = STEPS, resume: bool = False, seed: int = 0) -> tuple[list[float], nn.Module]:
+    """The user's script. It does not know of zk."""
+    torch.manual_seed(seed)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, DataLoader(Batches(), batch_size=2), scheduler)
+    done = 0
+    if resume:
+        accelerator.load_state(str(folder))
+        done = stop
+        loader = accelerator.skip_first_batches(loader, ACCUMULATION * done)
+    losses = []
+    for ids in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, ids)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                losses += [loss.item(), accelerator.clip_grad_norm_(model.parameters(), 0.1).item()]
+                done += 1
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if done == stop and not resume:
+            accelerator.save_state(str(folder))
+            break
+    losses.append(optimizer.param_groups[0]["lr"])
+    return losses, accelerator.unwrap_model(model)
+
+
+def made(zero: dict[str, Any] | None, **options: Any) -> Any:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    common = {"cpu": True, "gradient_accumulation_steps": ACCUMULATION, **options}
+    return Accelerator(**common) if zero is None else ZeroAccelerator(zero=zero, **common)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_plain_loop_of_accelerate_trains_alike_and_goes_on_from_its_state(stage: int, tmp_path: Path) -> None:
+    drive = {"param_tier": "nvme", "optimizer_tier": "host", "nvme_path": str(tmp_path)} if stage == 3 else {"optimizer_tier": "host"}
+    want, plain = loop(made(None), tmp_path / "plain")
+    first, _ = loop(made({"stage": stage, **drive}), tmp_path / "zk", stop=2)
+    rest, model = loop(made({"stage": 1}), tmp_path / "zk", stop=2, resume=True, seed=5)
+    assert first[:-1] + rest == pytest.approx(want, rel=1e-5)
+    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_get_state_dict_has_the_full_weights(tmp_path: Path) -> None:
+    accelerator = made({"stage": 3, "param_tier": "nvme", "optimizer_tier": "host", "nvme_path": str(tmp_path)})
+    torch.manual_seed(0)
+    model = GPT()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    found = accelerator.get_state_dict(model)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+def on_rank(case: tuple[str, dict[str, Any] | None]) -> Any:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    folder, zero = case
+    losses, _ = loop(made(zero), Path(folder), stop=STEPS if zero is None else 1)
+    if zero is not None:
+        accelerator = made({"stage": 3})
+        rest, model = loop(accelerator, Path(folder), stop=1, resume=True, seed=5)
+        return losses[:-1] + rest, len(accelerator.get_state_dict(model))
+    return losses, 0
+
+
+def test_two_ranks_train_as_under_accelerates_own_ddp(tmp_path: Path) -> None:
+    cases = [(str(tmp_path / "plain"), None), *((str(tmp_path / str(stage)), {"stage": stage}) for stage in (1, 2, 3))]
+    plain, *ours = run_world(2, on_rank, cases, timeout=60)
+    for result in ours:
+        for rank in range(2):
+            assert not isinstance(result[rank], Exception), result[rank]
+            assert result[rank][0] == pytest.approx(plain[rank][0], rel=1e-5)
+        assert [result[rank][1] for rank in range(2)] == [len(GPT().state_dict()), 0]
+
+
+def test_an_optimizer_that_was_made_before_is_taken_as_it_is() -> None:
+    accelerator = made({})
+    model = GPT()
+    mine = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
+    _, prepared = accelerator.prepare(model, mine)
+    assert prepared.optimizer is mine
+
+
+def test_what_zk_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="without its model"):
+        made({}).prepare(torch.optim.AdamW(GPT().parameters()))
+    with pytest.raises(ValueError, match="mixed precision is 'bf16'"):
+        made({"dtype": "fp16"}, mixed_precision="bf16")
+    with pytest.raises(ValueError, match="compile its blocks"):
+        made({}, dynamo_backend="inductor")
+
+
+def test_bf16_means_bf16_parameters_without_autocast() -> None:
+    accelerator = made({"stage": 1}, mixed_precision="bf16")
+    model = GPT()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert model(batch(0)).dtype == torch.bfloat16
+    under_autocast = made({"stage": 1, "dtype": "fp32"}, mixed_precision="bf16")
+    other = GPT()
+    other, _ = under_autocast.prepare(other, torch.optim.AdamW(other.parameters()))
+    assert next(other.parameters()).dtype == torch.float32
+    logits = other(batch(0))
+    assert logits.dtype == torch.float32  # given back in fp32, as accelerate does, and computed in bf16
+    assert torch.equal(logits, logits.bfloat16().float())

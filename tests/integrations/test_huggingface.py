@@ -1,0 +1,400 @@
+"""ZeroTrainer against the Trainer of transformers: same seed, same data, same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers as tf
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+
+import zk
+from tests.integrations.families import FAMILIES, data, make
+from tests.world import run_world
+from zk.integrations.huggingface import ZeroAdamW, ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, MIDDLE = 6, 3
+# (relative, absolute) distance between losses, gradient norms and parameters and those of the plain Trainer, and why
+TOLERANCES = {
+    # the same arithmetic; zk sums the norm in float64 (so the clipping factor may differ in the last bit) and updates with fused multiply-adds
+    "fp32": (1e-5, 1e-6),
+    # autocast is the Trainer's own, over fp32 parameters
+    "fp32, autocast": (1e-5, 1e-6),
+    # bf16 parameters with fp32 masters against autocast over fp32 parameters: activations have 8 bits in both, rounded in other places
+    "bf16": (2e-2, 2e-2),
+}
+HOST = {"param_tier": "host", "optimizer_tier": "host"}
+
+
+def on_drive(folder: Path) -> dict[str, Any]:
+    """Stage 3 whose parameters are truly gone between uses, in one process and without a GPU."""
+    return {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": str(folder)}
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after a step, with the schedule of the whole run, as a machine that goes away would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def arguments(folder: Path | str, kind: type = TrainingArguments, **options: Any) -> Any:
+    common = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_grad_norm": 1.0,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-6,  # the bias of keys has no gradient but rounding, which Adam would blow up to full steps
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": MIDDLE,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return kind(**{**common, **options})
+
+
+def made(
+    cls: type, family: str, folder: Path | str, *, seed: int = 0, stop: int | None = None, more: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    return cls(
+        model=make(family, seed),
+        args=arguments(folder, **(more or {})),
+        train_dataset=data(family),
+        eval_dataset=data(family, 6, seed=2),
+        callbacks=[StopAt(stop)] if stop else None,
+        **options,
+    )
+
+
+def history(trainer: Any) -> dict[tuple[int, str], float]:
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return {(line["step"], name): line[name] for line in trainer.state.log_history for name in kept if name in line}
+
+
+def assert_alike(got: dict[Any, float], want: dict[Any, float], rule: str = "fp32") -> None:
+    relative, absolute = TOLERANCES[rule]
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert got[key] == pytest.approx(value, rel=relative, abs=absolute), key
+
+
+def weights(folder: Path | str) -> dict[str, Tensor]:
+    """As from_pretrained would read them."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_same_weights(got: dict[str, Tensor], want: dict[str, Tensor], rule: str = "fp32") -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name].float(), tensor.float(), rtol=TOLERANCES[rule][0], atol=TOLERANCES[rule][1], msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_zk_ends_with_the_losses_of_the_plain_trainer(family: str, tmp_path: Path) -> None:
+    plain = made(Trainer, family, tmp_path / "plain")
+    plain.train()
+    drive = on_drive(tmp_path)
+    for first, second in (({"stage": 2, "optimizer_tier": "host"}, drive), (drive, {"stage": 2})):
+        folder = tmp_path / f"from stage {first['stage']}"
+        begun = made(ZeroTrainer, family, folder, stop=MIDDLE, zero=first)
+        begun.train()
+        begun.zero.close()
+        resumed = made(ZeroTrainer, family, folder, seed=5, zero=second)  # other initial values, which must not count
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.zero.config.stage == second["stage"]
+        assert_alike(history(resumed), history(plain))
+        assert_same_weights(weights(folder / f"checkpoint-{STEPS}"), weights(tmp_path / "plain" / f"checkpoint-{STEPS}"))
+        resumed.zero.close()
+
+
+def as_rank() -> None:
+    """What torchrun would have set."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
+
+
+def train_on_ranks(case: tuple[str, str, dict[str, Any], dict[str, Any]]) -> Any:
+    family, folder, first, second = case
+    if not first:
+        plain = made(Trainer, family, folder, more={"ddp_backend": "gloo"})
+        plain.train()
+        plain.save_model(f"{folder}/last")
+        return history(plain)
+    begun = made(ZeroTrainer, family, folder, stop=MIDDLE, more={"ddp_backend": "gloo"}, zero=first)
+    begun.train()
+    begun.zero.close()
+    resumed = made(ZeroTrainer, family, folder, seed=5, more={"ddp_backend": "gloo"}, zero=second)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model(f"{folder}/last")
+    resumed.zero.close()
+    return history(resumed)
+
+
+def generate_on_ranks(folder: str) -> Any:
+    args = arguments(folder, Seq2SeqTrainingArguments, max_steps=2, predict_with_generate=True, generation_max_length=9, ddp_backend="gloo")
+    found = []
+    for cls, options in ((Seq2SeqTrainer, {}), (ZeroSeq2SeqTrainer, {"zero": {"stage": 3, **HOST}})):
+        trainer = cls(model=make("t5"), args=args, train_dataset=data("t5"), eval_dataset=data("t5", 5, seed=2), **options)
+        trainer.model.generation_config.eos_token_id = list(range(3, 61, 2))  # so that texts end at different lengths
+        trainer.train()
+        found.append(trainer.predict(data("t5", 5, seed=3)).predictions.tolist())
+    trainer.zero.close()
+    return found
+
+
+def on_rank(case: Any) -> Any:
+    as_rank()
+    return generate_on_ranks(case) if isinstance(case, str) else train_on_ranks(case)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """What came back from both ranks, by case, and the folder of each; one world for all, as importing is what takes long."""
+    base = tmp_path_factory.mktemp("ranks")
+    two, three = {"stage": 2, "optimizer_tier": "host"}, {"stage": 3, **HOST}
+    cases: dict[str, Any] = {}
+    for family in FAMILIES:
+        first, second = (two, three) if family in ("gpt2", "t5") else (three, two)
+        cases[f"{family} plain"] = (family, str(base / f"{family} plain"), {}, {})
+        cases[family] = (family, str(base / family), first, second)
+    cases["generate"] = str(base / "generate")
+    return {name: (result, base / name) for name, result in zip(cases, run_world(2, on_rank, list(cases.values()), timeout=120), strict=True)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_train_what_the_plain_trainer_trains_on_two(family: str, on_two_ranks: dict[str, tuple[Any, Path]]) -> None:
+    (plain, folder), (ours, our_folder) = on_two_ranks[f"{family} plain"], on_two_ranks[family]
+    for result in (*plain, *ours):
+        assert not isinstance(result, Exception), result
+    assert_alike(ours[0], plain[0])
+    assert_same_weights(weights(our_folder / "last"), weights(folder / "last"))
+
+
+def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other(on_two_ranks: dict[str, tuple[Any, Path]]) -> None:
+    for result in on_two_ranks["generate"][0]:
+        assert not isinstance(result, Exception), result
+        plain, ours = result
+        assert plain == ours
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rule"), ((None, "bf16"), ("fp32", "fp32, autocast")))
+def test_bf16_is_parameters_of_it_or_autocast_over_fp32(dtype: str | None, rule: str, tmp_path: Path) -> None:
+    plain, ours = (
+        made(cls, "llama", tmp_path / cls.__name__, more={"bf16": True, "save_strategy": "no"}, **options)
+        for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": {"stage": 2, "dtype": dtype}}))
+    )
+    plain.train()
+    ours.train()
+    assert next(ours.model.parameters()).dtype == (torch.float32 if dtype else torch.bfloat16)
+    assert_alike(history(ours), history(plain), rule)
+
+
+def test_fp16_has_one_loss_scale_and_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
+    # accelerate refuses fp16 on a CPU, so parameters are asked for in fp16 directly
+    zero = {"dtype": "fp16", "loss_scale": zk.DynamicLossScale(init=2.0**24)}
+    trainer = made(ZeroTrainer, "gpt2", tmp_path, more={"save_strategy": "no", "eval_strategy": "no"}, zero=zero)
+    assert trainer.accelerator.scaler is None
+    trainer.train()
+    metrics = trainer.zero.metrics()
+    assert metrics["steps"] + metrics["skipped_steps"] == STEPS
+    assert metrics["skipped_steps"] > 0
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+    assert rates[0] == 0.0  # warm-up begins with the first step that is taken
+    assert trainer.lr_scheduler.last_epoch == metrics["steps"]
+
+
+# ---- evaluation, generation, weights -------------------------------------------------------------------------------------------------
+
+
+class Generates(TrainerCallback):
+    """Between two steps."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        training = model.training
+        model.eval()
+        self.texts.append(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)[0].tolist())
+        model.train(training)
+
+
+def test_generation_between_steps_and_from_pretrained_see_the_trained_parameters(tmp_path: Path) -> None:
+    texts = []
+    for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path)})):
+        trainer = made(cls, "llama", tmp_path / cls.__name__, more={"eval_strategy": "no", "save_strategy": "no"}, **options)
+        trainer.add_callback(generates := Generates())
+        trainer.train()
+        trainer.save_model(str(tmp_path / cls.__name__ / "last"))
+        after = type(trainer.model).from_pretrained(tmp_path / cls.__name__ / "last")
+        texts.append((generates.texts, after.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)[0].tolist()))
+        predictions = trainer.predict(data("llama", 3)).predictions
+    assert texts[0] == texts[1]
+    with torch.no_grad():
+        ids = torch.stack([one["input_ids"] for one in data("llama", 3)])
+        assert after.eval()(ids).logits.numpy() == pytest.approx(predictions, abs=1e-5)
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    more = {"load_best_model_at_end": True, "save_steps": 2, "learning_rate": 0.5, "save_total_limit": 2}
+    more |= {"metric_for_best_model": "loss", "greater_is_better": True}  # so that the best is not the last
+    trainer = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=on_drive(tmp_path))
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert trainer.state.best_metric == max(losses) > losses[-1]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses), rel=1e-6)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------------------------
+
+
+def with_lora(seed: int = 0) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = make("llama", seed)
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path) -> None:
+    options = {"train_dataset": data("llama"), "eval_dataset": data("llama", 6, seed=2)}
+    plain = Trainer(model=with_lora(), args=arguments(tmp_path / "plain"), **options)
+    plain.train()
+    zero = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "host", "nvme_path": str(tmp_path)}
+    begun = ZeroTrainer(model=with_lora(), args=arguments(tmp_path / "zk"), callbacks=[StopAt(MIDDLE)], zero=zero, **options)
+    begun.train()
+    begun.zero.close()
+    resumed = ZeroTrainer(model=with_lora(), args=arguments(tmp_path / "zk"), zero={"stage": 2}, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_alike(history(resumed), history(plain))
+    for step in (MIDDLE, STEPS):
+        got, want = (weights(tmp_path / name / f"checkpoint-{step}") for name in ("zk", "plain"))
+        assert want and all("lora" in name for name in want)
+        assert_same_weights(got, want)
+
+
+# ---- the plain Trainer ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_trainer_takes_zk_as_its_optimizer_and_clips(tmp_path: Path) -> None:
+    plain = made(Trainer, "gpt2", tmp_path / "plain")
+    plain.train()
+    chosen = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "stage": 2, "optimizer_tier": "host"}
+    begun = made(Trainer, "gpt2", tmp_path / "zk", stop=MIDDLE, optimizer_cls_and_kwargs=(ZeroAdamW, dict(chosen)))
+    begun.train()
+    resumed = made(Trainer, "gpt2", tmp_path / "zk", seed=5, optimizer_cls_and_kwargs=(ZeroAdamW, dict(chosen)))
+    resumed.train(resume_from_checkpoint=True)
+    assert isinstance(resumed.optimizer.optimizer, zk.ZeroOptimizer)
+    assert_alike(history(resumed), history(plain))
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
+    plain = made(Trainer, "llama", tmp_path)
+    plain.train()
+    for file in (tmp_path / f"checkpoint-{STEPS}").iterdir():
+        file.unlink()
+    (tmp_path / f"checkpoint-{STEPS}").rmdir()
+    ours = made(ZeroTrainer, "llama", tmp_path, seed=5, zero={"stage": 3, **HOST})
+    ours.train(resume_from_checkpoint=True)
+    assert_alike(history(ours), history(plain))
+
+
+# ---- logs, and what is refused -------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_in_the_logs_and_in_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    more = {"report_to": ["tensorboard"], "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    trainer = made(ZeroTrainer, "vit", tmp_path, more=more, zero={"stage": 2})
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["zk/steps"] for line in lines] == [1.0, 2.0]
+    assert lines[-1]["zk/grad_norm"] == pytest.approx(lines[-1]["grad_norm"], rel=1e-6)
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/zk/steps")] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("more", "zero", "message"),
+    (
+        ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
+        ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
+        ({"torch_compile": True}, {}, "compile"),
+        ({}, {"stage": 4}, "stage"),
+    ),
+)
+def test_arguments_that_contradict_zk_are_refused(more: dict[str, Any], zero: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=zero)
+
+
+def test_a_trainer_of_ones_own_takes_the_mixin_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    class Mine(ZeroTrainerMixin, Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+    model = make("gpt2")
+    more = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+    mine = Mine(model=model, args=arguments(tmp_path, **more), train_dataset=data("gpt2"), optimizers=optimizers, zero=zk.ZeroConfig(stage=3))
+    mine.train()
+    model = make("gpt2")
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+    plain = Trainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("gpt2"), optimizers=optimizers)
+    plain.train()
+    assert history(mine)[1, "loss"] == pytest.approx(2 * history(plain)[1, "loss"], rel=1e-6)
+    assert type(mine.zero.inner) is torch.optim.SGD
+
+
+def test_a_model_that_was_deferred_gets_its_memory_from_zk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with zk.deferred_init():
+        model = FAMILIES["llama"]()
+    assert all(param.is_meta for param in model.parameters())
+    more = {"save_strategy": "no", "eval_strategy": "no"}
+    ours = ZeroTrainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("llama"), zero={"stage": 3, **HOST})
+    plain = made(Trainer, "llama", tmp_path, more=more)
+    plain.train()
+    ours.train()
+    assert_alike(history(ours), history(plain))
+
+
+def test_trainer_state_is_as_the_trainer_writes_it(tmp_path: Path) -> None:
+    trainer = made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, zero={"stage": 2})
+    trainer.train()
+    folder = tmp_path / f"checkpoint-{MIDDLE}"
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == MIDDLE
+    assert {"config.json", "model.safetensors", "scheduler.pt", "training_args.bin", "zk"} <= {file.name for file in folder.iterdir()}
+    assert tf.GPT2LMHeadModel.from_pretrained(folder).config.n_embd == 16
