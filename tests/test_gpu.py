@@ -362,6 +362,25 @@ def test_every_tier_trains_what_plain_torch_trains(stage: int, tier: str, tmp_pa
 
 
 @needs_cuda
+def test_a_model_in_host_memory_goes_to_its_tiers_and_never_whole_to_the_device() -> None:
+    torch.manual_seed(0)
+    wide = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))  # 64 MiB
+    plain = copy.deepcopy(wide).cuda()
+    x = torch.randn(4, 1024, device="cuda")
+    want = plain(x)
+    del plain
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    where = {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "device": "cuda"}
+    with zk.ZeroOptimizer(wide, torch.optim.AdamW(wide.parameters()), **where) as optimizer:
+        torch.testing.assert_close(wide(x), want)
+        wide(x).square().mean().backward()
+        optimizer.step()
+        assert torch.cuda.max_memory_allocated() - before < 40 << 20, "some layers, with their gradients"
+
+
+@needs_cuda
 def test_device_memory_is_given_back_in_the_end() -> None:
     def taken_after_one_more() -> int:
         Trained(stage=3, param_tier="host", optimizer_tier="host", overlap_step=True)

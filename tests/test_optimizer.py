@@ -627,3 +627,17 @@ def test_room_for_gradients_does_not_grow_from_step_to_step() -> None:
     for case, one, two in zip(cases, found, run_world(2, grad_nbytes_of_steps, cases), strict=True):
         for rank in (*one, *two):
             assert isinstance(rank, list) and rank[0] > 0 and max(rank[4:]) <= max(rank[:4]), (case, rank)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_device_is_named_and_must_be_there() -> None:
+    model, other = pair()
+    optimizer, plain = wrap(model, device="cpu"), adamw(other.parameters())
+    assert step(model, optimizer) == step(other, plain)
+    assert_same(model, other)
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        zk.ZeroConfig(device="cuda")
+    with pytest.raises(ValueError, match="must be 'cpu' or 'cuda'; got 'meta'"):
+        zk.ZeroConfig(device="meta")
+    with pytest.raises(TypeError, match="got 0"):
+        zk.ZeroConfig(device=0)  # type: ignore[arg-type]

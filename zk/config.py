@@ -30,6 +30,21 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
 
 
+def parse_device(value: object) -> torch.device:
+    """A device that is there; "cuda" is the current one."""
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f"device must be a name such as 'cuda:0', a torch.device or None; got {value!r}")
+    device = torch.device(value)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda'; got {value!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r}, and torch sees no CUDA device; python -m zk doctor says why")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def parse_nbytes(value: int | str, field: str) -> int:
     """A budget as bytes: a positive int, or a string such as ``"24GiB"``, ``"500 MB"`` or ``"1.5TiB"``.
 
@@ -102,6 +117,8 @@ class ZeroConfig:
     stage: int = 2
     # parameters and floating point buffers are cast to it ("bf16", "fp16", "fp32"); None: they keep their own
     dtype: str | torch.dtype | None = None
+    # where the model computes; None: where its parameters are. For a model in host memory that is larger than the device's
+    device: str | torch.device | None = None
     # where parameters rest between uses; anything but "device" needs stage 3
     param_tier: Tier = "device"
     # where gradients and optimizer state live, and so where the update runs
@@ -140,6 +157,8 @@ class ZeroConfig:
             raise ValueError(f"stage must be 0, 1, 2 or 3; got {self.stage!r}")
         if self.dtype is not None:
             normalize("dtype", parse_dtype(self.dtype, "dtype"))
+        if self.device is not None:
+            normalize("device", parse_device(self.device))
         normalize("state_dtype", parse_dtype(self.state_dtype, "state_dtype"))
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be 'fp32' or 'bf16' (fp16 cannot hold second moments); got {self.state_dtype!r}")

@@ -53,8 +53,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ``clip_grad_norm_``). The user's ``param_groups`` stay live: schedulers may be made for either optimizer.
 
     Args:
-        model: any module, on the device where it computes. With ``dtype`` set it is cast (floating point buffers too), and so are
-            floating point inputs of its forward; fp32 values it holds now become the initial masters.
+        model: any module, on the device where it computes, or in host memory with ``device`` saying where. With ``dtype`` set it is cast
+            (floating point buffers too), and so are floating point inputs of its forward; fp32 values it holds now become the masters.
         optimizer: torch.optim.AdamW, Adam or SGD over parameters of ``model``, in any number of groups. State that it already
             has is taken over.
         config: a ZeroConfig; None takes the defaults.
@@ -81,7 +81,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
             raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
-        device = compute_device(model)
+        assert self.config.device is None or isinstance(self.config.device, torch.device)
+        device = self.config.device or compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, device)
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[Held] = []
@@ -118,7 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         config, dtype = self.config, self.config.dtype
         assert dtype is None or isinstance(dtype, torch.dtype)
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        units = find_units(self.model, number, dtype, config.units, device)
+        units = find_units(self.model, number, dtype, config.units, device, moved=config.device is not None)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
         assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
@@ -174,8 +175,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
                 give_memory(buffer, values_of(buffer, name).to(device, buffer.dtype))
-            if dtype is not None and buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
+            if self.config.device is not None or (dtype is not None and buffer.is_floating_point()):
+                buffer.data = buffer.data.to(device, dtype if buffer.is_floating_point() else None)
             if isinstance(self.comm, Group):
                 self.comm.broadcast(-1, buffer.data)
 

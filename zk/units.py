@@ -61,6 +61,7 @@ def find_units(
     dtype: torch.dtype | None = None,
     wanted: Sequence[str | type[nn.Module]] | None = None,
     device: torch.device | None = None,
+    moved: bool = False,
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -69,7 +70,7 @@ def find_units(
         groups: the parameters that the optimizer updates, and the index of each one's group: members of a group lie side by side.
         dtype: what floating point parameters are to be stored in; None keeps their own.
         wanted: names or classes of the modules that become units; None takes the blocks of the model's outermost ModuleLists.
-        device: where parameters that have no memory yet will compute.
+        device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
@@ -86,7 +87,7 @@ def find_units(
             if param not in home:
                 is_trained = param in groups and param.requires_grad
                 stored = dtype if dtype is not None and param.is_floating_point() else param.dtype
-                place = device if param.is_meta and device is not None else param.device
+                place = device if (param.is_meta or moved) and device is not None else param.device
                 key = (path, is_trained, stored, place)
                 if key not in units:
                     label = path or "rest"

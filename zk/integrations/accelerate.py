@@ -106,6 +106,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if zero is not None and not autocast:
             self.native_amp, self.scaler = False, None
 
+    def zero_here(self) -> ZeroConfig:
+        """The config, with the device of this process: a model comes from host memory to where it rests, and never whole to the device."""
+        assert self.zero is not None
+        if self.zero.device is not None or not self.device_placement:
+            return self.zero
+        return dataclasses.replace(self.zero, device=self.device)
+
     # ---- preparing -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -121,9 +128,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         models = [model for model in among if isinstance(model, nn.Module) and any(param is its for its in model.parameters())]
         if not models:
             raise ValueError("prepare() got an optimizer without its model; pass both in one call: prepare(model, optimizer, ...)")
-        if self.device_placement and not any(its.is_meta for its in models[0].parameters()):
-            models[0].to(self.device)
-        return ZeroOptimizer(models[0], one, self.zero)
+        assert self.zero is not None
+        return ZeroOptimizer(models[0], one, self.zero_here())
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         if zero_of(model) is None:

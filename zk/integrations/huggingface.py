@@ -72,7 +72,8 @@ class ZeroTrainerMixin:
         self.accelerator.adopt(self._zero_config)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not any(param.is_meta for param in model.parameters()):  # what has no memory yet gets it where it is to be
+        """At stage 3 parameters go to where they rest, when the optimizer is made, and never all to the device."""
+        if self._zero_config.stage != 3 and not any(param.is_meta for param in model.parameters()):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # ---- training ------------------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class ZeroTrainerMixin:
         inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.optimizer = inner
         if not isinstance(inner, ZeroOptimizer):
-            self.optimizer = ZeroOptimizer(self.model, inner, self.accelerator.zero)
+            self.optimizer = ZeroOptimizer(self.model, inner, self.accelerator.zero_here())
         self.zero = self.optimizer
         return self.optimizer
 
@@ -98,7 +99,9 @@ class ZeroTrainerMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """At stage 3 all ranks generate for as long as any does, since they gather together."""
+        """At stage 3 parameters are moved into place first, and all ranks generate for as long as any does, since they gather together."""
+        if self._zero_config.stage == 3 and self.zero is None:
+            self.create_optimizer()
         if self._is_partitioned and self.args.world_size > 1 and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", True)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
