@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save gpu lint docs clean
+.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -32,6 +32,10 @@ lint: $(READY)
 # docs/deepspeed_config.md, from the table in the code
 docs: $(READY)
 	$(BIN)/python -c "from zk.integrations.deepspeed_table import markdown; print(markdown())" > docs/deepspeed_config.md
+
+# the documentation as pages in site/; a broken link, an unknown reference or a page that nobody finds is an error
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # DeepSpeed beside zk in one table; installs DeepSpeed into an environment of its own
 bench-peers: $(READY) $(VENV)/.peers
@@ -75,4 +79,4 @@ $(VENV)/.peers: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache

@@ -58,7 +58,7 @@ def test_what_cannot_be_clipped_alone_is_refused() -> None:
     stranger.grad = torch.ones(2)
     with pytest.raises(ValueError, match="together with parameters that are not in it"):
         clip_grad_norm_([*params, stranger], 1.0)
-    with pytest.raises(ValueError, match="2-norm; got norm_type=1.0"):
+    with pytest.raises(ValueError, match=r"2-norm; got norm_type=1\.0"):
         clip_grad_norm_(params, 1.0, norm_type=1.0)
     with pytest.raises(ValueError, match="clip by norm"):
         nn.utils.clip_grad_value_(params, 1.0)

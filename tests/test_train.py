@@ -98,12 +98,6 @@ def test_training_and_validation_text_are_disjoint_parts_of_real_text() -> None:
     assert b"def " in raw and b"expression" in raw
 
 
-def test_the_readmes_first_program_runs() -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)  # type: ignore[union-attr]
-    shown = run("-c", program + "\nprint(optimizer.metrics()['steps'], optimizer.config.stage)")
-    assert shown.strip() == "3 3"
-
-
 def test_examples_run_alike_and_differ_only_where_zk_is_adopted(tmp_path: Path) -> None:
     plain, adopted = ((ROOT / "examples" / name).read_text().splitlines() for name in ("train_gpt.py", "train_gpt_zk.py"))
     body = [line for line in difflib.unified_diff(plain, adopted, n=0, lineterm="") if line[0] in "+-" and line[:3] not in ("+++", "---")]

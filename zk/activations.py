@@ -46,13 +46,15 @@ def offload_activations(
     """Context for the forward pass: what autograd saves inside goes to host memory, and comes back ahead of its use in backward.
 
     Backward may run inside or after it. Results are those without it, bit for bit. With ``torch.utils.checkpoint`` (reentrant or not)
-    the saved tensors are the inputs of the checkpointed parts. The context may be entered again, in turn or nested::
+    the saved tensors are the inputs of the checkpointed parts. The context may be entered again, in turn or nested:
 
-        offload = zk.offload_activations(model)
-        for x, y in batches:
-            with offload:
-                loss = model(x, y)
-            loss.backward()
+    ```python
+    offload = zk.offload_activations(model)
+    for x, y in batches:
+        with offload:
+            loss = model(x, y)
+        loss.backward()
+    ```
 
     Args:
         model: its parameters and buffers, and all views of them, stay where they are. Without it that holds for parameters (also those
@@ -67,7 +69,11 @@ def offload_activations(
         device: the device that computes; by default the model's, otherwise the current accelerator, if there is one.
 
     Writing to a saved tensor before backward has read it is an error in backward, as it is without the context.
-    Raises OSError in forward or backward if a drive refuses. Source: ZeRO-Infinity, arXiv 2104.07857, section 5.1.2.
+
+    Raises:
+        OSError: in forward or backward, if a drive refuses.
+
+    Source: ZeRO-Infinity, arXiv 2104.07857, section 5.1.2.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, or be left out; got {model!r}")

@@ -86,17 +86,22 @@ def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicLossScale:
-    """How a dynamic loss scale moves. The scale halves on overflow (after ``hysteresis`` of them) and doubles after a clean window."""
+    """How a dynamic loss scale moves. The scale halves on overflow (after ``hysteresis`` of them) and doubles after a clean window.
+
+    Raises:
+        ValueError: for a setting out of its range.
+    """
 
     init: float = 2.0**16
-    # steps without overflow until the scale is doubled
+    """The scale of the first step."""
     window: int = 1000
-    # the scale is lowered from this many-th overflow on; the count is restored when the scale grows
+    """Steps without overflow until the scale is doubled."""
     hysteresis: int = 2
-    # the scale never falls below this
+    """The scale is lowered from this many-th overflow on; the count is restored when the scale grows."""
     minimum: float = 1.0
-    # what the scale is multiplied and divided by
+    """The scale never falls below this."""
     factor: float = 2.0
+    """What the scale is multiplied and divided by."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1:
@@ -111,43 +116,52 @@ class DynamicLossScale:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """What is partitioned, where it lives, and in what precision. Immutable; every field is checked on construction."""
+    """What is partitioned, where it lives, and in what precision. Immutable; every field is checked on construction.
 
-    # 0: nothing is partitioned (data parallel); 1: optimizer state; 2: and gradients; 3: and parameters
+    Raises:
+        ValueError: for a value that has no meaning, and for a setting that would have no effect, with the remedy.
+        TypeError: for a value of another type.
+    """
+
     stage: int = 2
-    # parameters and floating point buffers are cast to it ("bf16", "fp16", "fp32"); None: they keep their own
+    """0: nothing is partitioned (data parallel); 1: optimizer state; 2: and gradients; 3: and parameters."""
     dtype: str | torch.dtype | None = None
-    # where the model computes; None: where its parameters are. For a model in host memory that is larger than the device's
+    """Parameters and floating point buffers are cast to it ("bf16", "fp16", "fp32"); None: they keep their own."""
     device: str | torch.device | None = None
-    # where parameters rest between uses; anything but "device" needs stage 3
+    """Where the model computes ("cuda", "cuda:1"); None: where its parameters are. For a model in host memory that is larger than the device's:
+    it goes from there to its tiers, unit by unit."""
     param_tier: Tier = "device"
-    # where gradients and optimizer state live, and so where the update runs
+    """Where parameters rest between uses; anything but "device" needs stage 3."""
     optimizer_tier: Tier = "device"
-    # folder (or several, to stripe over) for the "nvme" tier; what is put there is private, and removed in the end
+    """Where gradients and optimizer state live, and so where the update runs."""
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    # a CRC-32 for everything written there, checked when it is read
+    """Folder (or several, to stripe over) for the "nvme" tier; what is put there is private, and removed in the end."""
     nvme_checksum: bool = False
-    # bytes (or "24GiB") that training state may take; with "auto" tiers the faster tier is filled first
+    """A CRC-32 for everything written there, checked when it is read."""
     device_budget: int | str | None = None
+    """Bytes (or "24GiB") of device memory that training state may take on a rank; with "auto" tiers the device is filled first. None: with
+    "auto" half of what is free on a GPU, otherwise no limit."""
     host_budget: int | str | None = None
-    # gradients are scaled down to this global 2-norm before the update; None: no clipping
+    """Bytes (or "24GiB") of host memory that training state may take on a rank. With an "nvme" tier, what fits in it stays in host memory. None:
+    with "auto" nine tenths of what is free; with "nvme" nothing stays; otherwise no limit."""
     clip_grad_norm: float | None = None
-    # "auto": dynamic for fp16, none otherwise; "dynamic" or DynamicLossScale(...); a number: static; None: none
+    """Gradients are scaled down to this global 2-norm before the update; None: no clipping."""
     loss_scale: str | float | DynamicLossScale | None = "auto"
-    # dtype of Adam's moments; "bf16" halves them, and changes results
+    """With "auto" dynamic for fp16, none otherwise; "dynamic" or DynamicLossScale(...); a number: static; None: none."""
     state_dtype: str | torch.dtype = "fp32"
-    # reduce, offload, upload and gather while compute goes on; False: each copy and collective is waited for at once
+    """Dtype of Adam's moments; "bf16" halves them, and changes results."""
     overlap: bool = True
-    # step() returns at once: units are updated beside training, in the order of forward, which waits for each one's own update
+    """Reduce, offload, upload and gather while compute goes on; False: each copy and collective is waited for at once."""
     overlap_step: bool = False
-    # stage 3: how many units are gathered ahead of the one in use
+    """With True ``step()`` returns at once: units are updated beside training, in the order of forward, which waits for each one's own update."""
     prefetch: int = 1
-    # threads of the CPU update; None: cores / ranks on this machine
+    """Stage 3: how many units are gathered ahead of the one in use."""
     num_threads: int | None = None
-    # ranks that train together; None: the default group, or one process where there is none
+    """Threads of the CPU update; None: cores / ranks on this machine."""
     process_group: ProcessGroup | None = None
-    # what travels together: names or classes of modules; None: the blocks of the model's ModuleLists
+    """Ranks that train together; None: the default group, or one process where there is none."""
     units: Sequence[str | type[nn.Module]] | None = None
+    """What travels together: names or classes of modules; None: the blocks of the model's ModuleLists."""
 
     def __post_init__(self) -> None:
         def normalize(name: str, value: object) -> None:
@@ -203,14 +217,17 @@ class ZeroConfig:
     def from_deepspeed(
         cls, config: str | os.PathLike[str] | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None, **overrides: Any
     ) -> ZeroConfig:
-        """The same settings from DeepSpeed's JSON, a path or a dict.
+        """The same settings from DeepSpeed's JSON.
 
         Args:
+            config: a path, or a dict.
             auto: values for what the config says is "auto", by dotted key: ``{"bf16.enabled": True}``.
             overrides: fields that win over the config.
 
-        What becomes of each key: docs/deepspeed_config.md. Optimizer, scheduler and batch sizes are for ``zk.initialize``. ValueError for
-        unknown keys, for what zk does not do (with the reason and a remedy), and for what is not JSON (with line and column).
+        What becomes of each key: docs/deepspeed_config.md. Optimizer, scheduler and batch sizes are for ``zk.initialize``.
+
+        Raises:
+            ValueError: for unknown keys, for what zk does not do (with the reason and a remedy), and for what is not JSON (with line and column).
         """
         from zk.integrations.deepspeed_config import from_deepspeed  # it imports this module
 

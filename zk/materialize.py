@@ -324,6 +324,9 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
     All that a constructor does to tensors is followed (any initializer, also in place, on views, or depending on values through
     ``item()``), with torch's default generator. After the context such a model can be given to ZeroOptimizer or load_pretrained; it
     cannot compute, and what changes its parameters in between is refused when they are made.
+
+    Raises:
+        RuntimeError: for a context within another, and for initial values from another generator than the default one.
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -60,6 +60,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         config: a ZeroConfig; None takes the defaults.
         overrides: ZeroConfig fields, instead of or on top of ``config``.
 
+    Raises:
+        ValueError: for a model or options that do not fit together; the message says what to change.
+        TypeError: for an optimizer whose arithmetic cannot be partitioned.
+
     All ranks construct it at the same point; the first rank's parameter values win. Source: ZeRO, arXiv 1910.02054, section 5;
     ZeRO-Offload, arXiv 2101.06840, section 4.
     """
@@ -210,7 +214,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward()`` with the loss scale applied. Needed where a loss scale is on (fp16); the same as loss.backward() elsewhere."""
+        """``loss.backward()`` with the loss scale applied. Needed where a loss scale is on (fp16); the same as loss.backward() elsewhere.
+
+        Args:
+            loss: a scalar.
+            kwargs: of ``Tensor.backward``, such as ``retain_graph``.
+        """
         self._check_open()
         self.in_scaled_backward = True
         try:
@@ -223,6 +232,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Reduce what is left, clip, update, and make the updated parameters available. Returns the closure's loss, or None.
 
         A step whose gradients hold NaN or inf changes nothing, lowers a dynamic loss scale, and is counted in ``metrics()``.
+
+        Args:
+            closure: runs forward and backward, and returns the loss.
+
+        Raises:
+            RuntimeError: if there is no gradient, or if an earlier step ended half-way.
         """
         self._check_open()
         if getattr(self, "grad_scale", None) is not None:
@@ -272,9 +287,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.grads.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of the coming step to a global 2-norm of ``max_norm``; overrides the config's for that step.
+        """Clip the gradients of the coming step to a global 2-norm of ``max_norm``; overrides the config's for that step. On all ranks.
 
-        Returns the norm before clipping, over all ranks and without the loss scale, as a scalar tensor.
+        Args:
+            max_norm: more than 0.
+
+        Returns:
+            The norm before clipping, over all ranks and without the loss scale, as a scalar tensor.
         """
         self._check_open()
         if not max_norm > 0:
@@ -453,7 +472,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state from ``state_dict()`` of this class or of the plain torch optimizer.
 
-        Without a ``master`` the masters stay as they are. Raises ValueError, before anything is changed, if groups or shapes differ.
+        Without a ``master`` the masters stay as they are.
+
+        Raises:
+            ValueError: before anything is changed, if groups or shapes differ.
         """
         self._check_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -521,8 +543,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 that is not written yet copies it, or waits. ``synchronize()``, ``close()`` and the next save wait for the end.
             on_save_error: what to do where the drive refuses or has no room: "raise", or "warn" to log it and go on; the result is None then.
 
-        Raises OSError if the drive refuses or has no room; what fails on one rank raises on all. With ``async_save`` it is the next step()
-        after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
+        Raises:
+            OSError: if the drive refuses or has no room; what fails on one rank raises on all. With ``async_save`` it is the next step()
+                after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
         """
         self._check_open()
         if self.torn:
@@ -566,8 +589,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             directory: what ``save_checkpoint`` was given (the latest one is taken), or the folder of one step.
             scheduler: to be given if and only if it was when saving.
 
-        Returns ``extra`` as it was saved (tuples as lists). Raises CheckpointError (a ValueError), naming the file, if something is missing,
-        altered or does not belong to this model: then nothing has been changed.
+        Returns:
+            ``extra`` as it was saved (tuples as lists).
+
+        Raises:
+            CheckpointError: a ValueError, naming the file, if something is missing, altered or does not belong to this model: then nothing
+                has been changed.
         """
         self._check_open()
         self._end_save()

@@ -77,7 +77,9 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
         strict: False leaves what the files do not have as it is, and ignores what the model does not have.
 
-    Raises ValueError, before anything is changed, with the names that are missing, unexpected, or of another shape.
+    Raises:
+        ValueError: before anything is changed, with the names that are missing, unexpected, or of another shape.
+        FileNotFoundError: if a file is not there.
     """
     entries = _files(Path(path))
     pieces = pieces_of(model)

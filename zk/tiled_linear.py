@@ -166,11 +166,19 @@ class TiledLinear(nn.Module):
     """``torch.nn.Linear``, computed tile by tile.
 
     Args:
-        in_features, out_features, bias, device, dtype: as for nn.Linear.
-        in_splits, out_splits: tiles along the input and along the output; at stage 3, memory for weights and their gradients falls
-            with the product. Splitting the output alone keeps the bits of the output.
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        bias: whether there is one.
+        in_splits: tiles along the input.
+        out_splits: tiles along the output; at stage 3, memory for weights and their gradients falls with ``in_splits * out_splits``.
+            Splitting the output alone keeps the bits of the output.
         input_is_already_split: the input is a sequence of ``in_splits`` tensors (..., columns of each).
         combine_out_splits: False returns a list of ``out_splits`` tensors (..., rows of each).
+        device: of the parameters.
+        dtype: of the parameters: fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: for more splits than features, and, in forward, for an input of another width or precision.
 
     Parameters are those of the tiles, and ``bias`` (out_features,); ``state_dict()`` has nn.Linear's ``weight`` and ``bias``, and
     ``load_state_dict()`` takes them. ``weight`` as an attribute is put together for reading, which takes the memory of all of it;
@@ -357,9 +365,18 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     """Replace every nn.Linear of ``model`` whose weight is larger than ``max_tile_nbytes`` by a TiledLinear of smaller tiles, in place.
 
     Call it before the optimizer is made, as the parameters are new ones; for a model from deferred_init, inside that context. The
-    output is split first, which keeps the bits of forward; the input only where a tile of 64 rows is still too large.
-    Returns the names of the layers that were replaced. Raises ValueError, before anything is changed, for a weight that is tied to
-    another parameter. Layers that only derive from nn.Linear are left alone.
+    output is split first, which keeps the bits of forward; the input only where a tile of 64 rows is still too large. Layers that only
+    derive from nn.Linear are left alone.
+
+    Args:
+        model: changed in place.
+        max_tile_nbytes: bytes that a tile's weight may have, in the precision in which it is stored now.
+
+    Returns:
+        The names of the layers that were replaced.
+
+    Raises:
+        ValueError: before anything is changed, for a weight that is tied to another parameter, or a model that a ZeroOptimizer holds.
     """
     if isinstance(max_tile_nbytes, bool) or not isinstance(max_tile_nbytes, int) or max_tile_nbytes < 1:
         raise ValueError(f"max_tile_nbytes must be a number of bytes, at least 1; got {max_tile_nbytes!r}")

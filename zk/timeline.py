@@ -3,11 +3,13 @@
 ``with phase("update", unit):`` marks what the calling thread does; ``note`` what is known only afterwards. Under torch's profiler every
 phase is a label, ``zk::update unit``; inside a ``Recorder`` it is a ``Span``. With neither it costs less than a microsecond.
 
-    with Recorder() as recorder:
-        ...one step...
-    for row in recorder.timeline.overlap():
-        print(row.resource, row.busy_ms, row.hidden_ms, row.share)
-    write_chrome_trace(recorder.timeline, "trace.json")  # for https://ui.perfetto.dev and chrome://tracing
+```python
+with Recorder() as recorder:
+    ...  # one step
+for row in recorder.timeline.overlap():
+    print(row.resource, row.busy_ms, row.hidden_ms, row.share)
+write_chrome_trace(recorder.timeline, "trace.json")  # for https://ui.perfetto.dev and chrome://tracing
+```
 
 What the figures mean:
 
@@ -48,6 +50,7 @@ RESOURCES: Mapping[Resource, str] = {
     "write": "to the drive",
     "wait": "a thread stands still, for what its name says; before a colon, the kind: drive, link, other ranks",
 }
+"""What a phase can be spent on."""
 MEASURED: tuple[Resource, ...] = ("update", "collective", "upload", "offload", "read", "write")  # what wants to be hidden
 Intervals = list[tuple[int, int]]  # (start, stop) in ns; in order, apart from one another, none empty
 
@@ -78,8 +81,10 @@ class Span:
     name: str
     start_ns: int
     stop_ns: int
-    thread: str  # whose work it was, or who noted it
-    holds: bool = True  # the thread did nothing else meanwhile
+    thread: str
+    """Whose work it was, or who noted it."""
+    holds: bool = True
+    """The thread did nothing else meanwhile."""
 
 
 class phase:  # a verb, as contextlib's are
@@ -255,8 +260,10 @@ class Row:
 
     resource: str
     busy_ms: float
-    hidden_ms: float  # of it, while compute was busy
-    update_ms: float  # of the rest, while the update was busy
+    hidden_ms: float
+    """Of it, while compute was busy."""
+    update_ms: float
+    """Of the rest, while the update was busy."""
 
     @property
     def exposed_ms(self) -> float:
@@ -276,7 +283,8 @@ class Timeline:
     spans: Sequence[Span]
     start_ns: int
     stop_ns: int
-    thread: str  # the training thread
+    thread: str
+    """The training thread."""
 
     def trains(self, thread: str) -> bool:
         """Whether it is the training thread, or one of autograd's, for which the training thread waits: Python did not start these."""

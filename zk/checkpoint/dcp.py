@@ -118,6 +118,7 @@ class Part(DTensor):
         return part
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """(n,) this rank's elements, which may be none."""
         elements = self._local_tensor.as_subclass(Elements)
         elements.place = self.place
         return elements
@@ -129,6 +130,7 @@ class Part(DTensor):
         return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """All of it, in the parameter's shape, in host memory; a collective."""
         sizes = [piece.stop - piece.start for piece in self.place.pieces]
         mine = self._local_tensor.new_zeros(max(sizes))
         mine[: self._local_tensor.numel()] = self._local_tensor

@@ -187,14 +187,23 @@ def initialize(
         model_parameters: tensors or groups to train, for an optimizer that is made here; None: all that require gradients.
         lr_scheduler: a scheduler, or a callable that makes one of the optimizer; None: as the config says, if it does.
         args: what has ``deepspeed_config``, and perhaps ``local_rank``.
-        config, deepspeed_config, config_params: path or dict; one of them, or ``args``.
+        config: DeepSpeed's JSON, a path or a dict.
+        deepspeed_config: another name of ``config``; give one of them, or ``args``.
+        config_params: a third one.
         training_data: a dataset; each rank reads its own part, in micro batches.
+        collate_fn: makes a batch of samples, for the loader of ``training_data``.
         dist_init_required: taken for compatibility: the default process group is joined, or made, in any case.
         mpu: must be None; there is no model parallelism.
         auto: values for what the config says is "auto", by dotted key: ``{"optimizer.params.lr": 3e-4}``.
         overrides: ZeroConfig fields that win over the config.
 
-    What becomes of each key of the config: docs/deepspeed_config.md. ValueError for what zk does not do, with the reason and what to do instead.
+    What becomes of each key of the config: docs/deepspeed_config.md.
+
+    Returns:
+        The engine, its ZeroOptimizer, a loader (None without ``training_data``), and the scheduler (None without one).
+
+    Raises:
+        ValueError: for what zk does not do, with the reason and what to do instead, for unknown keys, and for what is not JSON.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}. zk.initialize takes args= by name")

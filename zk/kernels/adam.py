@@ -158,11 +158,15 @@ def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, ex
         param: (n,) fp32, bf16 or fp16, contiguous. fp32 if and only if ``master`` is None.
         grad: (n,) fp32, bf16 or fp16.
         master: None, (n,) fp32, or (n,) int16 (split master, with a bf16 parameter: see split.py).
-        exp_avg, exp_avg_sq: (n,) fp32 or bf16, both alike.
+        exp_avg: (n,) fp32 or bf16.
+        exp_avg_sq: (n,), as exp_avg. With a split master its sign carries a bit.
         step: the scalars; without amsgrad.
 
     In host memory this is the reference; ``zk.offload.cpu_adam.adam_`` is the fast one there.
-    Raises ValueError on sizes, devices or precisions that do not fit together, TypeError on other precisions.
+
+    Raises:
+        ValueError: for sizes, devices or precisions that do not fit together, and for amsgrad.
+        TypeError: for other precisions.
     """
     check_adam(param, grad, master, exp_avg, exp_avg_sq)
     if step.amsgrad:

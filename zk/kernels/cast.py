@@ -59,11 +59,17 @@ def cast(
     Args:
         source: any shape, fp32, bf16 or fp16; dense, in any order of dimensions.
         out: same shape and order, fp32, bf16 or fp16. ``source`` itself scales in place. None makes one of ``dtype``.
+        dtype: of the result, where ``out`` is None; give one of the two.
         scale: a factor.
         stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values of the result, before
             rounding, are added.
 
-    Returns ``out``. Raises TypeError or ValueError for other precisions, shapes, strides, or an ``out`` that overlaps ``source`` in part.
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError: for other precisions.
+        ValueError: for other shapes, strides or devices, or an ``out`` that overlaps ``source`` in part.
     """
     if (out is None) == (dtype is None):
         raise ValueError("cast needs either out or dtype")

@@ -160,7 +160,9 @@ def flatten(
         scale: a factor.
         stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values are added.
 
-    Raises TypeError or ValueError for other precisions, devices, or regions that overlap.
+    Raises:
+        TypeError: for other precisions.
+        ValueError: for other devices, regions that overlap or do not fit, or a ``flat`` that is not flat and contiguous.
     """
     regions = _check(tensors, flat, offsets)
     sources = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
@@ -172,9 +174,18 @@ def flatten(
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0, stats: Tensor | None = None) -> None:
-    """Copy regions of ``flat`` into ``tensors``, cast and scaled; the inverse of ``flatten``, with the same arguments.
+    """Copy regions of ``flat`` into ``tensors``, cast and scaled: the inverse of ``flatten``.
 
-    ``tensors`` must be contiguous, and none of them may share memory with another.
+    Args:
+        flat: (numel,) fp32, bf16 or fp16, contiguous.
+        tensors: any shapes, fp32, bf16 or fp16, contiguous; none may share memory with another.
+        offsets: in ``flat``, the first element of each, ascending.
+        scale: a factor.
+        stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values are added.
+
+    Raises:
+        TypeError: for other precisions.
+        ValueError: for other devices, regions that overlap or do not fit, or a tensor that is not contiguous.
     """
     regions = _check(tensors, flat, offsets)
     for index, tensor in enumerate(tensors):

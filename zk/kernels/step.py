@@ -22,11 +22,15 @@ class AdamStep:
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool  # AdamW rather than Adam
+    decoupled: bool
+    """True for AdamW, False for Adam."""
     step: int
+    """Of this update, from 1."""
     grad_scale: float = 1.0
+    """What the gradient is multiplied by: clipping, and one over the loss scale."""
     maximize: bool = False
     amsgrad: bool = False
+    """For ``zk.offload.cpu_adam.adam_`` only."""
 
     def __post_init__(self) -> None:
         if self.step < 1:

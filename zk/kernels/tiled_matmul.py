@@ -192,7 +192,10 @@ def tiled_matmul(
         activation: "", "relu", "silu" or "gelu" (exact).
 
     fp32 matrices are multiplied in tf32 only if torch.backends.cuda.matmul.allow_tf32 says so. ``policy`` tells who does it.
-    Raises ValueError for shapes that do not fit together, TypeError for precisions.
+
+    Raises:
+        ValueError: for shapes or devices that do not fit together, an unknown activation, or inputs that share memory with ``out``.
+        TypeError: for other precisions, or different ones of ``a`` and ``b``.
     """
     check_floats(a=a, b=b, out=out, **({} if bias is None else {"bias": bias}))
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):

@@ -67,13 +67,15 @@ def adam_(
         param: (n,) fp32, bf16 or fp16, contiguous. fp32 if and only if ``master`` is None.
         grad: (n,) fp32, bf16 or fp16.
         master: None, (n,) fp32, or (n,) int16 (split master, with a bf16 parameter).
-        exp_avg, exp_avg_sq: (n,) fp32 or bf16, both alike. With a split master the sign of exp_avg_sq carries a bit.
+        exp_avg: (n,) fp32 or bf16.
+        exp_avg_sq: (n,), as exp_avg. With a split master its sign carries a bit.
         step: the scalars.
         max_exp_avg_sq: (n,) fp32, for amsgrad; it runs on the torch engine.
         engine: None takes ``default_engine()`` for host memory, "triton" on a GPU.
         num_threads: of the numba engine; None takes ``default_threads()``. The torch engine uses torch's.
 
-    Raises ValueError on sizes or dtypes that do not fit together.
+    Raises:
+        ValueError: for sizes, devices or dtypes that do not fit together.
     """
     check_adam(param, grad, master, exp_avg, exp_avg_sq)
     if param.numel() == 0:
@@ -136,12 +138,19 @@ class CPUAdam(torch.optim.Optimizer):
 
     Args:
         params: fp32, bf16 or fp16 parameters in host memory, contiguous; or param groups.
-        lr, betas, eps, weight_decay, maximize: as for torch.optim.AdamW.
+        lr: learning rate, 0 or more.
+        betas: of the running means of gradient and squared gradient, at least 0 and less than 1.
+        eps: what is added to the square root of the second moment.
+        weight_decay: as for torch.optim.AdamW; with ``decoupled=False`` as for Adam.
+        maximize: climb instead of descending.
         decoupled: True for AdamW, False for Adam.
         split_master: bf16 parameters keep the lower half of their master only: 2 bytes per parameter less, bitwise the same results.
         state_dtype: torch.float32, or torch.bfloat16 to halve the moments, which changes results.
         engine: "numba" or "torch"; None takes the faster one that is there.
         num_threads: None takes the cores of this process.
+
+    Raises:
+        ValueError: for a setting out of its range, or a parameter that is not contiguous, not in host memory, or of another precision.
 
     ``state_dict()`` holds plain ``step``, ``exp_avg``, ``exp_avg_sq`` in fp32, and ``master`` for 16-bit parameters.
     """
@@ -199,7 +208,11 @@ class CPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the closure's loss, or None."""
+        """Update every parameter that has a gradient; returns the closure's loss, or None.
+
+        Raises:
+            TypeError: for a sparse gradient.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

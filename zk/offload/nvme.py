@@ -4,12 +4,14 @@ A request is cut into blocks, and a few threads move each with one ``preadv`` or
 file system can. These calls release the GIL, so one process keeps as many transfers in flight as it has threads. What the drive
 refuses raises in ``wait()``, with path, offset, bytes and errno; nothing is reported done before all of it is.
 
-Usable alone::
+Usable alone:
 
-    with File("/scratch/weights.bin", nbytes=tensor.nbytes) as file:
-        request = file.write_async(tensor, offset=0)
-        ...
-        request.wait()
+```python
+with File("/scratch/weights.bin", nbytes=tensor.nbytes) as file:
+    request = file.write_async(tensor, offset=0)
+    ...
+    request.wait()
+```
 
 Sources: ZeRO-Infinity, arXiv 2104.07857, section 6.3; open(2) on O_DIRECT.
 """
@@ -97,7 +99,12 @@ class Request:
         return self.event.is_set()
 
     def wait(self) -> None:
-        """Return when every byte is moved. Raises OSError if the drive refused, TimeoutError if it says nothing for ``timeout_s``."""
+        """Return when every byte is moved.
+
+        Raises:
+            OSError: if the drive refused, with path, offset, bytes and errno.
+            TimeoutError: if it says nothing for ``timeout_s``.
+        """
         if not self.event.wait(self.timeout_s):
             raise TimeoutError(f"{self.what} has not ended after {self.timeout_s:g} s; is the drive still there?")
         self.reported = True
@@ -242,11 +249,14 @@ class File:
         writable: False opens existing files for reading only.
         checksum: keep a CRC-32 of every piece written and check it when the piece is read.
         engine: threads to use; None takes those shared by all files.
-        timeout_s: how long ``wait`` waits for the drive.
+        timeout_s: how many seconds ``wait`` waits for the drive.
 
     Any offset, size and memory works; whole pages at page-aligned memory (``aligned``) are fastest. Requests that overlap are not
     ordered: wait for one before the next.
-    Raises OSError if the file cannot be opened or its space not be had (needed and free bytes are in the message).
+
+    Raises:
+        OSError: if the file cannot be opened or its space not be had (needed and free bytes are in the message).
+        ValueError: for no path, one path twice, or a size that has no meaning.
     """
 
     def __init__(
@@ -330,11 +340,27 @@ class File:
     # ---- transfers -----------------------------------------------------------------------------------------------------------
 
     def read_async(self, tensor: Tensor, offset: int = 0) -> Request:
-        """Start to fill ``tensor`` (host memory, contiguous, any dtype) from byte ``offset`` on."""
+        """Start to fill a tensor, and return.
+
+        Args:
+            tensor: in host memory, contiguous, any shape and dtype.
+            offset: of its first byte, in the file.
+
+        Raises:
+            ValueError: for another tensor, or bytes outside the file. What the drive refuses raises in the request's ``wait()``.
+        """
         return self._start(tensor, offset, write=False)
 
     def write_async(self, tensor: Tensor, offset: int = 0) -> Request:
-        """Start to write the bytes of ``tensor`` (host memory, contiguous, any dtype) to byte ``offset`` on."""
+        """Start to write the bytes of a tensor, and return.
+
+        Args:
+            tensor: in host memory, contiguous, any shape and dtype; it must stay as it is until the request's ``wait()`` has returned.
+            offset: of its first byte, in the file.
+
+        Raises:
+            ValueError: for another tensor, or bytes outside the file. What the drive refuses raises in the request's ``wait()``.
+        """
         return self._start(tensor, offset, write=True)
 
     def read(self, tensor: Tensor, offset: int = 0) -> None:

@@ -33,7 +33,7 @@ def length(times: Times, units: int) -> float:
 
 
 def step_of(shape: Shape, found: Footprint, machine: Machine, tokens: int, overlap_step: bool = False) -> Step:
-    """The model of README, "What hides behind what": in each phase the slowest resource decides. Not counted: the device's own update,
+    """The model of docs/guides/overlap.md: in each phase the slowest resource decides. Not counted: the device's own update,
     attention beyond its matrix products, and whatever waits for a cold cache.
 
     Args:

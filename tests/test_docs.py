@@ -1,0 +1,245 @@
+"""What README and the documentation say is so: snippets run, commands and options are there, and so are paths, links and messages."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from zk.cli import app
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = [README, ROOT / "docs" / "index.md", *GUIDES]
+ALL = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: \S.*-->\n\Z")
+COMMAND = re.compile(r"(?:\w+=\S+ )*(?:[\w./]*(?:python3?|torchrun)\b.* -m zk|zk)(?: +(.*))?")
+PATH = r"((?:zk|docs|examples|benchmarks|tests)/[\w./-]*)"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(text: str) -> Iterator[tuple[str, str, int]]:
+    """Language, content and number of the first line of each fenced block, but for those that a comment before them excepts."""
+    for found in BLOCK.finditer(text):
+        if not NOT_RUN.search(text[: found.start()]):
+            yield found[2], found[3], text[: found.start(3)].count("\n") + 1
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """What the page tells to type: lines of blocks that are no program, output or diff, and code in a sentence."""
+    for language, content, _ in blocks(text):
+        if language in ("", "sh", "bash"):
+            yield from content.replace("\\\n", " ").splitlines()
+    yield from code_spans(text)
+
+
+# ---- Python ------------------------------------------------------------------------------------------------------------------------
+
+RUNNER = """
+import json, os, sys, tempfile, traceback, torch
+torch.set_num_threads(1)
+pages, failures = json.load(sys.stdin), {}
+for page, programs in pages.items():
+    names = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for program, line in programs:
+                exec(compile("\\n" * (line - 1) + program, page, "exec"), names)
+        except BaseException:
+            failures[page] = traceback.format_exc()
+        os.chdir("/")
+with open(sys.argv[1], "w") as file:
+    json.dump(failures, file)
+"""
+
+
+def test_the_programs_of_each_page_run_one_after_the_other(tmp_path: Path) -> None:
+    """One process runs them all: importing torch takes longer than most pages."""
+    programs = {name_of(page): [(content, line) for language, content, line in blocks(page.read_text()) if language == "python"] for page in PAGES}
+    programs["README.md"].insert(1, ("assert optimizer.metrics()['steps'] == 3 and optimizer.config.stage == 3", 1))
+    # one thread, as if other ranks had the other cores: on a busy machine several wait for each other longer than these models compute
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": str(os.cpu_count())}
+    command = [sys.executable, "-W", "ignore::UserWarning:torch", "-c", RUNNER, str(tmp_path / "failures.json")]
+    done = subprocess.run(command, input=json.dumps(programs), capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    failures: dict[str, str] = json.loads((tmp_path / "failures.json").read_text())
+    assert not failures, "\n".join(failures.values())
+
+
+def test_the_first_program_is_the_same_everywhere() -> None:
+    first, on_index = (next(content for language, content, _ in blocks(page.read_text()) if language == "python") for page in PAGES[:2])
+    code = [re.sub(r"\s+#.*", "", program) for program in (first, on_index)]
+    assert code[0] == code[1] and "zk.ZeroOptimizer(" in code[0] and "optimizer.step()" in code[0]
+
+
+def test_what_a_comment_excepts_is_not_run_and_says_why() -> None:
+    page = "<!-- not run: no GPU -->\n```python\n1 / 0\n```\n\n```python\nx = 1\n```\n"
+    assert list(blocks(page)) == [("python", "x = 1\n", 7)]
+    assert len(list(blocks(page.replace(": no GPU", ":")))) == 2
+    for text in (page.read_text() for page in PAGES):
+        assert text.count("<!-- not run") == len(re.findall(r"^<!-- not run: \S.*-->\n```", text, re.MULTILINE)), "a comment before no block"
+
+
+# ---- the command line --------------------------------------------------------------------------------------------------------------
+
+
+def check_zk(arguments: str) -> None:
+    """Parse what comes after `python -m zk`, without running it. Files need not be there, and a sentence may leave arguments out."""
+    words = shlex.split(arguments, comments=True)
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert not words or words[0] in {*commands, "--help"}, f"there is no command {words[0]!r}"
+    if len(words) < 2 or words[-1] == "--help":
+        return  # a command that is spoken of
+    try:
+        commands[words[0]].make_context(words[0], words[1:])
+    except Exception as error:
+        may_be = ("does not exist", "Missing parameter")
+        assert any(reason in str(error) for reason in may_be), f"python -m zk {arguments}: {error}"
+
+
+def commands_in(text: str) -> Iterator[str]:
+    for line in command_lines(text):
+        found = COMMAND.fullmatch(line.strip())
+        if found:
+            yield found[1] or ""
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for arguments in commands_in(page.read_text()):
+        check_zk(arguments)
+
+
+@pytest.mark.parametrize("wrong", ("traim", "train --stepps 3", "train --steps many", "plan gpt:1b extra", "plan gpt:1b --tokens 0"))
+def test_a_command_that_is_not_there_is_noticed(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        check_zk(wrong)
+
+
+def test_every_command_is_on_the_page_of_commands() -> None:
+    text = (ROOT / "docs" / "reference" / "command_line.md").read_text()
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        assert f"`python -m zk {name}" in text, f"{name} is not on the page"
+
+
+def test_targets_of_make_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    named = {
+        (name_of(page), target)
+        for page in ALL
+        for line in command_lines(page.read_text())
+        for target in re.findall(r"^(?:\w+=\S+ )*make ([a-z][a-z-]*)", line)
+    }
+    assert ("README.md", "train") in named and ("README.md", "test") in named
+    assert {target for _, target in named} <= targets, sorted(named)
+
+
+def test_the_slurm_script_is_bash_and_starts_what_exists(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    for name, does in {"scontrol": "echo node-a; echo node-b", "srun": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def started(*arguments: str) -> list[str]:
+        done = subprocess.run(["bash", str(script), *arguments], capture_output=True, text=True, env=environment, check=True)
+        return done.stdout.splitlines()
+
+    words = started()
+    assert words[:5] == ["torchrun", "--nnodes", "2", "--nproc_per_node", "4"] and words[words.index("--rdzv-endpoint") + 1] == "node-a:29500"
+    check_zk(shlex.join(words[words.index("zk") + 1 :]))
+    assert started("mine.py", "--two words", "x")[-3:] == ["mine.py", "--two words", "x"]
+
+
+# ---- paths, links, messages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_paths_and_links_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
+        if not re.match(r"[a-z]+://|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{name_of(page)} links to {target}"
+    named = [path for span in code_spans(text) for path in re.findall(rf"(?:^|\s){PATH}", span)]
+    tree = [path for language, content, _ in blocks(text) if language == "" for path in re.findall(rf"^{PATH}", content, re.MULTILINE)]
+    for path in (*named, *tree):
+        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+
+
+def messages_in_the_code() -> list[str]:
+    """Every string in zk that is no docstring, with … for what is put into it."""
+    found = set()
+
+    def shown(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(shown(part) for part in node.values)
+        if isinstance(node, ast.BinOp):
+            return shown(node.left) + shown(node.right)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+    for path in sorted((ROOT / "zk").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Expr):  # of which docstrings are
+                found |= {shown(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.JoinedStr | ast.Constant | ast.BinOp)}
+    return [message for message in found if len(message) > 10]
+
+
+def quoted_messages() -> list[str]:
+    text = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert all(re.fullmatch(r"`[^`]+`", heading) for heading in headings)
+    return [heading.strip("`") for heading in headings]
+
+
+def occurs(quoted: str, message: str) -> bool:
+    """Whether the fixed parts of what is quoted are in the message, in their order."""
+    at = 0
+    for part in quoted.split("…"):
+        at = message.find(part.strip(), at)
+        if at < 0:
+            return False
+        at += len(part.strip())
+    return True
+
+
+def test_messages_that_are_explained_are_those_of_the_code() -> None:
+    messages = messages_in_the_code()
+    quoted = quoted_messages()
+    assert len(quoted) > 40 and len(set(quoted)) == len(quoted)
+    for one in quoted:
+        assert max(len(part) for part in one.split("…")) >= 9, f"too little to be found by: {one}"
+        assert any(occurs(one, message) for message in messages), f"no message of zk says: {one}"
+
+
+def test_a_message_that_has_changed_is_noticed() -> None:
+    message = "rank … of … failed in collective … (…): …. …"
+    assert occurs("rank … of … failed in collective", message)
+    assert not occurs("rank … of … broke in collective", message) and not occurs("failed in collective … of", message)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
