@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -398,3 +400,25 @@ def test_trainer_state_is_as_the_trainer_writes_it(tmp_path: Path) -> None:
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == MIDDLE
     assert {"config.json", "model.safetensors", "scheduler.pt", "training_args.bin", "zk"} <= {file.name for file in folder.iterdir()}
     assert tf.GPT2LMHeadModel.from_pretrained(folder).config.n_embd == 16
+
+
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "huggingface.py"
+    small = ["--steps", "3", "--layers", "1", "--width", "16", "--stage", "3", "--offload", "--bf16"]
+    monkeypatch.setattr("sys.argv", [str(example), "--data", str(example), "--out", str(tmp_path / "out"), *small])
+    runpy.run_path(str(example), run_name="__main__")
+    assert re.search(r"validation loss [0-9.]+ nats per byte", capsys.readouterr().out)
+    assert tf.GPT2LMHeadModel.from_pretrained(tmp_path / "out").config.n_embd == 16
+
+
+def test_a_second_run_begins_with_a_new_model_where_there_is_a_model_init(tmp_path: Path) -> None:
+    more = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    options = {"model_init": lambda: make("gpt2"), "train_dataset": data("gpt2"), "zero": {"stage": 3, **HOST}}
+    trainer = ZeroTrainer(args=arguments(tmp_path, **more), **options)
+    runs = []
+    for _ in range(2):
+        trainer.train()
+        runs.append((trainer.zero, history(trainer)))
+    assert runs[0][1] == runs[1][1]
+    assert runs[0][0].closed
+    assert not runs[1][0].closed

@@ -397,4 +397,3 @@ def markdown() -> str:
         "Other spellings: " + ", ".join(f"`{old}` is `{new}`" for old, new in ALIASES.items()) + ".",
     ]
     return "\n".join(lines)
-

@@ -36,8 +36,8 @@ class ZeroTrainerMixin:
 
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
     Checkpoints have full weights, as the Trainer's do, for ``from_pretrained``; the optimizer is in their folder ``zk``, for any number of
-    ranks, stage and tier, and a checkpoint of the plain Trainer is gone on from, too. ``optimizer.metrics()`` is part of the logs, under
-    ``zk/``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
+    ranks, stage and tier, and a checkpoint of the plain Trainer is gone on from, too. What has changed in ``optimizer.metrics()`` is part of the
+    logs, under ``zk/``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
     """
 
     zero: ZeroOptimizer | None = None
@@ -48,6 +48,7 @@ class ZeroTrainerMixin:
     accelerator: Any
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._logged: dict[str, float] = {}
         self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
         super().__init__(*args, **kwargs)
         self._check()
@@ -93,9 +94,11 @@ class ZeroTrainerMixin:
         return self.optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, and with each line about training the optimizer's metrics."""
+        """The Trainer's, and with each line about training those of the optimizer's metrics that have changed since the last."""
         if self.zero is not None and "loss" in logs:
-            logs.update({f"zk/{name}": float(value) for name, value in self.zero.metrics().items()})
+            metrics = {f"zk/{name}": float(value) for name, value in self.zero.metrics().items()}
+            logs.update({name: value for name, value in metrics.items() if self._logged.get(name) != value})
+            self._logged = metrics
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
