@@ -207,9 +207,7 @@ class Assembly:
         if self._partitioned(room):
             home = room.home or room.param_tier.home(numel, unit.dtype)
             uploads = self.transfer if home.memory != self.on_device else None
-            params: ReplicatedParams | PartitionedParams = PartitionedParams(
-                unit, index, layout, self.comm, home, uploads, partition.on_use
-            )
+            params: ReplicatedParams | PartitionedParams = PartitionedParams(unit, index, layout, self.comm, home, uploads, partition.on_use)
             partition.add(params)  # type: ignore[arg-type]
         else:
             params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)

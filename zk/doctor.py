@@ -92,7 +92,9 @@ def devices() -> Iterator[Finding]:
         if shutil.which("nvidia-smi") is None:
             yield Finding("devices", "GPU", "none: zk trains on the CPU")
         elif built is None:
-            yield Finding("devices", "GPU", "there is a driver, and this torch is built for CPUs", "mend", "install a CUDA build: https://pytorch.org")
+            yield Finding(
+                "devices", "GPU", "there is a driver, and this torch is built for CPUs", "mend", "install a CUDA build: https://pytorch.org"
+            )
         else:
             remedy = f"a driver for CUDA {built} or newer; see nvidia-smi"
             yield Finding("devices", "GPU", f"there is a driver, and torch (CUDA {built}) finds no device with it", "mend", remedy)
@@ -153,8 +155,11 @@ def memory() -> Iterator[Finding]:
     machine = psutil.virtual_memory().total
     limited = total < machine
     yield Finding(
-        "memory", "host", f"{readable(available)} of {readable(total)} free" + (f" (the machine has {readable(machine)})" if limited else ""),
-        "note" if limited else "ok", "a container's limit: what goes beyond it ends the process" if limited else "",
+        "memory",
+        "host",
+        f"{readable(available)} of {readable(total)} free" + (f" (the machine has {readable(machine)})" if limited else ""),
+        "note" if limited else "ok",
+        "a container's limit: what goes beyond it ends the process" if limited else "",
     )
     swap = psutil.swap_memory()
     if swap.used > 1 << 30:

@@ -422,3 +422,20 @@ def test_a_second_run_begins_with_a_new_model_where_there_is_a_model_init(tmp_pa
     assert runs[0][1] == runs[1][1]
     assert runs[0][0].closed
     assert not runs[1][0].closed
+
+
+@pytest.mark.parametrize("family", ("t5", "mixtral"))
+def test_a_model_that_memory_has_no_room_for_twice_is_written_piece_by_piece(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"max_steps": 2, "save_steps": 2, "eval_strategy": "no"}
+    trainer = made(ZeroTrainer, family, tmp_path, more=more, zero=on_drive(tmp_path))
+    monkeypatch.setattr("zk.integrations.huggingface.host_memory", lambda: (1000, 1000))
+    monkeypatch.setattr(zk.ZeroOptimizer, "consolidated_state_dict", None)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "last"))
+    with zk.gather(list(trainer.model.parameters())):
+        want = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    for folder in (tmp_path / "checkpoint-2", tmp_path / "last"):
+        assert not list(folder.glob("zk-*"))
+        found = type(trainer.model).from_pretrained(folder).state_dict()
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], value) for name, value in want.items())

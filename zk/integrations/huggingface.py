@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 
+from zk.checkpoint.export import export
 from zk.config import ZeroConfig
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
+from zk.memory import host_memory
 from zk.optimizer import ZeroOptimizer
 
 try:
@@ -35,12 +39,14 @@ class ZeroTrainerMixin:
         args, kwargs: the Trainer's.
 
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
-    Checkpoints have full weights, as the Trainer's do, for ``from_pretrained``; the optimizer is in their folder ``zk``, for any number of
-    ranks, stage and tier, and a checkpoint of the plain Trainer is gone on from, too. What has changed in ``optimizer.metrics()`` is part of the
-    logs, under ``zk/``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
+    Checkpoints have full weights, as the Trainer's do, for ``from_pretrained``; where the host has no room for these, they are written
+    piece by piece. The optimizer is in their folder ``zk``, for any number of ranks, stage and tier, and a checkpoint of the plain Trainer
+    is gone on from, too. What has changed in ``optimizer.metrics()`` is part of the logs, under ``zk/``. All ranks call ``save_model``,
+    ``evaluate`` and ``predict``.
     """
 
     zero: ZeroOptimizer | None = None
+    _export_next = False
     args: Any
     model: Any
     optimizer: Any
@@ -121,18 +127,42 @@ class ZeroTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         assert self.zero is not None
-        adapters = PeftModel is not None and isinstance(self.model, PeftModel)
-        state = self.zero.consolidated_state_dict(rank0_only=True, exclude_frozen=adapters)
         output_dir = self.args.output_dir if output_dir is None else output_dir
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)  # type: ignore[attr-defined]
+        self._export_next = False
+        if self._fits_in_memory():
+            state = self.zero.consolidated_state_dict(rank0_only=True, exclude_frozen=self._has_adapters)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)  # type: ignore[attr-defined]
+        else:
+            if self.args.should_save:
+                self._save(output_dir, state_dict={})  # type: ignore[attr-defined]
+            self._export_next = _internal_call and not self.args.save_only_model  # from the checkpoint that comes next
+            if not self._export_next:
+                passing = Path(output_dir, f"{FOLDER}-weights")
+                self.zero.save_checkpoint(passing)
+                if self.args.should_save:
+                    _export(passing, Path(output_dir))
+                    shutil.rmtree(passing)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    @property
+    def _has_adapters(self) -> bool:
+        return PeftModel is not None and isinstance(self.model, PeftModel)
+
+    def _fits_in_memory(self) -> bool:
+        """Whether the first rank can put together what is to be saved, and write it as transformers does: in copies of a file each."""
+        params = [param for param in self.model.parameters() if param.requires_grad or not self._has_adapters]
+        wanted = 2 * sum(param.numel() * param.element_size() for param in params)
+        fits: list[Any] = [self._has_adapters or wanted < host_memory()[1]]
+        return bool(broadcast_object_list(fits)[0])  # the first rank's memory counts
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.zero is not None
         self.zero.save_checkpoint(Path(output_dir, FOLDER))
         if self.args.should_save:
+            if self._export_next:
+                _export(Path(output_dir, FOLDER), Path(output_dir))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch's, to save the optimizer as well
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
@@ -153,6 +183,17 @@ class ZeroTrainerMixin:
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
 
+def _export(checkpoint: Path, output_dir: Path) -> None:
+    """The model's weights from a checkpoint of ours, piece by piece, to where ``save_pretrained`` has left all but these."""
+    passing = output_dir / f"{FOLDER}-export"
+    files = export(checkpoint, passing).files
+    for empty in output_dir.glob("*.safetensors"):
+        empty.unlink()
+    for file in (*files, *passing.glob("*.index.json")):
+        file.rename(output_dir / file.name)
+    shutil.rmtree(passing)
+
+
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
     """``transformers.Trainer`` over ZeroOptimizer; ``zero=`` takes its options."""
 
@@ -167,8 +208,12 @@ class ZeroAdamW:
     ``Trainer(..., optimizer_cls_and_kwargs=(ZeroAdamW, {"lr": 1e-4, "optimizer_tier": "host"}))``: the Trainer makes one and calls it with
     the model and the options, which are AdamW's and ZeroConfig's by name. As in the Trainer, biases and norms do not decay.
 
-    For several ranks, stage 3 with fp16, and checkpoints larger than memory take ZeroTrainer.
+    For several ranks, fp16, and models larger than memory take ZeroTrainer. Needs a Trainer that takes factories: 5.17 does, 5.0 does not.
     """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        if given or options:
+            raise TypeError("this Trainer takes optimizer classes only, which are not given the model; use ZeroTrainer, or a newer transformers")
 
     def __call__(self, model: nn.Module, **options: Any) -> ZeroOptimizer:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:

@@ -12,7 +12,6 @@ master, 8 + 8 moments, 2 param), 26 with a split master, 18 with bf16 moments to
 Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101.
 """
 
-
 from __future__ import annotations
 
 from typing import Any
@@ -133,18 +132,14 @@ def _launch(
 ) -> None:
     if not param.numel():
         return
-    scale, l2, decay, lerp, from_grad, *rest = AdamStep(
-        lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize
-    ).scalars()
+    scale, l2, decay, lerp, from_grad, *rest = AdamStep(lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize).scalars()
     grid(_adam_kernel, cdiv(param.numel(), BLOCK))(
         param, grad, master, exp_avg, exp_avg_sq, float(scale), float(l2), float(decay), float(lerp), *map(float, rest), param.numel(),
         FROM_GRAD=bool(from_grad), L2=bool(l2 != 0), SPLIT=master is not None and master.dtype == torch.int16, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
-def _reference(
-    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, *scalars: Any
-) -> None:
+def _reference(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, *scalars: Any) -> None:
     reference.adam(param, grad, master, exp_avg, exp_avg_sq, AdamStep(*scalars))
 
 

@@ -5,7 +5,6 @@
 Bytes per element: those of source and out; 6 from fp32 to 16 bits, and none for the statistics.
 """
 
-
 from __future__ import annotations
 
 import torch
@@ -51,9 +50,7 @@ def _launch(source: Tensor, out: Tensor, partials: Tensor | None, scale: float) 
 _op = op("cast_", reference.cast, mutates=("out", "partials"))(_launch)
 
 
-def cast(
-    source: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None, scale: float = 1.0, stats: Tensor | None = None
-) -> Tensor:
+def cast(source: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None, scale: float = 1.0, stats: Tensor | None = None) -> Tensor:
     """``source * scale``, computed in fp32 and rounded once.
 
     Args:

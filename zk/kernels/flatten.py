@@ -7,7 +7,6 @@ Bytes per element: those of both sides. Where a tensor lies is told to the kerne
 one base pointer and a table are all it needs; the table has 40 bytes for each 2,048 elements, or part of it, of a tensor.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -148,9 +147,7 @@ def _by_dtype(tensors: Sequence[Tensor | None], regions: list[Region], rest: lis
     return groups
 
 
-def flatten(
-    tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int], *, scale: float = 1.0, stats: Tensor | None = None
-) -> None:
+def flatten(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int], *, scale: float = 1.0, stats: Tensor | None = None) -> None:
     """Copy ``tensors`` into ``flat``, cast and scaled; one launch for each precision among them.
 
     Args:

@@ -4,7 +4,6 @@ What decides bits is spelled out: products that must not be fused into the addit
 rounding. So a kernel's result does not depend on the compiler, and equals that of the CPU kernels bit for bit.
 """
 
-
 from __future__ import annotations
 
 import importlib

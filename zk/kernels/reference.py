@@ -107,9 +107,7 @@ def adam(
     update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
 
 
-def tiled_matmul(
-    a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False
-) -> None:
+def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False) -> None:
     """``out = activation(plus + a @ b + bias)``: products and sums in fp32, one rounding at the end. ``accumulate``: plus is out."""
     narrow = a.dtype != torch.float32
     if plus is None and not accumulate and bias is None and not activation and out.dtype == a.dtype == b.dtype:

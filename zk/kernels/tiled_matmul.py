@@ -9,7 +9,6 @@ Flops: 2 m n k. Bytes, at least: those of a, b and out, and 4 per element of plu
 Source: memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.
 """
 
-
 from __future__ import annotations
 
 import functools
@@ -112,9 +111,7 @@ def _tuned() -> Any:
     return triton.autotune(configs, key=["M", "N", "K"], restore_value=["out"])(heuristics(_matmul_kernel))
 
 
-def _launch(
-    a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False
-) -> None:
+def _launch(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False) -> None:
     (m, k), n = a.shape, b.shape[1]
     if not m * n:
         return
@@ -178,9 +175,7 @@ def _by_cublas(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Ten
         torch.mm(a, b, out=out)
 
 
-def tiled_matmul(
-    a: Tensor, b: Tensor, out: Tensor, *, plus: Tensor | None = None, bias: Tensor | None = None, activation: str = ""
-) -> None:
+def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, *, plus: Tensor | None = None, bias: Tensor | None = None, activation: str = "") -> None:
     """``out = activation(plus + a @ b + bias)``, computed in fp32 and rounded once.
 
     Args:

@@ -29,7 +29,7 @@ Engine = Literal["numba", "torch", "triton"]
 
 @functools.cache
 def default_engine() -> Engine:
-    """"numba" where it can be imported, else "torch"; the environment variable ZK_CPU_ADAM names one of them instead."""
+    """ "numba" where it can be imported, else "torch"; the environment variable ZK_CPU_ADAM names one of them instead."""
     wanted = os.environ.get("ZK_CPU_ADAM", "")
     if wanted not in ("", "numba", "torch"):
         raise ValueError(f"the environment variable ZK_CPU_ADAM must be 'numba' or 'torch'; got {wanted!r}")

@@ -222,9 +222,7 @@ def _adam_parallel(param, grad, master, m, v, scale, l2, decay, lerp, from_grad,
         a = block * BLOCK
         b = min(param.size, a + BLOCK)
         x, g = param[a:b], grad[a:b]
-        _adam_block(
-            x, g, _cut(master, a, b), m[a:b], v[a:b], scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size
-        )
+        _adam_block(x, g, _cut(master, a, b), m[a:b], v[a:b], scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size)
 
 
 def _cut(array, a, b): ...

@@ -175,11 +175,7 @@ class Arena:
         if lasting:  # it will be there for good, so only the one place is right
             return [_Block(region, start, start + nbytes) for region, start, _ in fitting[:1]]
         fitting.sort(key=lambda gap: (gap[2] - gap[1], -gap[2]))
-        return [
-            place
-            for region, start, stop in fitting
-            for place in (_Block(region, stop - nbytes, stop), _Block(region, start, start + nbytes))
-        ]
+        return [place for region, start, stop in fitting for place in (_Block(region, stop - nbytes, stop), _Block(region, start, start + nbytes))]
 
     def _cut(self, block: _Block) -> None:
         """Take ``block`` from the end of the gap that it lies at."""

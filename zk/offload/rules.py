@@ -53,9 +53,7 @@ class AdamRule:
         )
         param, grad, exp_avg, exp_avg_sq = flat["param"], flat["grad"], flat["exp_avg"], flat["exp_avg_sq"]
         assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-        adam_(
-            param, grad, flat["master"], exp_avg, exp_avg_sq, scalars, max_exp_avg_sq=flat.get("max_exp_avg_sq"), num_threads=num_threads
-        )
+        adam_(param, grad, flat["master"], exp_avg, exp_avg_sq, scalars, max_exp_avg_sq=flat.get("max_exp_avg_sq"), num_threads=num_threads)
 
 
 class SGDRule:

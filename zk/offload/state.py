@@ -334,4 +334,3 @@ class OptimizerShard:
             sizes.append((section.tier, "grad", section.grads.nbytes))
             sizes.append((section.tier, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
         return sizes
-

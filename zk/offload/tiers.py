@@ -456,9 +456,7 @@ def place(
         "host": host_budget if host_budget is not None else int(0.9 * free_nbytes(torch.device("cpu"))),
     }
     may_spill = buffer_nbytes is not None
-    needed = sum(
-        (param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.numel * need.element_nbytes for need in needs
-    )
+    needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.numel * need.element_nbytes for need in needs)
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
         if buffer_nbytes > host_budget:
             raise ValueError(
@@ -506,8 +504,10 @@ def place(
     states = [divided(need, tier == "nvme") for need, tier in zip(needs, params, strict=True)]
     for name, budget in (("device", device_budget), ("host", host_budget)):
         if budget is not None and used[name] > budget:
-            remedy = "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device" if name == "device" else (
-                "more ranks, or 'nvme' tiers with nvme_path"
+            remedy = (
+                "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"
+                if name == "device"
+                else ("more ranks, or 'nvme' tiers with nvme_path")
             )
             raise ValueError(
                 f"this rank's training state needs {readable(used[name])} on the {name} tier, and {name}_budget is "

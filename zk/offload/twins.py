@@ -190,8 +190,10 @@ class AdversarialLink:
             device_end = source if queue == "down" else target
             content, spoiled = source.clone(), False
             for other in self.copies:  # what another copy is still to write, and this one comes after, is there by then
-                if not other.arrived and other.target.untyped_storage()._cdata == source.untyped_storage()._cdata and (
-                    known.get(other.queue, 0) >= other.number
+                if (
+                    not other.arrived
+                    and other.target.untyped_storage()._cdata == source.untyped_storage()._cdata
+                    and (known.get(other.queue, 0) >= other.number)
                 ):
                     self.races.append(f"a copy {queue} is asked for from memory that a copy {other.queue} writes: its owner must wait first")
             storage, start, nbytes = _place(device_end)

@@ -387,8 +387,7 @@ class Partition:
         """A released parameter is read. Inside a forward or backward that is a use like any other."""
         if self.closed:
             raise RuntimeError(
-                f"the parameters of unit {params.unit.name!r} were partitioned when the optimizer was closed; "
-                "close(gather=True) leaves them full"
+                f"the parameters of unit {params.unit.name!r} were partitioned when the optimizer was closed; close(gather=True) leaves them full"
             )
         if self.depth or torch._C._current_graph_task_id() != -1:
             self._use(params)

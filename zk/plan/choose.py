@@ -101,9 +101,7 @@ def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) ->
         if min(budgets.values()) <= 0:
             return None
         try:
-            found = footprint(
-                shape, dataclasses.replace(config, device_budget=budgets["device"], host_budget=budgets["host"]), machine, tokens
-            )
+            found = footprint(shape, dataclasses.replace(config, device_budget=budgets["device"], host_budget=budgets["host"]), machine, tokens)
         except ValueError:
             return None
         missing = found.missing(machine)

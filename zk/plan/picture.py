@@ -94,9 +94,7 @@ def _memory(figure: Any, plan: Plan) -> None:
     every[0].invert_yaxis()
     every[0].set_ylabel("stage")
     names = {"param_copy": "param copy", "activations": "activations (estimate)"}
-    figure.legend(
-        handles.values(), [names.get(kind, kind) for kind in handles], loc="outside lower center", ncols=6, frameon=False, fontsize=9
-    )
+    figure.legend(handles.values(), [names.get(kind, kind) for kind in handles], loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.suptitle(f"{plan.shape.name}, {count(plan.shape.num_params)} parameters, {_ranks(plan.machine)}; the red line is what there is")
 
 

@@ -79,6 +79,4 @@ class Termination:
 def save(optimizer: zk.ZeroOptimizer, scheduler: Any, position: Position, folder: Path, keep: int, beside: bool) -> Path | None:
     """Write a checkpoint of the run; what the drive refuses is logged where it is one of many, and raises where it is the last."""
     on_error = "warn" if beside else "raise"
-    return optimizer.save_checkpoint(
-        folder, scheduler=scheduler, extra=position.as_extra(), keep=keep, async_save=beside, on_save_error=on_error
-    )
+    return optimizer.save_checkpoint(folder, scheduler=scheduler, extra=position.as_extra(), keep=keep, async_save=beside, on_save_error=on_error)
