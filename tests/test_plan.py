@@ -350,6 +350,7 @@ def test_largest_models_on_one_dgx_2_are_below_their_bounds() -> None:
     """16 GPUs of 32 GB, 1.5 TB of host memory, 28 TB of NVMe; the sizes are those that were trained."""
     gpu, host, nvme = 32 * GIB, 1.5e12, 28e12
     assert 1.4e9 <= papers.zero_largest(gpu, 16, 0) < 2.2e9
+    assert 13e9 <= papers.offload_largest(gpu) < 2 * 13e9
     assert 20e9 <= papers.zero_largest(gpu, 16, 3) < 2 * 20e9
     assert 70e9 <= papers.infinity_largest(host) < 80e9
     assert 1e12 <= papers.infinity_largest(nvme) < 1.5e12

@@ -1,6 +1,6 @@
 """In: sizes of a model and bandwidths. Out: what the formulas of the ZeRO papers give for them. zk's own bytes are in memory.py.
 
-ZeRO: arXiv 1910.02054. ZeRO-Infinity: arXiv 2104.07857. Model states are the papers': full fp32 masters, where zk splits them.
+ZeRO: arXiv 1910.02054. ZeRO-Offload: arXiv 2101.06840. ZeRO-Infinity: arXiv 2104.07857. Model states are the papers': full fp32 masters, where zk splits them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ def zero_nbytes(num_params: float, ranks: int, stage: int) -> float:
 def zero_largest(memory_nbytes: float, ranks: int, stage: int) -> float:
     """Parameters whose model states fill ``memory_nbytes`` on each rank, with room for nothing else: an upper bound."""
     return memory_nbytes / zero_nbytes(1, ranks, stage)
+
+
+def offload_largest(memory_nbytes: float) -> float:
+    """Parameters that fill ``memory_nbytes`` on each rank where gradients and optimizer are in host memory (ZeRO-Offload, section 3)."""
+    return memory_nbytes / PARAM
 
 
 def infinity_largest(memory_nbytes: float) -> float:
