@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -439,3 +440,23 @@ def test_a_model_that_memory_has_no_room_for_twice_is_written_piece_by_piece(fam
         found = type(trainer.model).from_pretrained(folder).state_dict()
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+def test_weights_alone_are_gone_on_from_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = {"save_only_model": True, "eval_strategy": "no"}
+    made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, more=more, zero={"stage": 2}).train()
+    resumed = made(ZeroTrainer, "gpt2", tmp_path, seed=5, more=more, zero={"stage": 2})
+    resumed.train(resume_from_checkpoint=True)
+    assert "has weights only" in caplog.text
+    assert resumed.zero.metrics()["steps"] == STEPS - MIDDLE
+
+
+def test_checkpointed_blocks_train_the_same(tmp_path: Path) -> None:
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    more = {"save_strategy": "no", "eval_strategy": "no", name: True}
+    plain = made(Trainer, "llama", tmp_path, more=more)
+    ours = made(ZeroTrainer, "llama", tmp_path, more=more, zero=on_drive(tmp_path))
+    plain.train()
+    ours.train()
+    assert_alike(history(ours), history(plain))

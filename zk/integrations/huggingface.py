@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ try:
 except ImportError:
     PeftModel = None
 
+
+log = logging.getLogger("zk")
 
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
 
@@ -174,6 +177,8 @@ class ZeroTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, FOLDER).is_dir():
+            if checkpoint is not None and not Path(checkpoint, "optimizer.pt").is_file():
+                log.warning("%s has weights only (save_only_model=True?): the optimizer and its schedule begin anew", checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         assert self.zero is not None
