@@ -386,6 +386,23 @@ def test_static_scale_trains_what_no_scale_trains_in_fp32() -> None:
     assert losses[0] == losses[1]
 
 
+def test_who_calls_backward_elsewhere_does_so_with_the_scaled_loss() -> None:
+    losses = []
+    for scale in (None, 1024.0):
+        model, _ = pair()
+        optimizer = wrap(model, loss_scale=scale)
+        for seed in range(3):
+            loss = loss_of(model, batch(seed))
+            with optimizer.scaled(loss) as scaled:
+                assert scaled.item() == loss.item() * (scale or 1)
+                scaled.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):  # outside it is not applied
+        loss_of(model, batch(0)).backward()
+
+
 def test_bf16_moments_are_opt_in_and_halve_them() -> None:
     sizes = {}
     for dtype in ("fp32", "bf16"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ZeRO-Offload, arXiv 2101.06840, section 4.
     """
 
-    _built = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then comes to step(), which can say what to do instead
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig | None = None, **overrides: Any) -> None:
         if config is not None and not isinstance(config, ZeroConfig):
             raise TypeError(f"config must be a zk.ZeroConfig, or options be given by name (stage=2); got {config!r}")
+        self._built = False
         self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
         self.model, self.inner, self.closed = model, optimizer, False
         check_arguments(model, optimizer, ZeroOptimizer)
@@ -220,10 +221,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             loss: a scalar.
             kwargs: of ``Tensor.backward``, such as ``retain_graph``.
         """
+        with self.scaled(loss) as scaled:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def scaled(self, loss: Tensor) -> Iterator[Tensor]:
+        """Context: ``loss`` times the loss scale, of which backward may be called inside; for those who call it themselves."""
         self._check_open()
         self.in_scaled_backward = True
         try:
-            (loss.float() * self.scaler.scale if self.scaler.active else loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+            yield loss.float() * self.scaler.scale if self.scaler.active else loss
         finally:
             self.in_scaled_backward = False
 
@@ -259,10 +266,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.saver.check(self.comm)
         self._reduce()
         if not any(held.used for held in self.held):
-            raise RuntimeError(
-                "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
-                "loss.backward() first, and zero_grad() after step(), not before it"
-            )
+            self._without_gradient()
+            return loss
         self.last_norm = self._global_norm()
         if math.isfinite(self.last_norm):
             self._update(clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
@@ -274,6 +279,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.prefetcher.between_passes()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
         return loss
+
+    def _without_gradient(self) -> None:
+        """step() was called, and no rank has a gradient."""
+        raise RuntimeError(
+            "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
+            "loss.backward() first, and zero_grad() after step(), not before it"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those on their way. After ``step()`` there are none, so calling it there is free."""

@@ -46,18 +46,12 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
         if (scheduler is None) != (manifest.head["scheduler"] is None):
             has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
             raise CheckpointError(f"{folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
-    with readers_of(manifest) as readers:
-        for held in optimizer.held:
-            _fill(held, sources, readers)
-            for index, name in enumerate(held.unit.names):
-                held.steps.pop(index, None)
-                if steps[name] and held.shard is not None:
-                    held.steps[index] = steps[name]
-        buffers = dict(save.buffers_of(optimizer))
-        with torch.no_grad():
-            for name in manifest.ranks[0]["buffers"]:
-                value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
-                buffers[name].copy_(value.view(buffers[name].shape))
+    _fill_all(optimizer, manifest, sources)
+    for held in optimizer.held:
+        for index, name in enumerate(held.unit.names):
+            held.steps.pop(index, None)
+            if steps[name] and held.shard is not None:
+                held.steps[index] = steps[name]
     for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
         group.update({key: tuple(value) if key == "betas" else revived(value) for key, value in saved.items() if key != "params"})
     optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
@@ -69,18 +63,50 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     return revived(manifest.head["extra"])
 
 
+def load_model(optimizer: ZeroOptimizer, path: Path) -> None:
+    """Take over parameters and buffers alone, whatever the groups are, into an optimizer that keeps no state. All ranks call it."""
+    assert not any(held.shard.names for held in optimizer.held if held.shard is not None)
+    with save.together(optimizer.comm, f"checking {path}"):
+        manifest = Manifest.read(find(path))
+        for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
+            check_file(manifest.folder, written)
+        sources = sources_of(manifest)
+        _check_model(optimizer, manifest, sources)
+    _fill_all(optimizer, manifest, sources)
+
+
+def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> None:
+    """Put this rank's elements of all units, and the buffers, in their place."""
+    with readers_of(manifest) as readers:
+        for held in optimizer.held:
+            _fill(held, sources, readers)
+        buffers = dict(save.buffers_of(optimizer))
+        with torch.no_grad():
+            for name in manifest.ranks[0]["buffers"]:
+                value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
+                buffers[name].copy_(value.view(buffers[name].shape))
+
+
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> dict[str, int]:
     """That the checkpoint has all that this optimizer holds; returns the step count of every parameter."""
+    _check_model(optimizer, manifest, sources)
+    # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
+    trained = {name for held in optimizer.held if held.shard is not None for name in held.unit.names}
+    saved_groups = [trained.intersection(group["params"]) for group in manifest.head["groups"]]
+    if saved_groups != [trained.intersection(names) for names in names_of_groups(optimizer)]:
+        raise CheckpointError(
+            f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
+        )
+    return {param["name"]: param["steps"] for unit in manifest.head["units"] for param in unit["params"]}
+
+
+def _check_model(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> None:
+    """That every element that this optimizer holds is there, of a model with the same parameters and buffers."""
     where, shapes = manifest.folder / "manifest.json", manifest.shapes()
     mine = {name: tuple(param.shape) for held in optimizer.held for name, param in zip(held.unit.names, held.unit.params, strict=True)}
     for name in [*mine, *shapes]:
         if mine.get(name) != shapes.get(name):
             raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
-    # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
-    trained = {name for held in optimizer.held if held.shard is not None for name in held.unit.names}
-    saved_groups = [trained.intersection(group["params"]) for group in manifest.head["groups"]]
-    if saved_groups != [trained.intersection(names) for names in names_of_groups(optimizer)]:
-        raise CheckpointError(f"{where} has other parameter groups than this optimizer; build the same groups in the same order first")
     for held in optimizer.held:
         for name, param in zip(held.unit.names, held.unit.params, strict=True):
             for kind in kinds_of(held):
@@ -90,7 +116,6 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str
     buffers = {name: tuple(buffer.shape) for name, buffer in save.buffers_of(optimizer)}
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
-    return {param["name"]: param["steps"] for unit in manifest.head["units"] for param in unit["params"]}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,112 @@
+"""In: Lightning's own dict, and an open ZeroOptimizer. Out: one folder of both, from which any number of ranks, stage and tier goes on.
+
+    name.ckpt/lightning.ckpt     loops, callbacks, schedulers, hparams: all but weights and optimizer, and which step belongs to it
+    name.ckpt/step-00000012/     what ZeroOptimizer.save_checkpoint writes
+    name.ckpt/latest
+
+``lightning.ckpt`` is written last, and at once: a crash leaves the folder as it was before, or without it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from zk.checkpoint import load
+from zk.checkpoint.export import export
+from zk.checkpoint.files import CheckpointError
+from zk.config import parse_dtype
+from zk.optimizer import ZeroOptimizer
+
+REST = "lightning.ckpt"
+_STEP = "zk_step"  # in the rest: the name of the folder with the tensors
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """A path on a file system. ValueError for an address elsewhere."""
+    if "://" in os.fspath(path):
+        raise ValueError(f"a checkpoint of partitioned state is a folder on a file system that all ranks see; got {os.fspath(path)!r}")
+    return Path(path)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a checkpoint of this kind, and not a single file of Lightning's."""
+    return "://" not in os.fspath(path) and Path(path).is_dir()
+
+
+def save(optimizer: ZeroOptimizer, path: Path, rest: Mapping[str, Any], write: Callable[[Mapping[str, Any], Path], None]) -> None:
+    """Write both, on all ranks. ``write(dict, path)`` is called on the first rank."""
+    first = optimizer.comm.rank == 0
+    if first and path.is_file():
+        path.unlink()
+    step = optimizer.save_checkpoint(path)
+    assert step is not None
+    if first:
+        write({**rest, _STEP: step.name}, path / REST)
+        for old in path.glob("step-*"):
+            if old != step:
+                shutil.rmtree(old)
+
+
+def step_folder(path: Path, rest: dict[str, Any]) -> Path:
+    """The folder with the tensors that belong to ``rest``, from which its name is taken away."""
+    step = rest.pop(_STEP, None)
+    if step is None:
+        raise CheckpointError(f"{path / REST} was not written by zk: it names no step")
+    return load.find(path / step)
+
+
+def rest_of(path: Path) -> Path:
+    """Where the rest is. CheckpointError for a folder without it."""
+    if not (path / REST).is_file():
+        raise CheckpointError(
+            f"{path} is a folder without {REST}: not a whole checkpoint of zk's strategies for Lightning. One of "
+            "ZeroOptimizer.save_checkpoint alone has no state of a Trainer; other strategies' folders are read by those"
+        )
+    return path / REST
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: a folder, a link to one, or a file."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str | torch.dtype | None = "fp32", *, weights_only: bool = True
+) -> None:
+    """Make a folder that a Trainer with one of zk's strategies has saved one plain file, with the weights under ``state_dict``.
+
+    ``LightningModule.load_from_checkpoint(out)`` and ``trainer.test(ckpt_path=out)`` of any strategy read it. Optimizer state is left
+    out. The weights are in host memory meanwhile; ``python -m zk export CHECKPOINT OUT`` writes safetensors without that.
+
+    Args:
+        dtype: of the weights: "fp32" gives the masters; None what each was trained in.
+        weights_only: as for torch.load; False where hparams or callbacks hold objects of classes of their own, and the source is trusted.
+
+    Raises ValueError if ``checkpoint`` is not such a folder, is not whole, or ``out`` exists.
+    """
+    source, target = local(checkpoint), local(out)
+    if target.exists():
+        raise ValueError(f"{target} exists; name a new file")
+    rest = torch.load(rest_of(source), map_location="cpu", weights_only=weights_only)
+    beside = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        written = export(step_folder(source, rest), beside / "model", parse_dtype(dtype, "dtype") if dtype is not None else None)
+        weights = {name: tensor for file in written.files for name, tensor in load_file(file).items()}
+        for name, kept in written.tied.items():
+            weights[name] = weights[kept]
+        rest.pop("optimizer_states", None)
+        torch.save({**rest, "state_dict": weights}, beside / "file")
+        (beside / "file").rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

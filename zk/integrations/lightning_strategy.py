@@ -1,0 +1,274 @@
+"""In: a Trainer, its LightningModule and what configure_optimizers returned. Out: the same training, with a ZeroOptimizer in between.
+
+All that concerns processes (launching, groups, samplers, reduction of metrics) is Lightning's DDP strategy, which this is put in front of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zk.checkpoint import load
+from zk.integrations import lightning_checkpoint as checkpoints
+from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, will_be_on
+from zk.integrations.lightning_options import split_options, with_precision
+from zk.integrations.lightning_precision import LightningZeroOptimizer, TrainerPrecision, through_forward
+from zk.materialize import deferred_init
+from zk.optimizer import ZeroOptimizer
+
+log = logging.getLogger("zk")
+_BASE: Any = object
+
+
+class TrainerStrategy(_BASE):  # type: ignore[misc]
+    """ZeRO through zk, for a Trainer.
+
+    Args:
+        gather_at_end: after fit, validate, test and predict every rank has the whole model in host memory, as a plain one; None: if half of
+            the free memory is enough for it. Otherwise what stage 3 has partitioned cannot be read any more.
+        options: fields of ZeroConfig, and accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend and timeout as Lightning's DDPStrategy has them.
+    """
+
+    strategy_name = "zk"
+    plugin: type[TrainerPrecision]  # for the package of this strategy
+    optimizers: Any
+    _lightning_module: Any
+
+    def __init__(self, *, gather_at_end: bool | None = None, **options: Any) -> None:
+        self.config, given = split_options(options)
+        self.gather_at_end = gather_at_end
+        self.zero: LightningZeroOptimizer | None = None
+        self._weights: Mapping[str, Any] | None = None  # to load when there is memory for it
+        self._folder: Path | None = None
+        self._strict, self._failed, self._fitting = True, False, False
+        self._buffer_dtypes: dict[str, torch.dtype] = {}
+        super().__init__(**given)
+
+    # ---- processes -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _alone(self) -> bool:
+        return bool(self.num_processes * self.num_nodes == 1)
+
+    def _configure_launcher(self) -> None:
+        if not self._alone:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        if self._alone:
+            self.set_world_ranks()  # one process is enough: no group, no port
+        else:
+            share_cores(self.num_processes)
+            super().setup_distributed()
+
+    def block_backward_sync(self) -> Any:
+        """Stages 0 and 1 have whole gradients anyway; 2 and 3 reduce those of each micro-batch, as they are not partitioned before."""
+        assert self.zero is not None
+        return self.zero.no_sync() if self.config.stage < 2 else contextlib.nullcontext()
+
+    # ---- precision -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._precision_plugin if self._precision_plugin is not None else super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and not isinstance(plugin, TrainerPrecision):
+            plugin = self.plugin(plugin)
+            with_precision(self.config, plugin)
+        self._precision_plugin = plugin
+
+    # ---- setup ---------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with deferred_init(self.root_device):
+            yield
+
+    def model_to_device(self) -> None:
+        """At stage 3 parameters go to where they rest with the optimizer, unit by unit: all at once they may not fit on the device."""
+        if self.config.stage == 3 and next(self.model.parameters(), None) is not None:
+            will_be_on(self.model, self.root_device)
+        else:
+            to_device(self.model, self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        if self._alone:  # the order of the data is then that of a Trainer without a strategy, where DDP's sampler shuffles it
+            trainer._accelerator_connector.use_distributed_sampler = False
+        self._failed, self._fitting = False, trainer.state.fn.value == "fit"
+        module: nn.Module = self.lightning_module
+        if self._fitting:
+            self._refuse(trainer)
+            if self._layer_sync is not None:
+                self.model = module = self._layer_sync.apply(module)
+        self.model_to_device()
+        self._buffer_dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
+        config = dataclasses.replace(with_precision(self.config, self.precision_plugin), device=self.root_device)
+        if self._fitting:
+            self.setup_optimizers(trainer)
+            if [type(optimizer).__name__ for optimizer in self.optimizers] == ["_MockOptimizer"] or len(self.optimizers) != 1:
+                raise ValueError(
+                    f"zk trains with one optimizer over the parameters of one model; configure_optimizers gave {len(self.optimizers)} "
+                    f"({', '.join(type(optimizer).__name__ for optimizer in self.optimizers)}). Put what differs into param_groups of one"
+                )
+            self.zero = LightningZeroOptimizer(module, self.optimizers[0], config)
+            self.optimizers = [self.zero]
+        elif next(module.parameters(), None) is not None:  # the same partition, with nothing to update
+            still = dataclasses.replace(config, state_dtype="fp32", overlap_step=False)
+            self.zero = LightningZeroOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0), still)
+        self.precision_plugin.optimizer = self.zero
+        self._load_pending()
+        self.setup_precision_plugin()
+
+    def _refuse(self, trainer: Any) -> None:
+        """What cannot be right."""
+        if getattr(trainer.gradient_clip_algorithm, "value", None) == "value":
+            raise ValueError("zk clips gradients by their norm, not by value; use Trainer(gradient_clip_algorithm='norm')")
+        if trainer.gradient_clip_val and self.config.clip_grad_norm:
+            raise ValueError(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and clip_grad_norm={self.config.clip_grad_norm} of the strategy "
+                "clip the same gradients; leave one out"
+            )
+        for callback in trainer.callbacks:
+            names = {kind.__name__ for kind in type(callback).__mro__}
+            if "WeightAveraging" in names or ("StochasticWeightAveraging" in names and self.config.stage == 3):
+                remedy = "stages 0, 1 and 2 take it" if "StochasticWeightAveraging" in names else "StochasticWeightAveraging works at stages 0-2"
+                raise ValueError(
+                    f"{type(callback).__name__} reads and writes whole parameters beside the optimizer that keeps them elsewhere, so zk "
+                    f"refuses it; {remedy}"
+                )
+
+    # ---- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        if self.zero is None:
+            return getattr(self.lightning_module, method)(*args, **kwargs)
+        return through_forward(self.lightning_module, method, args, kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._call("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._call("predict_step", args, kwargs)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """Nothing while parameters are partitioned: save_checkpoint knows what is wanted."""
+        return {} if self.zero is not None else super().lightning_module_state_dict()  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A folder while training; one plain file, with the weights, if only these are wanted, or training is over."""
+        filepath = self.broadcast(filepath)
+        whole = "optimizer_states" in checkpoint
+        if whole and self.zero is not None and self._fitting:
+            if storage_options is not None:
+                raise TypeError(f"storage_options has no effect on a checkpoint that is a folder; leave it out (got {storage_options!r})")
+            rest = {**checkpoint, "state_dict": {}, "optimizer_states": []}
+            checkpoints.save(self.zero, checkpoints.local(filepath), rest, self.checkpoint_io.save_checkpoint)
+            return
+        if self.zero is not None:
+            masters = "fp32" if self.precision_plugin.mixed else None
+            checkpoint = {**checkpoint, "state_dict": self.zero.consolidated_state_dict(masters)}
+        elif whole and checkpoint.pop("optimizer_states") and self.is_global_zero:
+            log.warning("training is over: %s has the weights, and no optimizer state. ModelCheckpoint saves what fit() can go on from", filepath)
+        if self.is_global_zero and checkpoints.is_folder(filepath):
+            checkpoints.remove(Path(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if not checkpoints.is_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
+        folder = Path(checkpoint_path)
+        rest: dict[str, Any] = super().load_checkpoint(checkpoints.rest_of(folder), *args, **kwargs)
+        self._folder = checkpoints.step_folder(folder, rest)
+        return rest
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._folder is None:
+            self._weights, self._strict = checkpoint["state_dict"], strict
+        tensors = (*self.lightning_module.parameters(), *self.lightning_module.buffers())
+        if self.zero is not None or (self._weights is not None and not any(tensor.is_meta for tensor in tensors)):
+            self._load_pending()  # (of fp32 weights in a file nothing is rounded away, as long as the model is an fp32 one)
+
+    def _load_pending(self) -> None:
+        """What was read before there was an optimizer, or memory, to take it."""
+        folder, weights, self._folder, self._weights = self._folder, self._weights, None, None
+        if folder is not None:
+            assert self.zero is not None
+            if self._fitting:
+                self.zero.load_checkpoint(folder)
+            else:
+                load.load_model(self.zero, folder)
+        if weights is not None:
+            self.lightning_module.load_state_dict(weights, strict=self._strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if checkpoint["optimizer_states"]:  # a plain Trainer's; of a folder it is loaded with the weights
+            super().load_optimizer_state_dict(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero and (checkpoints.is_folder(filepath) or os.path.islink(filepath)):
+            checkpoints.remove(Path(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    # ---- the end -------------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True  # other ranks may be elsewhere: nothing collective from here on
+
+    def teardown(self) -> None:
+        zero, self.zero, self._folder, self._weights = self.zero, None, None, None
+        module = self._lightning_module
+        plugin = self.precision_plugin
+        plugin.optimizer = None
+        whole = True
+        if zero is not None and not zero.closed:
+            if zero.torn or (self._failed and zero.comm.world > 1):
+                zero.close()
+                whole = can_be_read(zero.model)
+            else:
+                whole = self._make_whole(zero, plugin.mixed)
+        if not whole:
+            self._lightning_module = None  # Lightning would move it to the CPU, and there is nothing to move
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
+    def _make_whole(self, zero: ZeroOptimizer, masters: bool) -> bool:
+        """Whether there is a plain model now."""
+        try:
+            return make_whole(zero, self._buffer_dtypes, masters, self.gather_at_end)
+        except Exception as error:
+            if not self._failed:
+                raise
+            log.error("after the error that ended the run the model could not be made whole: %s: %s", type(error).__name__, error)
+            return False  # the error that ended it is the one to hear of
+        finally:
+            zero.close()
