@@ -19,7 +19,7 @@ def _mendable(command: str) -> Iterator[None]:
     """What the user can mend becomes one line and exit code 2; anything else keeps its traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         typer.secho(f"zk {command}: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
 

@@ -421,9 +421,10 @@ def readable(nbytes: int) -> str:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``."""
+    """Bytes that can still be allocated on ``device``: what is free, and on a GPU what torch's allocator keeps unused."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(unused)
     return host_memory()[1]
 
 

@@ -21,6 +21,7 @@ _KINDS = {
     "param_copy": "copies, to update elsewhere",
     "gathered": "units in use",
     "bucket": "gradients leaving",
+    "fresh": "a gradient being made",
     "buffer": "buffers of the drive",
     "staging": "gradients on their way to the drive",
     "spare": "room for fp32 gradients, pages",
