@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from zk.bench.commands import app as bench
+from zk.mendable import mendable
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
 )
 
 
-@contextlib.contextmanager
-def _mendable(command: str) -> Iterator[None]:
-    """What the user can mend becomes one line and exit code 2; anything else keeps its traceback."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError) as error:
-        typer.secho(f"zk {command}: {error}", err=True, fg="red")
-        raise typer.Exit(2) from None
+app.add_typer(bench, name="bench")
 
 
 @app.callback()
@@ -81,7 +75,7 @@ def train(
     from zk.train.run import Job
     from zk.train.run import train as run
 
-    with _mendable("train"):
+    with mendable("train"):
         if width % heads:
             raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
         zero = ZeroConfig(
@@ -160,7 +154,7 @@ def plan(
     from zk.plan.memory import Machine
     from zk.plan.shape import shape_of
 
-    with _mendable("plan"):
+    with mendable("plan"):
         if gpu is None:
             gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
         if tflops is None:
@@ -203,7 +197,7 @@ def export(
     from zk.checkpoint.export import export as run
     from zk.config import parse_dtype, parse_nbytes
 
-    with _mendable("export"):
+    with mendable("export"):
         wanted = parse_dtype(dtype, "--dtype") if dtype is not None else None
         done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
@@ -220,7 +214,7 @@ def import_deepspeed(
     """Turn a DeepSpeed ZeRO checkpoint into one that ZeroOptimizer.load_checkpoint(OUT) goes on from, at any stage, tier and world size."""
     from zk.checkpoint.deepspeed import import_deepspeed as run
 
-    with _mendable("import-deepspeed"):
+    with mendable("import-deepspeed"):
         typer.echo(run(directory, out))
 
 
