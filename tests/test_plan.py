@@ -51,6 +51,7 @@ REAL = [
     (3, "nvme", "host", SMALL, "fp32", "fp32", False),
     (2, "device", "device", WIDE, "bf16", "fp32", True),
     (2, "device", "host", WIDE, "bf16", "fp32", True),
+    (2, "device", "nvme", WIDE, "bf16", "fp32", True),
     (3, "host", "host", WIDE, "bf16", "bf16", True),
     (3, "host", "nvme", WIDE, "bf16", "fp32", True),
 ]
