@@ -113,6 +113,22 @@ def test_what_zk_plan_measures_is_measured_by_the_same(tmp_path: Path) -> None:
         assert measure.measure_cpu_adam() == pytest.approx((1 << 24) / 2.0 / 1e9)
 
 
+def test_zk_plan_takes_the_link_s_slower_direction_where_there_is_a_gpu() -> None:
+    with pretend(ThrottledLink(1e9)), mock.patch.object(measure, "_NBYTES", MIB), mock.patch.object(measure, "_ROUNDS", 1):
+        assert 0 < measure.measure_link(CPU) <= 1.01
+    arguments = ["plan", "gpt:125m", "--gpu", "8GiB", "--ram", "8GiB", "--measure", "--json"]
+    for there, gbps in ((True, 7.5), (False, 20.0)):
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda there=there: there),
+            mock.patch.object(measure, "measure_link", lambda: 7.5),
+            mock.patch.object(measure, "measure_cpu_adam", lambda: 1.5),
+        ):
+            done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)["machine"]
+        assert (found["link_gbps"], found["cpu_adam"]) == (gbps, 1.5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ("link", "kernels"))
 def test_without_a_gpu_its_benchmarks_say_so(command: str) -> None:

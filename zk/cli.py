@@ -135,7 +135,9 @@ def plan(
     cpu_adam: Annotated[float, typer.Option(help="CPU update of one machine, 1e9 parameters/s.")] = 2.5,
     disk: Annotated[float, typer.Option(help="GB/s of one machine's drive, reads and writes together.")] = 3.0,
     fabric: Annotated[float, typer.Option(help="GB/s between ranks, for each.")] = 20.0,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure --cpu-adam here, and --disk in --nvme-path, in a few seconds.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure --cpu-adam here, --disk in --nvme-path, and --link where there is a GPU, in seconds.")
+    ] = False,
     nvme_path: Annotated[str, typer.Option(help="Folder on the drive, for --measure and the recommended configuration.")] = ".",
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -164,6 +166,7 @@ def plan(
                 raise ValueError(f"--{option} must be a rate above 0; got {rate}")
         if measure:
             cpu_adam, disk = rates.measure_cpu_adam(), rates.measure_disk(nvme_path) if nvme != "none" else disk
+            link = rates.measure_link() if gpu != "none" and torch.cuda.is_available() else link
         machine = Machine(
             gpu_nbytes=None if gpu == "none" else parse_nbytes(gpu, "--gpu"),
             ram_nbytes=parse_nbytes(ram, "--ram") if ram is not None else host_memory()[0],

@@ -1,4 +1,4 @@
-"""In: a folder on the drive. Out: what this machine's CPU Adam and that drive do, measured in a few seconds."""
+"""In: a folder on the drive, a GPU. Out: what this machine's CPU Adam, that drive and the link do, measured in a few seconds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from zk.bench.adam import by_zk
 from zk.bench.clock import seconds_of
 from zk.bench.io import passes
+from zk.bench.link import measure
 
 _NUMEL = 1 << 24  # of the update: far more than caches hold
 _NBYTES = 256 << 20  # of the file
@@ -25,3 +26,9 @@ def measure_disk(path: str) -> float:
     """1e9 bytes/s that zk's file I/O reads and writes at ``path``, half of each. OSError if it is no folder, or has no room for 256 MiB."""
     written, read = passes(path, _NBYTES, 4 << 20, 4, _ROUNDS)
     return 2 * _NBYTES / (statistics.median(written) + statistics.median(read)) / 1e9
+
+
+def measure_link(device: torch.device | None = None) -> float:
+    """1e9 bytes/s between host and device, from page-locked memory, in the slower direction. ValueError where there is no GPU."""
+    rows = measure(_NBYTES, _ROUNDS, device).as_dict()["rows"]
+    return min(float(row["gbps"]) for row in rows if row["name"] in ("pinned, host to device", "pinned, device to host"))
