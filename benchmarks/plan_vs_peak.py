@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zk
 from zk.memory import peak_nbytes, trim
-from zk.plan import check
+from zk.plan import needs
 from zk.plan.memory import Machine, footprint
 from zk.plan.shape import Shape, shape_of_module
 
@@ -71,13 +71,13 @@ def train(width: int, blocks: int, options: dict[str, Any]) -> tuple[int, int]:
     """Three steps; what the check found to be needed at least, and the bytes of the file on the drive."""
     needed: list[int] = []
 
-    def look(needs: dict[str, int], _free: dict[str, int]) -> dict[str, int]:
-        needed.append(needs["host"])
+    def look(need: dict[str, int], _free: dict[str, int]) -> dict[str, int]:
+        needed.append(need["host"])
         return {}
 
     with zk.deferred_init():
         model = build(width, blocks)
-    with mock.patch.object(check, "lacking", look), zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
+    with mock.patch.object(needs, "lacking", look), zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
         nvme = optimizer.tiers.get("nvme")
         file_nbytes = nvme.spill.nbytes if nvme is not None else 0  # type: ignore[union-attr]
         for _ in range(3):

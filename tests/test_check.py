@@ -20,9 +20,10 @@ from torch import Tensor, nn
 import zk
 from tests.world import run_world
 from zk import memory
+from zk.offload.rules import rule_for
 from zk.offload.twins import ThrottledLink, pretend
 from zk.parallel.layout import Layout
-from zk.plan import check
+from zk.plan import needs
 from zk.plan.memory import Kind, footprint_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -56,7 +57,7 @@ def free(apart: bool = False, **nbytes: int) -> Iterator[None]:
         there = {"device": GIB, "host": GIB, "nvme": GIB, **nbytes}
         return {name: there[name] for name in ("device", "host", "nvme") if (name != "device" or apart) and (name != "nvme" or paths)}
 
-    with mock.patch.object(check, "free_memory", found), pretend(ThrottledLink(1e9)) if apart else contextlib.nullcontext():
+    with mock.patch.object(needs, "free_memory", found), pretend(ThrottledLink(1e9)) if apart else contextlib.nullcontext():
         yield
 
 
@@ -134,11 +135,11 @@ def needed(net: nn.Module, **config: Any) -> dict[str, int]:
     """What the check finds for one process."""
     found: list[tuple[dict[str, int], dict[str, int]]] = []
 
-    def look(needs: dict[str, int], there: dict[str, int]) -> dict[str, int]:
-        found.append((needs, there))
+    def look(need: dict[str, int], there: dict[str, int]) -> dict[str, int]:
+        found.append((need, there))
         return {}
 
-    with mock.patch.object(check, "lacking", look):
+    with mock.patch.object(needs, "lacking", look):
         zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters()), **config).close()
     return found[0][0]
 
@@ -179,13 +180,13 @@ def test_optimizer_state_that_is_taken_over_counts_as_free() -> None:
     adam = torch.optim.AdamW(net.parameters())
     train(net, adam)
     seen = []
-    original = check.Case.needed
+    original = needs.Case.needed
 
-    def look(self: check.Case, *args: Any, **kwargs: Any) -> dict[str, int]:
+    def look(self: needs.Case, *args: Any, **kwargs: Any) -> dict[str, int]:
         seen.append(original(self, *args, **kwargs))
         return seen[-1]
 
-    with free(), mock.patch.object(check.Case, "needed", look):
+    with free(), mock.patch.object(needs.Case, "needed", look):
         zk.ZeroOptimizer(net, adam, stage=2).close()
     assert 0 < seen[0]["host"] < before
 
@@ -255,11 +256,11 @@ def test_room_on_drives_is_counted_once_for_each_file_system(tmp_path: Path) -> 
     both = [str(tmp_path / name) for name in "ab"]
     room = {"f_bavail": 10, "f_bfree": 10, "f_frsize": MIB}
     with mock.patch.object(os, "statvfs", lambda _: mock.Mock(**room)):
-        assert check.free_memory(torch.device("cpu"), True, both[:1])["nvme"] == 10 * MIB
-        assert check.free_memory(torch.device("cpu"), True, both)["nvme"] == 10 * MIB  # two stripes on one drive
-    assert check.free_memory(torch.device("cpu"), True, [str(tmp_path / "not there")]).keys() == {"host"}
-    with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=GIB)), mock.patch.object(check, "host_memory", lambda: (0, 5)):
-        assert check.free_memory(torch.device("cpu"), True, []) == {"host": GIB + 5}
+        assert needs.free_memory(torch.device("cpu"), True, both[:1])["nvme"] == 10 * MIB
+        assert needs.free_memory(torch.device("cpu"), True, both)["nvme"] == 10 * MIB  # two stripes on one drive
+    assert needs.free_memory(torch.device("cpu"), True, [str(tmp_path / "not there")]).keys() == {"host"}
+    with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=GIB)), mock.patch.object(needs, "host_memory", lambda: (0, 5)):
+        assert needs.free_memory(torch.device("cpu"), True, []) == {"host": GIB + 5}
 
 
 def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: 
                 for param_tier, optimizer_tier in tiers if stage == 3 else tiers[:3]:
                     drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
                     config = zk.ZeroConfig(stage=stage, param_tier=param_tier, optimizer_tier=optimizer_tier, dtype="bf16", **drive)  # type: ignore[arg-type]
-                    rule = check.rule_for(adam)
+                    rule = rule_for(adam)
                     most = footprint_of(kinds, config, world, joined, rule, adam.param_groups)
                     least = footprint_of(kinds, config, world, joined, rule, adam.param_groups, at_least=True)
                     for name in ("device", "host", "nvme"):
@@ -318,14 +319,15 @@ import sys, torch, zk
 from torch import nn
 from unittest import mock
 from zk import memory
-from zk.plan import check
+from zk.offload.rules import rule_for
+from zk.plan import needs
 
 def run(width, layers, **config):
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     torch.set_num_threads(1)
     adam = torch.optim.AdamW(net.parameters())
     found = []
-    with mock.patch.object(check, "lacking", lambda needs, free: found.append(needs) or {}):
+    with mock.patch.object(needs, "lacking", lambda need, free: found.append(need) or {}):
         open("/proc/self/clear_refs", "w").write("5")  # the peak is that from here on
         before = memory.peak_nbytes()
         optimizer = zk.ZeroOptimizer(net, adam, dtype="bf16", **config)
@@ -345,6 +347,6 @@ for config in ({"stage": 2}, {"stage": 3, "param_tier": "nvme", "optimizer_tier"
 def test_what_is_needed_at_least_is_no_more_than_a_real_run_takes(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", REAL, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (needs, took), (needs_drive, took_drive) = [map(int, line.split()) for line in done.stdout.splitlines()]
-    assert 0.9 * took < needs <= took + 2 * MIB  # near, and not above
-    assert needs_drive <= took_drive + 2 * MIB
+    (least, took), (least_drive, took_drive) = [map(int, line.split()) for line in done.stdout.splitlines()]
+    assert 0.9 * took < least <= took + 2 * MIB  # near, and not above
+    assert least_drive <= took_drive + 2 * MIB
