@@ -16,10 +16,12 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import zk
 from tests.world import run_world
 from zk import memory
+from zk.cli import app
 from zk.offload.rules import rule_for
 from zk.offload.twins import ThrottledLink, pretend
 from zk.parallel.layout import Layout
@@ -250,6 +252,15 @@ def test_a_container_s_limit_is_what_is_free(tmp_path: Path) -> None:
             train(net, optimizer)
 
 
+def test_zk_train_says_it_without_a_traceback(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words to learn " * 500)
+    tiny = ["--steps", "1", "--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "1", "--sample", "0"]
+    with free(host=KIB):
+        done = CliRunner().invoke(app, ["train", "--data", str(text), "--out", str(tmp_path / "out"), *tiny])
+    assert done.exit_code == 2 and "zk train: there is not enough memory for this model with stage=3" in done.output, done.output
+
+
 def test_room_on_drives_is_counted_once_for_each_file_system(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -319,6 +330,7 @@ import sys, torch, zk
 from torch import nn
 from unittest import mock
 from zk import memory
+from zk.cli import app
 from zk.offload.rules import rule_for
 from zk.plan import needs
 
