@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save gpu lint docs site clean
+.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -63,6 +63,11 @@ bench-save: $(READY)
 bench-tiled: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/tiled_memory.py $(NVME) $(ARGS)
+
+# what `zk plan` says against the peak memory of real runs (3 GiB of drive)
+bench-plan: $(READY)
+	mkdir -p $(NVME)
+	$(BIN)/python benchmarks/plan_vs_peak.py --folder $(NVME) $(ARGS)
 
 # a step against the model of its overlap, with compute, link and update that take a given time each
 bench-overlap: $(READY)

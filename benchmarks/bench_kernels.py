@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICE, finished
-from torch import Tensor, nn
+from torch import nn
 
-from zk import TiledLinear, kernels
+from zk import TiledLinear
+from zk.bench import kernels as own
+from zk.bench.clock import Work
+from zk.bench.kernels import ADAMS, FLATTENS, matmul
 from zk.kernels.tiled_matmul import policy
 
 ON_GPU = DEVICE.type == "cuda"
 NUMEL = 1 << 28 if ON_GPU else 1 << 24
-Work = Callable[[], object]
 needs_compiler = pytest.mark.skipif(not ON_GPU and shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
 
@@ -36,17 +38,7 @@ def run(benchmark: Any, work: Work, floor_seconds: float, rounds: int = 20, **in
 # ---- cast with statistics ----------------------------------------------------------------------------------------------------
 
 
-def cast_by_zk(x: Tensor, out: Tensor, stats: Tensor) -> None:
-    kernels.cast(x, out, scale=0.5, stats=stats)
-
-
-def cast_by_torch(x: Tensor, out: Tensor, stats: Tensor) -> None:
-    scaled = x * 0.5
-    out.copy_(scaled)
-    stats += torch.stack([torch.linalg.vector_norm(scaled).double().square(), (~torch.isfinite(scaled)).sum().double()])
-
-
-CASTS = {"zk": cast_by_zk, "torch": cast_by_torch, "torch_compile": torch.compile(cast_by_torch)}
+CASTS = {**own.CASTS, "torch_compile": torch.compile(own.cast_by_torch)}
 
 
 @pytest.mark.parametrize("system", [pytest.param(name, marks=needs_compiler if "compile" in name else ()) for name in CASTS])
@@ -64,23 +56,6 @@ def test_cast(system: str, benchmark: Any, device_copy_gbps: float) -> None:
 # ---- flatten -----------------------------------------------------------------------------------------------------------------
 
 
-def loop(tensors: list[Tensor], flat: Tensor, offsets: list[int]) -> None:
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        flat[offset : offset + tensor.numel()].copy_(tensor.view(-1))
-
-
-def foreach(tensors: list[Tensor], flat: Tensor, offsets: list[int]) -> None:
-    torch._foreach_copy_([flat[o : o + t.numel()] for t, o in zip(tensors, offsets, strict=True)], [t.view(-1) for t in tensors])
-
-
-FLATTENS = {
-    "zk": lambda tensors, flat, offsets: kernels.flatten(tensors, flat, offsets),
-    "torch_loop": loop,
-    "torch_foreach": foreach,
-    "torch_cat": lambda tensors, flat, offsets: torch.cat([t.view(-1) for t in tensors], out=flat),
-}
-
-
 @pytest.mark.parametrize("system", FLATTENS)
 @pytest.mark.parametrize(("count", "numel"), [(1000, 4096), (16, NUMEL // 16)], ids=["1000 small tensors", "16 large tensors"])
 def test_flatten(system: str, count: int, numel: int, benchmark: Any, device_copy_gbps: float) -> None:
@@ -96,44 +71,6 @@ def test_flatten(system: str, count: int, numel: int, benchmark: Any, device_cop
 
 # ---- adam --------------------------------------------------------------------------------------------------------------------
 
-LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
-
-
-def adam_by_zk(param: Tensor, grad: Tensor, split: bool) -> Work:
-    m, v = torch.zeros(param.shape, device=DEVICE), torch.zeros(param.shape, device=DEVICE)
-    master = torch.zeros(param.shape, dtype=torch.int16, device=DEVICE) if split else param.float()
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        kernels.adam(param, grad, master, m, v, kernels.AdamStep(LR, BETA1, BETA2, EPS, DECAY, True, count))
-
-    return step
-
-
-def adam_by_torch(param: Tensor, grad: Tensor, **how: bool) -> Work:
-    master = nn.Parameter(param.float())
-    optimizer = torch.optim.AdamW([master], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, **how)
-    master.grad = torch.empty_like(master)
-
-    def step() -> None:
-        assert master.grad is not None
-        master.grad.copy_(grad)
-        optimizer.step()
-        param.copy_(master.detach())
-
-    return step
-
-
-ADAMS: dict[str, tuple[int, Callable[[Tensor, Tensor], Work]]] = {
-    "zk_split_master": (26, lambda param, grad: adam_by_zk(param, grad, True)),
-    "zk_fp32_master": (30, lambda param, grad: adam_by_zk(param, grad, False)),
-    "torch_fused_with_casts": (28, lambda param, grad: adam_by_torch(param, grad, fused=True)),
-    "torch_foreach_with_casts": (28, lambda param, grad: adam_by_torch(param, grad, foreach=True)),
-}
-
-
 @pytest.mark.parametrize("system", ADAMS)
 @pytest.mark.benchmark(group="adam, bf16 gradient in, bf16 parameter out")
 def test_adam(system: str, benchmark: Any, device_copy_gbps: float) -> None:
@@ -141,7 +78,7 @@ def test_adam(system: str, benchmark: Any, device_copy_gbps: float) -> None:
     torch.manual_seed(0)
     param, grad = torch.randn(10_007, device=DEVICE).bfloat16(), torch.randn(10_007, device=DEVICE).bfloat16()
     want = param.clone()
-    update, reference = make(param, grad), adam_by_torch(want, grad)
+    update, reference = make(param, grad), own.adam_by_torch(want, grad)
     for _ in range(3):
         update()
         reference()
@@ -154,17 +91,6 @@ def test_adam(system: str, benchmark: Any, device_copy_gbps: float) -> None:
 # ---- matrix products ---------------------------------------------------------------------------------------------------------
 
 SIZE = 4096 if ON_GPU else 512
-
-
-def matmul(system: str, x: Tensor, weight: Tensor, total: Tensor, out: Tensor, bias: Tensor) -> None:
-    """total (fp32) += x @ weight^T, then out = round(total + x @ weight^T + bias): two tiles of one output."""
-    if system == "torch_fp32_sums":
-        partial = torch.mm(x, weight.t())
-        total += partial
-        out.copy_(total + torch.mm(x, weight.t()) + bias)
-        return
-    kernels.tiled_matmul(x, weight.t(), total, plus=total)
-    kernels.tiled_matmul(x, weight.t(), out, plus=total, bias=bias)
 
 
 @pytest.mark.parametrize("system", ("zk", "zk_triton", "torch_fp32_sums"))

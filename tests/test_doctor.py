@@ -114,13 +114,13 @@ def test_memory_of_a_container_swap_and_huge_pages(tmp_path: Path) -> None:
 
 def test_folders(tmp_path: Path) -> None:
     assert next(iter(doctor.path(tmp_path / "none", None))).remedy.startswith("mkdir -p")
-    with mock.patch.object(doctor, "_filesystem", lambda _: "tmpfs"), mock.patch.object(doctor, "can_bypass_cache", lambda _: False):
+    with mock.patch.object(doctor, "filesystem", lambda _: "tmpfs"), mock.patch.object(doctor, "can_bypass_cache", lambda _: False):
         rows = list(doctor.path(tmp_path, lambda _: 0.1))
     assert [row.verdict for row in rows] == ["mend", "note", "note"]
     with mock.patch.object(doctor, "can_bypass_cache", mock.Mock(side_effect=PermissionError(13, "Permission denied"))):
         rows = list(doctor.path(tmp_path, None))
     assert rows[-1].verdict == "mend" and "Permission denied" in rows[-1].found
-    assert doctor._filesystem(Path("/proc")) == "proc"
+    assert doctor.filesystem(Path("/proc")) == "proc"
 
 
 def test_a_gpu_and_its_settings() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zk import memory
-from zk.memory import host_memory
+from zk.memory import free_swap, host_memory
 from zk.offload.tiers import free_nbytes
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def test_without_limits_it_is_the_machines(machine: Path) -> None:
 
 def test_the_smallest_limit_on_the_way_to_the_root_counts(machine: Path) -> None:
     (machine / "own").write_text("0::/pod/container\n")
-    stat = f"anon 1\ninactive_file {GIB}\nfile 3\n"
+    stat = f"anon 1\ninactive_file {GIB - 4096}\nactive_file 4096\nfile 3\n"
     write(machine / "cgroup" / "pod", memory__max=str(16 * GIB), memory__current=str(10 * GIB), memory__stat=stat)
     write(machine / "cgroup" / "pod" / "container", memory__max=str(20 * GIB), memory__current=str(4 * GIB), memory__stat=stat)
     assert host_memory() == (16 * GIB, 7 * GIB)
@@ -64,3 +64,15 @@ def test_files_that_say_nothing_are_passed_over(machine: Path) -> None:
     (machine / "own").write_text("0::/odd\n")
     write(machine / "cgroup" / "odd", memory__max="a lot", memory__current="5", memory__stat="")
     assert host_memory() == (64 * GIB, 40 * GIB)
+
+
+def test_free_swap_is_the_machines_or_less_in_a_container(machine: Path) -> None:
+    with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=6 * GIB)):
+        assert free_swap() == 6 * GIB
+        (machine / "own").write_text("0::/pod/container\n")
+        write(machine / "cgroup" / "pod", memory__swap__max="max\n")
+        assert free_swap() == 6 * GIB
+        write(machine / "cgroup" / "pod" / "container", memory__swap__max=str(4 * GIB), memory__swap__current=str(GIB))
+        assert free_swap() == 3 * GIB
+        write(machine / "cgroup" / "pod", memory__swap__max="0\n", memory__swap__current="0\n")
+        assert free_swap() == 0

@@ -24,6 +24,7 @@ from tests.test_nvme import Faults
 from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
 from zk.offload.spill import Buffers, Piece, Spill
+from zk.offload.twins import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,6 +78,26 @@ def test_bytes_are_on_the_drive_and_metrics_say_so(tmp_path: Path) -> None:
         assert after["evicted_nbytes"] - before["evicted_nbytes"] < (2 + 2 + 10) * num_params * 1.2
         assert 0 < after["fetch_hit_rate"] <= 1 and after["stall_ms"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_of_parameters_on_a_device_are_in_host_memory_and_in_its_budget(tmp_path: Path) -> None:
+    """Those too whose optimizer state is on the drive."""
+    torch.manual_seed(0)
+    model = GPT(width=192, layers=8)
+    num_params = sum(param.numel() for param in model.parameters())
+    budget = 3_000_000 + 6 * num_params
+    with pretend(ThrottledLink(1e10)):
+        options = {"stage": 2, "param_tier": "device", "host_budget": budget}
+        with wrap(model, tmp_path, **options) as optimizer:
+            step(model, optimizer)
+            metrics = optimizer.metrics()
+            assert metrics["host_param_copy_nbytes"] == pytest.approx(2 * num_params, rel=0.01) and "nvme_param_copy_nbytes" not in metrics
+            assert metrics["nvme_moments_nbytes"] > 0 and metrics["host_moments_nbytes"] > 0
+            # gradients of what is updated in host memory are there from backward to step
+            kept = sum(metrics.get(f"host_{kind}_nbytes", 0) for kind in ("moments", "master", "param_copy", "buffer"))
+            assert kept + 2 * metrics["host_moments_nbytes"] / 8 <= budget
+    with pretend(ThrottledLink(1e10)), pytest.raises(ValueError, match="host_budget is"):
+        wrap(GPT(width=192, layers=8), tmp_path, stage=2, param_tier="device", host_budget=2 * num_params - 1)
 
 
 def test_a_host_budget_keeps_what_fits_parameters_first(tmp_path: Path) -> None:

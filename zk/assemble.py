@@ -83,44 +83,44 @@ class Assembly:
         }
         self.rooms: list[_Room] = []
 
-    def _state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
+    def state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
         """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
         groups = {id(self.group_of[param]): self.group_of[param] for param in unit.params if param in self.group_of}
         names = list(dict.fromkeys(name for group in groups.values() for name in self.rule.state_names(group)))
         assert isinstance(self.config.state_dtype, torch.dtype)
         return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)
 
-    def _numel(self, layout: Layout, since_stage: int) -> int:
+    def slice_numel(self, layout: Layout, since_stage: int) -> int:
         """Elements of one rank's slice of what is partitioned from a stage on."""
         return layout.numel // (self.comm.world if self.config.stage >= since_stage else 1)
 
-    def _needs(self, unit: Unit, layout: Layout) -> Needs:
+    def needs(self, unit: Unit, layout: Layout) -> Needs:
         """Bytes of one unit on this rank between uses."""
-        per_element = sum(dtype.itemsize for dtype in self._state_fields(unit)[1].values()) + unit.dtype.itemsize  # the last is the gradient
+        per_element = sum(dtype.itemsize for dtype in self.state_fields(unit)[1].values()) + unit.dtype.itemsize  # the last is the gradient
         copy = 0 if self.transfer.joined else unit.dtype.itemsize  # of parameters that rest on the device, to update them in host memory
-        return Needs(self._numel(layout, 3) * unit.dtype.itemsize, self._numel(layout, 1) if unit.trained else 0, per_element, copy)
+        return Needs(self.slice_numel(layout, 3) * unit.dtype.itemsize, self.slice_numel(layout, 1) if unit.trained else 0, per_element, copy)
 
     @property
-    def _reads_ahead(self) -> int:
+    def reads_ahead(self) -> int:
         """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead."""
         return 2 * self.config.prefetch + 3 if self.config.prefetch else 1
 
-    def _buffer_nbytes(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> int:
+    def buffer_nbytes(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> int:
         """Host memory that the buffers of the nvme tier take at most, should all units go there; gradients in their own precision."""
         chunk = params = grads = 0
         for unit, layout in zip(units, layouts, strict=True):
-            numel, size = self._numel(layout, 1), unit.dtype.itemsize
+            numel, size = self.slice_numel(layout, 1), unit.dtype.itemsize
             params, grads = max(params, numel * size), max(grads, numel * size if unit.trained else 0)
-            kept = sum(dtype.itemsize for dtype in self._state_fields(unit)[1].values()) + 2 * size
+            kept = sum(dtype.itemsize for dtype in self.state_fields(unit)[1].values()) + 2 * size
             chunk = max(chunk, max((part.stop - part.start for part in chunks_of(numel)), default=0) * kept)
         if self.config.param_tier not in ("nvme", "auto"):
             params = 0
-        return CHUNKS_IN_MEMORY * chunk + self._reads_ahead * params + 2 * grads
+        return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads
 
     def place(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> None:
         """Choose every unit's tiers, and take all room on the drive and all page-locked memory."""
         config = self.config
-        needs = [self._needs(unit, layout) for unit, layout in zip(units, layouts, strict=True)]
+        needs = [self.needs(unit, layout) for unit, layout in zip(units, layouts, strict=True)]
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         placed = place(
             config.param_tier,
@@ -130,10 +130,10 @@ class Assembly:
             self.device,
             config.device_budget,  # type: ignore[arg-type]
             config.host_budget,  # type: ignore[arg-type]
-            self._buffer_nbytes(units, layouts) if paths else None,
+            self.buffer_nbytes(units, layouts) if paths else None,
         )
         if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
-            self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self._reads_ahead, config.nvme_checksum, self.transfer, self.worker)
+            self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
         for unit, layout, (param_tier, names) in zip(units, layouts, placed, strict=True):
             self.rooms.append(self._room(unit, layout, param_tier, names))
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
@@ -157,11 +157,11 @@ class Assembly:
         if isinstance(room.param_tier, NVMeTier):
             if any(part.tier.memory != "host" for part in room.parts):
                 raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
-            room.home = room.param_tier.home(self._numel(layout, 1), unit.dtype)
+            room.home = room.param_tier.home(self.slice_numel(layout, 1), unit.dtype)
         for part in room.parts:
             if isinstance(part.tier, NVMeTier):
                 chunks = part.tier.chunks(part.numel)
-                part.state = part.tier.store(chunks, self._state_fields(unit)[1])
+                part.state = part.tier.store(chunks, self.state_fields(unit)[1])
                 part.grads = part.tier.grads(chunks, self.num_threads)
         return room
 
@@ -169,7 +169,7 @@ class Assembly:
         """Bytes of each block of host memory that copies to or from the device need."""
         written = 0  # the largest gradient on its way to the drive
         for unit, layout, room in zip(units, layouts, self.rooms, strict=True):
-            nbytes, size = self._numel(layout, 1) * unit.dtype.itemsize, unit.dtype.itemsize
+            nbytes, size = self.slice_numel(layout, 1) * unit.dtype.itemsize, unit.dtype.itemsize
             partitioned = self._partitioned(room)
             if partitioned and isinstance(room.param_tier, NVMeTier):
                 continue  # counted below
@@ -184,7 +184,7 @@ class Assembly:
                     yield round_up(part.numel * size)  # the parameters, to be uploaded
         yield 2 * round_up(written)
         homes = [room.home.piece.nbytes for room in self.rooms if room.home is not None]
-        yield self._reads_ahead * max(homes, default=0)
+        yield self.reads_ahead * max(homes, default=0)
 
     def _partitioned(self, room: _Room) -> bool:
         """Whether a unit's parameters exist in full only while in use."""
@@ -197,7 +197,7 @@ class Assembly:
 
     def hold(self, index: int, unit: Unit, layout: Layout, partition: Partition, reducer: GradReducer) -> Held:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
-        room, numel = self.rooms[index], self._numel(layout, 1)
+        room, numel = self.rooms[index], self.slice_numel(layout, 1)
         initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
         self.comm.broadcast(index, initial)
         for param in unit.params:
@@ -227,7 +227,7 @@ class Assembly:
 
     def _shard(self, unit: Unit, room: _Room, home: MemoryHome | FileHome) -> OptimizerShard:
         """The optimizer state of a unit whose parameters rest in ``home``."""
-        names, fields = self._state_fields(unit)
+        names, fields = self.state_fields(unit)
         sections = []
         for part in room.parts:
             tier, here = part.tier, home.memory == part.tier.memory  # updated in place; else a copy is, and taken home

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from zk.bench.commands import app as bench
+from zk.terminal import mendable, wide
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
 )
 
 
-@contextlib.contextmanager
-def _mendable(command: str) -> Iterator[None]:
-    """What the user can mend becomes one line and exit code 2; anything else keeps its traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        typer.secho(f"zk {command}: {error}", err=True, fg="red")
-        raise typer.Exit(2) from None
+app.add_typer(bench, name="bench")
 
 
 @app.callback()
@@ -81,7 +75,7 @@ def train(
     from zk.train.run import Job
     from zk.train.run import train as run
 
-    with _mendable("train"):
+    with mendable("train"):
         if width % heads:
             raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
         zero = ZeroConfig(
@@ -141,7 +135,9 @@ def plan(
     cpu_adam: Annotated[float, typer.Option(help="CPU update of one machine, 1e9 parameters/s.")] = 2.5,
     disk: Annotated[float, typer.Option(help="GB/s of one machine's drive, reads and writes together.")] = 3.0,
     fabric: Annotated[float, typer.Option(help="GB/s between ranks, for each.")] = 20.0,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure --cpu-adam here, and --disk in --nvme-path, in a few seconds.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure --cpu-adam here, --disk in --nvme-path, and --link where there is a GPU, in seconds.")
+    ] = False,
     nvme_path: Annotated[str, typer.Option(help="Folder on the drive, for --measure and the recommended configuration.")] = ".",
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -160,7 +156,7 @@ def plan(
     from zk.plan.memory import Machine
     from zk.plan.shape import shape_of
 
-    with _mendable("plan"):
+    with mendable("plan"):
         if gpu is None:
             gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
         if tflops is None:
@@ -170,6 +166,7 @@ def plan(
                 raise ValueError(f"--{option} must be a rate above 0; got {rate}")
         if measure:
             cpu_adam, disk = rates.measure_cpu_adam(), rates.measure_disk(nvme_path) if nvme != "none" else disk
+            link = rates.measure_link() if gpu != "none" and torch.cuda.is_available() else link
         machine = Machine(
             gpu_nbytes=None if gpu == "none" else parse_nbytes(gpu, "--gpu"),
             ram_nbytes=parse_nbytes(ram, "--ram") if ram is not None else host_memory()[0],
@@ -186,7 +183,7 @@ def plan(
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:
-            report.print_plan(Console(), found)
+            report.print_plan(wide(Console()), found)
         pictures = picture.draw(found, plot) if plot is not None else []
     if plot is not None:
         typer.echo("\n".join(map(str, pictures)) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
@@ -203,7 +200,7 @@ def export(
     from zk.checkpoint.export import export as run
     from zk.config import parse_dtype, parse_nbytes
 
-    with _mendable("export"):
+    with mendable("export"):
         wanted = parse_dtype(dtype, "--dtype") if dtype is not None else None
         done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
@@ -220,7 +217,7 @@ def import_deepspeed(
     """Turn a DeepSpeed ZeRO checkpoint into one that ZeroOptimizer.load_checkpoint(OUT) goes on from, at any stage, tier and world size."""
     from zk.checkpoint.deepspeed import import_deepspeed as run
 
-    with _mendable("import-deepspeed"):
+    with mendable("import-deepspeed"):
         typer.echo(run(directory, out))
 
 
@@ -249,6 +246,6 @@ def doctor(
         for finding in findings:
             shown, part = finding.part if finding.part != part else "", finding.part
             table.add_row(shown, finding.what, finding.found, finding.remedy, style=styles[finding.verdict])
-        Console(highlight=False).print(table)
+        wide(Console(highlight=False)).print(table)
     if any(finding.verdict == "mend" for finding in findings):
         raise typer.Exit(1)

@@ -160,6 +160,9 @@ class ZeroConfig:
     """Threads of the CPU update; None: cores / ranks on this machine."""
     process_group: ProcessGroup | None = None
     """Ranks that train together; None: the default group, or one process where there is none."""
+    check_memory: bool = True
+    """Refuse, before anything is moved, what cannot fit in the memory that is free; False where more will be free than it seems: parameters
+    that never get a gradient, or other programs that are about to end."""
     units: Sequence[str | type[nn.Module]] | None = None
     """What travels together: names or classes of modules; None: the blocks of the model's ModuleLists."""
 
@@ -177,6 +180,8 @@ class ZeroConfig:
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be 'fp32' or 'bf16' (fp16 cannot hold second moments); got {self.state_dtype!r}")
         self._check_tiers()
+        if not isinstance(self.check_memory, bool):
+            raise TypeError(f"check_memory must be True or False; got {self.check_memory!r}")
         for name in ("device_budget", "host_budget"):
             if getattr(self, name) is not None:
                 normalize(name, parse_nbytes(getattr(self, name), name))

@@ -191,7 +191,7 @@ def path(folder: Path, rates: Callable[[str], float] | None) -> Iterator[Finding
         yield Finding(part, "folder", "not there", "mend", f"mkdir -p {folder}, on the drive")
         return
     free = shutil.disk_usage(folder).free
-    kind = _filesystem(folder)
+    kind = filesystem(folder)
     in_memory = kind in ("tmpfs", "ramfs")
     remedy = "this is host memory, not a drive: name a folder on one" if in_memory else ""
     yield Finding(part, "file system", f"{kind}, {readable(free)} free", "mend" if in_memory else "ok", remedy)
@@ -209,7 +209,7 @@ def path(folder: Path, rates: Callable[[str], float] | None) -> Iterator[Finding
         yield Finding(part, "reads and writes", f"{rate:.2f} GB/s", "note" if slow else "ok", remedy)
 
 
-def _filesystem(folder: Path) -> str:
+def filesystem(folder: Path) -> str:
     """The type of the file system that ``folder`` is on."""
     real = str(folder.resolve())
     best = max(

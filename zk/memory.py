@@ -90,11 +90,14 @@ def peak_nbytes() -> int:
 
 
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# of version 2 and 1: limit, usage, and what of the usage are pages of files that can be dropped
-_FIELDS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+# of version 2 and 1: limit, usage, and what of the usage are pages of files: the kernel drops them where memory is short, also those in use
+_FIELDS = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
 
 
-def _own_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _own_groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
     """Folders of this process's control groups for memory, from its own up to the root; names of the files in them."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
@@ -116,14 +119,27 @@ def host_memory() -> tuple[int, int]:
     """Bytes of host memory that this process may have, and that are free of them: the machine's, or less in a container with a limit."""
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
-    for folder, (limit_name, usage_name, droppable_name) in _own_groups():
+    for folder, (limit_name, usage_name, droppable) in _own_groups():
         try:
             limit = (folder / limit_name).read_text().strip()
             if limit == "max" or int(limit) >= machine.total:
                 continue
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage_name).read_text()) - int(stat.get(droppable_name, 0))
+            used = int((folder / usage_name).read_text()) - sum(int(stat.get(name, 0)) for name in droppable)
         except (OSError, ValueError):  # not mounted here, or another kernel's
             continue
         total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
     return total, available
+
+
+def free_swap() -> int:
+    """Bytes that could still be swapped out: the machine's, or less in a container with a limit (of version 2 of control groups)."""
+    free = int(psutil.swap_memory().free)
+    for folder, _ in _own_groups():
+        try:
+            limit = (folder / "memory.swap.max").read_text().strip()
+            if limit != "max":
+                free = min(free, max(0, int(limit) - int((folder / "memory.swap.current").read_text())))
+        except (OSError, ValueError):  # not mounted here, or another kernel's
+            continue
+    return free

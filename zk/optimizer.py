@@ -40,6 +40,7 @@ from zk.parallel.comm import Group, Solo, connect
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
+from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of
 from zk.units import find_units
 
@@ -64,6 +65,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: for a model or options that do not fit together; the message says what to change.
         TypeError: for an optimizer whose arithmetic cannot be partitioned.
+        MemoryError: on all ranks, before anything is changed, for what cannot fit in the memory that is free, with what would fit
+            (``check_memory``; activations are not known, nor counted).
 
     All ranks construct it at the same point; the first rank's parameter values win. Source: ZeRO, arXiv 1910.02054, section 5;
     ZeRO-Offload, arXiv 2101.06840, section 4.
@@ -127,6 +130,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = find_units(self.model, number, dtype, config.units, device, moved=config.device is not None)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
+        if config.check_memory and not self._built:
+            refuse_what_cannot_fit(self.model, self.inner, units, layouts, config, self.comm, device, self.transfer.joined)
         assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
         self.tiers = assembly.tiers
         assembly.place(units, layouts)

@@ -332,5 +332,6 @@ class OptimizerShard:
             sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in self.names)))
             sizes.append((section.tier, "master", section.state.nbytes("master") if self.has_master else 0))
             sizes.append((section.tier, "grad", section.grads.nbytes))
-            sizes.append((section.tier, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
+            copied_to = "host" if section.tier == "nvme" else section.tier  # what is updated on the drive's behalf is in host memory
+            sizes.append((copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
         return sizes

@@ -421,9 +421,10 @@ def readable(nbytes: int) -> str:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``."""
+    """Bytes that can still be allocated on ``device``: what is free, and on a GPU what torch's allocator keeps unused."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(unused)
     return host_memory()[1]
 
 
@@ -488,19 +489,25 @@ def place(
         if rests_on_drive and len(tiers) > 1:
             tiers = [tier for tier in tiers if tier != "device"]  # they are updated in host memory
         for tier in tiers:
-            per_element = need.element_nbytes + (need.copy_nbytes if tier != "device" else 0)
-            fits = rest if tier == tiers[-1] else min(rest, left(tier) // per_element if tier != "nvme" else rest)
+            fits = rest if tier == tiers[-1] else min(rest, left(tier) // need.element_nbytes if tier != "nvme" else rest)
             if fits < rest and (rests_on_drive or fits < _SECTION):
                 fits = 0  # what is on the drive is updated as it is moved, by whole chunks
             elif fits < rest:
                 fits -= fits % _SECTION
             if fits:
                 parts.append((tier, fits))
-                used[tier] += fits * per_element
+                used[tier] += fits * need.element_nbytes
                 rest -= fits
         return parts or [(tiers[0], 0)]
 
     params = [whole(param_tier, need.param_nbytes, stage == 3) for need in needs]
+    # copies of parameters that rest on the device are in the host's memory, whether the state beside them is there or on NVMe
+    copied = [need for need, tier in zip(needs, params, strict=True) if tier == "device" and optimizer_tier != "device"]
+    stay = left("device") if optimizer_tier == "auto" else 0
+    for need in copied:
+        staying = min(stay, need.numel * need.element_nbytes)
+        stay -= staying
+        used["host"] += (need.numel - staying // need.element_nbytes) * need.copy_nbytes
     states = [divided(need, tier == "nvme") for need, tier in zip(needs, params, strict=True)]
     for name, budget in (("device", device_budget), ("host", host_budget)):
         if budget is not None and used[name] > budget:

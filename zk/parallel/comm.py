@@ -29,8 +29,8 @@ from torch import Tensor
 from zk.parallel.presence import Presence
 from zk.timeline import note, now_ns, phase, recording
 
-GATHER, REDUCE, NORM, BROADCAST, STATE = range(5)
-_VERBS = ("gather", "reduce", "norm", "broadcast", "state")
+GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY = range(6)
+_VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory")
 
 
 class Pending(Protocol):
@@ -73,7 +73,7 @@ class Solo:
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         return
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
         return
 
 
@@ -264,9 +264,9 @@ class Group:
         label, check = self._announce(operation, -1)
         self._launch(label, check, lambda: [dist.broadcast(tensor, self.ranks[0], group=self.control, async_op=True)], None).wait()
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place."""
-        label, check = self._announce(NORM, -1)
+        label, check = self._announce(operation, -1)
         self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self.control, async_op=True)], None).wait()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import nn
 
 from zk.assemble import Assembly
 from zk.config import ZeroConfig
-from zk.offload.rules import AdamRule
+from zk.offload.rules import AdamRule, Rule
 from zk.offload.spill import FileGrads, FileHome, FileStore, Spill, chunks_of
 from zk.offload.streams import Joined
-from zk.offload.tiers import place
+from zk.offload.tiers import CHUNKS_IN_MEMORY, place
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Solo
@@ -58,12 +59,16 @@ class Footprint:
 
     config: ZeroConfig
     joined: bool
-    # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced),
-    # "staging" (gradients between device and drive), "spare" (room on the drive for gradients in fp32), "activations" (an estimate)
+    # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced), "fresh"
+    # (the gradient of one parameter, as autograd makes it), "staging" (gradients between device and drive), "spare" (room on the drive for
+    # gradients in fp32), "activations" (an estimate)
     sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     updated: Counter[str] = dataclasses.field(default_factory=Counter)  # tier -> elements whose optimizer state is there
     resting: Counter[str] = dataclasses.field(default_factory=Counter)  # tier -> bytes of parameters
     partitioned: bool = False  # parameters are full only while in use
+    # for each unit, in order: tier -> bytes that stay there between steps, without gradients; and whether it is full only while in use
+    settled: list[Counter[str]] = dataclasses.field(default_factory=list)
+    gathers: list[bool] = dataclasses.field(default_factory=list)
 
     def on(self, tier: str) -> int:
         """Bytes of all kinds in one memory; without an accelerator the device's are the host's."""
@@ -90,16 +95,16 @@ class _Apart(Joined):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
-    """Units that are alike, of which one is made."""
+class Kind:
+    """Units that are alike, of which one is there."""
 
     unit: Unit
     layout: Layout
     count: int
-    rest: bool
+    rest: bool  # outside of blocks
 
 
-_Piece = tuple[_Kind, bool, int]  # optimizer state (or else parameters) of so many elements
+_Piece = tuple[Kind, bool, int]  # optimizer state (or else parameters) of so many elements
 
 
 def _unit(units: Units, dtype: torch.dtype) -> Unit:
@@ -118,62 +123,122 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
         raise ValueError("a plan of 'auto' tiers needs device_budget and host_budget; got " + repr((config.device_budget, config.host_budget)))
     if not isinstance(config.dtype, torch.dtype):
         raise ValueError("a plan needs to know the precision of parameters, and dtype is None; give dtype='bf16'")
-    dtype, world, joined, size = config.dtype, machine.world, machine.joined, config.dtype.itemsize
-    kinds = [_Kind(_unit(units, dtype), Layout.of(units.numels, world), units.count, units.rest) for units in shape.units]
+    kinds = [Kind(_unit(units, config.dtype), Layout.of(units.numels, machine.world), units.count, units.rest) for units in shape.units]
     group = {"params": [param for kind in kinds for param in kind.unit.params]}
-    transfer = Transfer((Joined if joined else _Apart)(CPU), None, config.overlap)
-    assembly = Assembly(config, _Rank(world), AdamRule(decoupled=True), 1, [group], CPU, transfer, Worker("zk plan"))
-
-    found = Footprint(config, joined)
-    found.partitioned = config.stage == 3 and (world > 1 or config.param_tier == "nvme" or (not joined and config.param_tier != "device"))
-    if found.partitioned:
-        blocks = sorted((kind.layout.numel for kind in kinds if not kind.rest for _ in range(min(kind.count, config.prefetch + 1))), reverse=True)
-        always = sum(kind.count * kind.layout.numel for kind in kinds if kind.rest)
-        found.sizes["device", "gathered"] = size * (always + sum(blocks[: config.prefetch + 1]))
-    found.sizes.update(_buckets(config, machine, kinds))
+    found = footprint_of(kinds, config, machine.world, machine.joined, AdamRule(decoupled=True), [group])
     if tokens:
-        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, size)
+        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize)
+    return found
 
+
+def footprint_of(
+    kinds: Sequence[Kind],
+    config: ZeroConfig,
+    world: int,
+    joined: bool,
+    rule: Rule,
+    groups: Sequence[Mapping[str, Any]],
+    device: torch.device = CPU,
+    at_least: bool = False,
+) -> Footprint:
+    """Bytes of training units on each rank.
+
+    Args:
+        kinds: the units; layouts are for ``world`` ranks.
+        joined: the device's memory is the host's.
+        rule, groups: the optimizer's.
+        device: what "auto" tiers without budgets ask for free memory.
+        at_least: only what a step that uses all parameters cannot do without at once, where the number of buffers depends on timing.
+    """
+    transfer = Transfer((Joined if joined else _Apart)(CPU), None, config.overlap)
+    assembly = Assembly(config, _Rank(world), rule, 1, groups, CPU, transfer, Worker("zk plan"))
+    found = Footprint(config, joined)
     expanded = [kind for kind in kinds for _ in range(kind.count)]
-    buffers = assembly._buffer_nbytes([kind.unit for kind in kinds], [kind.layout for kind in kinds]) if config.nvme_path else None
-    needs = {kind: assembly._needs(kind.unit, kind.layout) for kind in kinds}
+    buffers = assembly.buffer_nbytes([kind.unit for kind in kinds], [kind.layout for kind in kinds]) if config.nvme_path else None
+    needs = {kind: assembly.needs(kind.unit, kind.layout) for kind in kinds}
     placed = place(
         config.param_tier,
         config.optimizer_tier,
         [needs[kind] for kind in expanded],
         config.stage,
-        CPU,  # asked for nothing: budgets are given where they count
+        device,
         config.device_budget,  # type: ignore[arg-type]
         config.host_budget,  # type: ignore[arg-type]
         buffers,
     )
 
     drive: Counter[_Piece] = Counter()
+    gathered: list[Kind] = []
+    leaves = False  # some gradient rests elsewhere than where it is made
     for kind, (param_tier, parts) in zip(expanded, placed, strict=True):
-        fields = assembly._state_fields(kind.unit)[1]
+        fields, size = assembly.state_fields(kind.unit)[1], kind.unit.dtype.itemsize
+        memory, rests = _memory(param_tier, joined), Counter[str]()
         found.sizes[param_tier, "param"] += needs[kind].param_nbytes
         found.resting[param_tier] += needs[kind].param_nbytes
+        rests[param_tier] += needs[kind].param_nbytes
+        if config.stage == 3 and (world > 1 or param_tier == "nvme" or memory != _memory("device", joined)):
+            gathered.append(kind)
         if param_tier == "nvme":
-            drive[kind, False, assembly._numel(kind.layout, 1)] += 1
-        memory = _memory(param_tier, joined)
+            drive[kind, False, assembly.slice_numel(kind.layout, 1)] += 1
         for tier, elements in parts if kind.unit.trained else ():
             found.updated[tier] += elements
             master = fields["master"].itemsize if "master" in fields else 0
+            moments = sum(field.itemsize for field in fields.values()) - master
             found.sizes[tier, "master"] += elements * master
-            found.sizes[tier, "moments"] += elements * (sum(field.itemsize for field in fields.values()) - master)
+            found.sizes[tier, "moments"] += elements * moments
             found.sizes[tier, "grad"] += elements * size
+            rests[tier] += elements * (master + moments)
+            leaves |= tier == "nvme" or _memory(tier, joined) != _memory("device", joined)
             if param_tier != "nvme" and memory != _memory(tier, joined):
                 found.sizes[_memory(tier, joined), "param_copy"] += elements * size
+                rests[_memory(tier, joined)] += elements * size
             if tier == "nvme":
                 drive[kind, True, elements] += 1
+        found.settled.append(rests)
+    found.partitioned = bool(gathered)
+    full_in_use = set(gathered)
+    found.gathers = [kind in full_in_use for kind in expanded]
+    if gathered:
+        found.sizes["device", "gathered"] = _gathered(gathered, config.prefetch, at_least, leaves)
+    found.sizes.update(_buckets(config, world, joined, kinds, at_least, leaves))
+    if not at_least:
+        found.sizes["device", "fresh"] = max((max(kind.layout.numels) * kind.unit.dtype.itemsize for kind in kinds if kind.unit.trained), default=0)
     if drive:
-        assert buffers is not None
-        found.sizes["host", "buffer"] = buffers
+        found.sizes["host", "buffer"] = _buffers(drive, assembly, at_least)
         found.sizes["nvme", "spare"] = _file_nbytes(drive, assembly) - sum(nbytes for (tier, _), nbytes in found.sizes.items() if tier == "nvme")
-        if not joined:
-            found.sizes["host", "staging"] = 2 * size * max((numel for _, is_state, numel in drive if is_state), default=0)
+        if not joined and not at_least:
+            found.sizes["host", "staging"] = 2 * max((numel * kind.unit.dtype.itemsize for kind, is_state, numel in drive if is_state), default=0)
     found.sizes += Counter()  # without zeros
     return found
+
+
+def _flat(kind: Kind) -> int:
+    """Bytes of a whole unit."""
+    return kind.layout.numel * kind.unit.dtype.itemsize
+
+
+def _gathered(kinds: list[Kind], prefetch: int, at_least: bool, leaves: bool) -> int:
+    """Parameters that are full at once: the blocks in use and asked for, and what is outside of blocks."""
+    sizes = sorted((_flat(kind) for kind in kinds if not kind.rest), reverse=True)
+    if at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
+        return max(map(_flat, kinds)) if leaves else min(map(_flat, kinds))
+    return sum(_flat(kind) for kind in kinds if kind.rest) + sum(sizes[: prefetch + 1])
+
+
+def _buffers(drive: Counter[_Piece], assembly: Assembly, at_least: bool) -> int:
+    """Of the nvme tier, as NVMeTier makes them: as many as it may use, or one of each sort, which is what it cannot do without."""
+    state = part = param = whole = written = 0
+    for kind, is_state, numel in drive:
+        size = kind.unit.dtype.itemsize
+        chunk = max((one.stop - one.start for one in chunks_of(numel)), default=0)
+        if is_state:
+            state = max(state, chunk * sum(dtype.itemsize for dtype in assembly.state_fields(kind.unit)[1].values()))
+            part, written = max(part, chunk * size), max(written, numel * size)
+        else:
+            param, whole = max(param, chunk * size), max(whole, numel * size)
+    if at_least:
+        return state + whole + written
+    return CHUNKS_IN_MEMORY * (state + part + param) + assembly.reads_ahead * whole + 2 * written
 
 
 def _file_nbytes(drive: Counter[_Piece], assembly: Assembly) -> int:
@@ -183,7 +248,7 @@ def _file_nbytes(drive: Counter[_Piece], assembly: Assembly) -> int:
     for (kind, is_state, numel), count in drive.items():
         chunks, before = chunks_of(numel), spill.nbytes
         if is_state:
-            FileStore(spill, chunks, assembly._state_fields(kind.unit)[1])
+            FileStore(spill, chunks, assembly.state_fields(kind.unit)[1])
             FileGrads(spill, chunks, assembly.transfer, assembly.worker, 1)
         else:
             FileHome(spill, chunks, kind.unit.dtype)
@@ -200,21 +265,23 @@ def _memory(tier: str, joined: bool) -> str:
     return "device" if tier == "device" and not joined else "host"
 
 
-def _buckets(config: ZeroConfig, machine: Machine, kinds: list[_Kind]) -> dict[tuple[str, str], int]:
+def _buckets(
+    config: ZeroConfig, world: int, joined: bool, kinds: Sequence[Kind], at_least: bool, leaves: bool
+) -> dict[tuple[str, str], int]:
     """Gradients on their way from backward to where they rest, of whole units."""
-    assert isinstance(config.dtype, torch.dtype)
     trained = [kind for kind in kinds if kind.unit.trained]
-    elsewhere = config.optimizer_tier == "nvme" or (not machine.joined and config.optimizer_tier != "device")
-    if machine.world == 1 and not elsewhere:
+    if not trained or (world == 1 and not leaves):
         return {}  # the bucket is where the gradient rests
-    if machine.world > 1 and config.stage == 1:
-        most = [kind.count for kind in trained]  # full until the step
-    else:
-        # filled, and leaving; over ranks one more, and where nothing is left behind compute, one is enough
-        in_flight = 3 if machine.world > 1 else 1 if machine.joined else 2
-        most = [min(kind.count, in_flight) for kind in trained]
-    nbytes = sum(count * kind.layout.numel for kind, count in zip(trained, most, strict=True)) * config.dtype.itemsize
-    return {("device", "bucket"): nbytes}
+    if world > 1 and config.stage == 1:
+        nbytes = sum(kind.count * _flat(kind) for kind in trained)  # full until the step
+        if at_least and (joined or not leaves):
+            nbytes -= nbytes // world  # the slices come after, one by one
+        return {("device", "bucket"): nbytes}
+    if at_least:
+        return {} if joined or not leaves else {("device", "bucket"): max(map(_flat, trained))}
+    # filled, and leaving; over ranks one more, and where nothing is left behind compute, one is enough
+    in_flight = 3 if world > 1 else 1 if joined else 2
+    return {("device", "bucket"): sum(min(kind.count, in_flight) * _flat(kind) for kind in trained)}
 
 
 def activations_nbytes(shape: Shape, tokens: int, size: int = 2) -> int:

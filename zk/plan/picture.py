@@ -15,6 +15,7 @@ _COLORS = {
     "gathered": "#66ccee",
     "grad": "#ee6677",
     "bucket": "#f4a6b0",
+    "fresh": "#f9d0d6",
     "master": "#228833",
     "moments": "#ccbb44",
     "param_copy": "#aa3377",

@@ -21,6 +21,7 @@ _KINDS = {
     "param_copy": "copies, to update elsewhere",
     "gathered": "units in use",
     "bucket": "gradients leaving",
+    "fresh": "a gradient being made",
     "buffer": "buffers of the drive",
     "staging": "gradients on their way to the drive",
     "spare": "room for fp32 gradients, pages",
@@ -81,12 +82,12 @@ def _machine(machine: Machine, tokens: int) -> str:
 
 
 def _choices(plan: Plan) -> Table:
-    table = Table(title="each rank", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="each rank", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("stage", "parameters", "optimizer"):
         table.add_column(heading, no_wrap=True)
     for heading in ("GPU", "host", "drive"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
+    table.add_column("fits")  # the one that gives way on a narrow terminal
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     for option in plan.options:
@@ -120,7 +121,7 @@ def _recommend(console: Console, plan: Plan, best: Option) -> None:
 def _largest(console: Console, plan: Plan) -> None:
     table = Table(title="\nlargest model of this shape", title_justify="left", box=None, pad_edge=False)
     for heading in ("with nothing beyond", "parameters", "blocks", "width", "choice"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=heading != "choice")
     for tier, (shape, config) in plan.largest.items():
         choice = f"stage {config.stage}, parameters {config.param_tier}, optimizer {config.optimizer_tier}"
         table.add_row(tier, count(shape.num_params), str(shape.layers), str(shape.width), choice)

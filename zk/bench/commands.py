@@ -1,0 +1,151 @@
+"""In: `python -m zk bench ...`. Out: a table, or JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zk.terminal import mendable, wide
+
+if TYPE_CHECKING:
+    from zk.bench.clock import Report
+
+app = typer.Typer(no_args_is_help=True, help="What this machine does, in seconds: drive, CPU Adam, link, kernels, a training step.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Times that each is timed.")]
+_AMOUNTS = {"gbps": "GB/s", "tflops": "Tflop/s", "tokens_per_s": "tokens/s", "ns_per_parameter": "ns/param"}
+
+
+def _print(found: Report, as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from zk.offload.tiers import readable
+
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+        return
+    console = wide(Console(highlight=False))
+    words = {"copy_gbps": "GB/s of a copy in memory, read and written", "matmul_tflops": "Tflop/s of a matrix product"}
+    console.print("measured first, for the floor: " + ", ".join(f"{value:.3g} {words[name]}" for name, value in found.floor.items()))
+    rows = [row.as_dict() for row in found.rows]
+    rates = [name for name in _AMOUNTS if any(name in row for row in rows)]
+    with_peak = any("peak_nbytes" in row for row in rows)
+    table = Table(box=None, pad_edge=False)
+    headings = ["", "median ms", "p20", "p80", *(_AMOUNTS[name] for name in rates), "of floor", *(["peak memory"] if with_peak else [])]
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", min_width=0 if number else max(len(row["name"]) for row in rows))
+    for row in rows:
+        times = [f"{row[name] * 1e3:.2f}" for name in ("median_s", "p20_s", "p80_s")]
+        values = [f"{row[name]:.3g}" if name in row else "" for name in rates]
+        table.add_row(row["name"], *times, *values, f"{row['fraction_of_floor']:.2f}", *([readable(row["peak_nbytes"])] if with_peak else []))
+    console.print(table)
+
+
+@app.command()
+def io(
+    path: Annotated[Path, typer.Argument(help="Folder on the drive. What is written there is removed.")],
+    size: Annotated[str, typer.Option(help="Bytes of the file, such as 4GiB.")] = "1GiB",
+    block: Annotated[str, typer.Option(help="Largest transfer, a multiple of 4 KiB.")] = "4MiB",
+    depth: Annotated[int, typer.Option(min=1, help="Transfers at once.")] = 4,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> None:
+    """Files of the nvme tier, written and read past the page cache."""
+    with mendable("bench io"):
+        from zk.bench.io import measure
+        from zk.config import parse_nbytes
+
+        _print(measure(str(path), parse_nbytes(size, "--size"), parse_nbytes(block, "--block"), depth, rounds), as_json)
+
+
+@app.command()
+def adam(
+    numel: Annotated[int, typer.Option(min=1, help="Parameters.")] = 10_000_000,
+    rounds: Rounds = 9,
+    as_json: Json = False,
+) -> None:
+    """The CPU update, by zk's engines and by torch's fused and foreach AdamW with the casts they need."""
+    with mendable("bench adam"):
+        from zk.bench.adam import measure
+
+        _print(measure(numel, rounds), as_json)
+
+
+@app.command()
+def link(
+    size: Annotated[str, typer.Option(help="Bytes of a copy.")] = "256MiB",
+    rounds: Rounds = 9,
+    as_json: Json = False,
+) -> None:
+    """Copies between host and GPU, page-locked and pageable. Exit code 2 where there is no GPU."""
+    with mendable("bench link"):
+        from zk.bench.link import measure
+        from zk.config import parse_nbytes
+
+        _print(measure(parse_nbytes(size, "--size"), rounds), as_json)
+
+
+@app.command()
+def kernels(
+    numel: Annotated[int, typer.Option(min=64, help="Elements.")] = 1 << 27,
+    size: Annotated[int, typer.Option(min=64, help="Rows and columns of matrices.")] = 4096,
+    rounds: Rounds = 15,
+    as_json: Json = False,
+) -> None:
+    """Each Triton kernel beside plain torch. Exit code 2 where there is no GPU."""
+    with mendable("bench kernels"):
+        from zk.bench.link import the_gpu
+
+        the_gpu()  # before Triton is imported, which may be missing too
+        from zk.bench.kernels import measure
+
+        _print(measure(numel, size, rounds), as_json)
+
+
+@app.command()
+def step(
+    layers: Annotated[int, typer.Option(min=1)] = 6,
+    width: Annotated[int, typer.Option(min=1)] = 512,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
+    vocab: Annotated[int, typer.Option(min=2)] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
+    stage: Annotated[int, typer.Option(help="ZeRO stage.")] = 3,
+    param_tier: Annotated[str | None, typer.Option(help="device, host, nvme or auto. Default: host at stage 3.")] = None,
+    optimizer_tier: Annotated[str, typer.Option(help="device, host, nvme or auto.")] = "host",
+    nvme_path: Annotated[list[Path] | None, typer.Option(help="Folder on the drive, for the nvme tier; may be repeated.")] = None,
+    device_budget: Annotated[str | None, typer.Option(help="Device memory for training state.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Host memory for training state.")] = None,
+    state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update beside training.")] = False,
+    plain: Annotated[bool, typer.Option(help="Train plain torch too, to compare with; not for models that it cannot hold.")] = True,
+    rounds: Rounds = 10,
+    as_json: Json = False,
+) -> None:
+    """One training step of a GPT with a ZeroConfig, beside plain torch: seconds and peak memory, each in a process of its own."""
+    with mendable("bench step"):
+        from zk.bench.step import measure
+        from zk.config import ZeroConfig
+        from zk.train.gpt import GPTConfig
+
+        if width % heads:
+            raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
+        zero = ZeroConfig(
+            stage=stage,
+            dtype=dtype,
+            param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
+            optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
+            nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
+            device_budget=device_budget,
+            host_budget=host_budget,
+            state_dtype=state_dtype,
+            overlap_step=overlap_step,
+        )
+        model = GPTConfig(vocab=vocab, width=width, layers=layers, heads=heads, context=context)
+        _print(measure(model, zero, batch, rounds, plain), as_json)
