@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from zk import memory
-from zk.memory import free_swap, host_memory
-from zk.offload.tiers import free_nbytes
+from zk.memory import free_swap, host_memory, ranks_here
+from zk.offload.tiers import Needs, free_nbytes, place
 
 GIB = 1 << 30
 
@@ -76,3 +76,14 @@ def test_free_swap_is_the_machines_or_less_in_a_container(machine: Path) -> None
         assert free_swap() == 3 * GIB
         write(machine / "cgroup" / "pod", memory__swap__max="0\n", memory__swap__current="0\n")
         assert free_swap() == 0
+
+
+def test_ranks_of_a_machine_count_on_their_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("zk.offload.tiers.free_nbytes", lambda device: 10_000_000)
+    need = [Needs(param_nbytes=0, numel=1_000_000, element_nbytes=8)]
+    for ranks, elements in ((1, 1_000_000), (4, 10_000_000 * 0.9 / 4 / 8)):
+        parts = dict(place("device", "auto", need, 2, cpu, None, None, 0, ranks)[0][1])
+        assert parts.get("device", 0) + parts.get("host", 0) == pytest.approx(elements, abs=2 * 2048)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert (ranks_here(16), ranks_here(1)) == (8, 1)

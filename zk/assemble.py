@@ -14,6 +14,7 @@ from zk.config import ZeroConfig
 from zk.held import Held
 from zk.hooks import weakly
 from zk.materialize import give_memory, values_of
+from zk.memory import ranks_here
 from zk.offload.nvme import round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
@@ -131,6 +132,7 @@ class Assembly:
             config.device_budget,  # type: ignore[arg-type]
             config.host_budget,  # type: ignore[arg-type]
             self.buffer_nbytes(units, layouts) if paths else None,
+            ranks_here(self.comm.world),
         )
         if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)

@@ -143,7 +143,7 @@ class ZeroConfig:
     "auto" half of what is free on a GPU, otherwise no limit."""
     host_budget: int | str | None = None
     """Bytes (or "24GiB") of host memory that training state may take on a rank. With an "nvme" tier, what fits in it stays in host memory. None:
-    with "auto" nine tenths of what is free; with "nvme" nothing stays; otherwise no limit."""
+    with "auto" nine tenths of this rank's share of what is free; with "nvme" nothing stays; otherwise no limit."""
     clip_grad_norm: float | None = None
     """Gradients are scaled down to this global 2-norm before the update; None: no clipping."""
     loss_scale: str | float | DynamicLossScale | None = "auto"

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 import re
 import resource
 import sys
@@ -113,6 +114,11 @@ def _own_groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
                 yield folder, fields
+
+
+def ranks_here(world: int) -> int:
+    """How many of ``world`` ranks share this machine's memory, as the launcher says; one if it says nothing."""
+    return max(1, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def host_memory() -> tuple[int, int]:

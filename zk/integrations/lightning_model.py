@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from zk.memory import host_memory
+from zk.memory import host_memory, ranks_here
 from zk.offload.tiers import readable
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.released import is_released, unmark
@@ -61,7 +61,7 @@ def make_whole(optimizer: ZeroOptimizer, buffer_dtypes: Mapping[str, torch.dtype
     """
     model = optimizer.model
     nbytes = sum(param.numel() * (4 if masters else param.element_size()) for param in model.parameters())
-    nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if optimizer.comm.world > 1 else 1
+    nbytes *= ranks_here(optimizer.comm.world)
     free = host_memory()[1]
     if anyway is False or not agreed(optimizer, anyway is True or nbytes <= free // 2):
         optimizer.close()

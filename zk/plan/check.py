@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zk.config import ZeroConfig
+from zk.memory import ranks_here
 from zk.offload.rules import rule_for
 from zk.parallel.comm import MEMORY, Group, Solo
 from zk.parallel.layout import Layout
@@ -34,8 +35,7 @@ def refuse_what_cannot_fit(
     joined: bool,
 ) -> None:
     """Raise MemoryError, on all ranks, if what the optimizer is about to take is more than there is on any of them. Nothing is changed."""
-    local = min(comm.world, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    case = Case(model, units, layouts, rule_for(inner), inner, device, joined, comm.world, local)
+    case = Case(model, units, layouts, rule_for(inner), inner, device, joined, comm.world, ranks_here(comm.world))
     paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
     needed, free = case.needed(config, at_least=True), needs.free_memory(device, joined, paths)
     everywhere = torch.zeros(comm.world, 2, len(MEMORIES), dtype=torch.int64)
