@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +20,18 @@ import torch.multiprocessing as mp
 # a mutant (tests/mutate_waits.py) has to be in place before. (A process that has asked for GPUs cannot be forked.)
 SHARED = ("torch._dynamo", "torch.distributed.fsdp", "numba.typed", "numba.np.arraymath", "triton", "hypothesis", "pytest")
 START = "spawn" if torch.cuda.is_available() else "forkserver"
+
+
+def free_port() -> int:
+    """A TCP port on loopback to listen at soon: below those that the system gives out, as other tests have it give out many meanwhile."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
 
 
 def _rank_main(rank: int, world: int, rendezvous: str, environment: dict[str, str], work: bytes, results: Any, timeout: float) -> None:
