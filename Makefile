@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
 
+# in two processes, a file in one of them (no benchmarks: those want the machine for themselves); in one: make test ARGS="-n 0"
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark $(ARGS)
 
 # removes every wait for copies between device and host, one at a time: some test must fail (about 25 minutes on two busy cores)
 mutate: $(READY)

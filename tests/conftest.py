@@ -1,9 +1,17 @@
-"""Set before anything imports triton or numba: kernels are interpreted where no GPU is, and the machine's launcher variables do not leak in."""
+"""Set before anything imports triton or numba: kernels are interpreted where no GPU is, and the machine's launcher variables do not leak in.
+
+Where tests run in several processes (`make test`), torch in each of them, and in the programs that they start, gets its part of the cores.
+"""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before OpenMP is loaded, which reads these once
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads without work sleep: spinning, they take the core of another process
+
 import torch
 
 if not torch.cuda.is_available():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -86,12 +87,41 @@ def cpu_adam_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def run_numba_case(case: Case) -> str:
     """As ``run_case`` on the numba engine, against plain torch training that steps with CPUAdam."""
-    return _run(case, "numba", cpu_adam_groups)
+    return _run(case, "numba")
 
 
 def run_case(case: Case) -> str:
     """zk on the torch engine against plain torch training with torch's own optimizer."""
-    return _run(case, "torch", lambda params: make_optimizer(case.optimizer, params))
+    return _run(case, "torch")
+
+
+@functools.cache
+def plain_training(
+    variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float
+) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
+    """Losses of rank 0, parameters and the optimizer's state after training in plain torch, of ``optimizer`` "numba" with CPUAdam.
+
+    Computed once for all the stages and tiers that are compared with it, and where there are ranks, by the first one for all of them.
+    """
+    found: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.manual_seed(0)
+        losses, trained, _, plain = train_plain(
+            GPT(variant),
+            cpu_adam_groups if optimizer == "numba" else functools.partial(make_optimizer, optimizer),
+            dtype=DTYPES[dtype],
+            world=world,
+            accumulation=accumulation,
+            local=local,
+            steps=steps,
+            clip=clip,
+            loss_scale=loss_scale,
+            forward=forward,
+        )
+        found = [(losses, [param.detach() for param in trained.parameters()], plain.state_dict()["state"])]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, 0)
+    return found[0]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -109,40 +139,32 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
         assert os.listdir(folder) == [], "the scratch folder is still there"
 
 
-def _run(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> str:
+def _run(case: Case, engine: str) -> str:
     with drive(case) as options:
         if not case.separate:
-            return _run_on(case, engine, make_plain, options)
+            return _run_on(case, engine, options)
         with pretend(AdversarialLink()) as link, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
-            found = _run_on(case, engine, make_plain, options)
+            found = _run_on(case, engine, options)
             link.finish()
         unlike = [f"{kind} copies: {link.moved[kind]} bytes" for kind in ("down", "up") if case.tier == "host" and not link.moved[kind]]
         return "\n".join([line for line in (found, *link.races, *unlike) if line] + [f"still pinned: {link.pinned}"] * bool(link.pinned))
 
 
-def _run_on(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], torch.optim.Optimizer], options: dict[str, object]) -> str:
+def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     os.environ["ZK_CPU_ADAM"] = engine
     default_engine.cache_clear()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    torch.manual_seed(0)
-    model, scale = GPT(case.model), 1024.0 if case.dtype == "fp16" else 1.0
-    local = world == 1 or case.stage == 1 or case.no_sync
-    losses, trained, _, plain = train_plain(
-        model,
-        make_plain,
-        dtype=DTYPES[case.dtype],
-        world=world,
-        accumulation=case.accumulation,
-        local=local,
-        steps=case.steps,
-        clip=case.clip,
-        loss_scale=scale,
-        forward=forward,
+    scale = 1024.0 if case.dtype == "fp16" else 1.0
+    local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync)  # of one micro-batch both ways are the same
+    kind = "numba" if engine == "numba" else case.optimizer
+    losses, trained, want_state = plain_training(
+        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale
     )
+    torch.manual_seed(0)
+    model = GPT(case.model)
     if rank:  # the first rank's values win
         for param in model.parameters():
             param.data.add_(rank)
-    model = copy.deepcopy(model)
     optimizer = zk.ZeroOptimizer(
         model,
         make_optimizer(case.optimizer, list(model.parameters())),
@@ -174,10 +196,9 @@ def _run_on(case: Case, engine: str, make_plain: Callable[[list[nn.Parameter]], 
     if rank == 0 and case.tolerance == 0 and mine != losses:
         found.append(f"losses {mine} instead of {losses}")
     with zk.gather(model.parameters()):
-        for (name, got), want in zip(model.named_parameters(), trained.parameters(), strict=True):
-            found.append(compare(name, got.detach(), want.detach(), case.tolerance))
+        for (name, got), want in zip(model.named_parameters(), trained, strict=True):
+            found.append(compare(name, got.detach(), want, case.tolerance))
     if case.stage < 3 or world == 1:
-        want_state = plain.state_dict()["state"]
         got_state = optimizer.state_dict()["state"]
         if set(want_state) != set(got_state):
             found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")

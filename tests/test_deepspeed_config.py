@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from tests.data.deepspeed.make import CASES as DEEPSPEED_CASES
 from tests.data.deepspeed.make import HERE, Tiny, adamw_of
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
-from tests.world import run_world
+from tests.world import free_port, run_world
 from zk.checkpoint.deepspeed import import_deepspeed
 from zk.checkpoint.files import CheckpointError
 from zk.integrations.deepspeed_config import Settings, batch_sizes, make_optimizer, make_scheduler
@@ -639,10 +638,7 @@ for kind, params in {[(kind, params) for kind, params, _ in SCHEDULES]!r}:
 import json
 open("found.json", "w").write(json.dumps([losses, norms, values]))
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (tmp_path / "script.py").write_text(SCRIPT + more)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, **ranks}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

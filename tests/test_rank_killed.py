@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.world import free_port
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = textwrap.dedent(
@@ -45,15 +46,8 @@ ENDS = textwrap.dedent(
 )
 
 
-def a_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_ranks_that_end_end_their_save_first(tmp_path: Path) -> None:
-    port = a_port()
+    port = free_port()
     ranks = [start(rank, port, "2-host-overlapped", tmp_path, ENDS) for rank in range(2)]
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and "not saved" not in "".join(said), said
@@ -69,7 +63,7 @@ def start(rank: int, port: int, setting: str, folder: Path, program: str = PROGR
 
 @pytest.mark.parametrize(("setting", "victim"), (("3-nvme", 1), ("2-host-overlapped", 1), ("3-host", 0)))
 def test_the_survivor_of_a_killed_rank_ends_soon_and_names_it(setting: str, victim: int, tmp_path: Path) -> None:
-    port = a_port()
+    port = free_port()
     ranks = [start(rank, port, setting, tmp_path) for rank in range(2)]
     try:
         out = ranks[victim].stdout

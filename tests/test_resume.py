@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import zk
+from tests.world import free_port
 from zk.checkpoint import CheckpointError
 from zk.cli import app
 from zk.train import resume
@@ -139,10 +139,7 @@ def test_a_process_that_gets_sigterm_exits_with_0(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_again_after_a_killed_rank_and_ends_with_the_same_model(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(port)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(free_port())]
     more = ("--steps", "150", "--save-every", "10", "--resume", "auto")
     subprocess.run([*launch, *command(tmp_path / "a", *more)], env=environment(), check=True, timeout=200, capture_output=True)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
