@@ -673,9 +673,12 @@ def in_world(case: tuple[str, str, bool]) -> str:
     name, tier, overlap_step = case
     scenario, options = next(one for one in GPTS if one.__name__ == name), {**TIERS, "full": {"stage": 0, "optimizer_tier": "host"}}[tier]
     default_engine.cache_clear()
-    want = outcome(scenario, "plain", dtype="bf16", **options, overlap=False)  # which waits for all that it starts
+    rank, drawn = torch.distributed.get_rank(), batch
+    own_data = mock.patch.dict(globals(), batch=lambda seed: drawn(seed + 1000 * rank))  # other gradients than the other rank's
+    with own_data:
+        want = outcome(scenario, "plain", dtype="bf16", **options, overlap=False)  # which waits for all that it starts
     for collectives in (late_collectives(), contextlib.nullcontext()):  # as late as they may be, and as soon as they are asked for
-        with latest(), collectives:
+        with latest(), collectives, own_data:
             found = outcome(scenario, "plain", dtype="bf16", **options, overlap_step=overlap_step)
         if len(found) != len(want) or not all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True)):
             return "differs"

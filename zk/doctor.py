@@ -32,7 +32,10 @@ _NEEDED = ("torch", "numpy", "triton", "numba", "psutil", "safetensors")
 _OPTIONAL = {
     "cupy": "streams and page-locked memory on a CUDA device",
     "matplotlib": "the pictures of `zk train` and `zk plan`",
-    "transformers": "models and Trainer of Hugging Face",
+    "transformers": "models and Trainer of Hugging Face (pip install 'zk-offload[hf]')",
+    "accelerate": "ZeroAccelerator and ZeroTrainer",
+    "peft": "adapters",
+    "lightning": "Trainer and Fabric of Lightning",
 }
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
