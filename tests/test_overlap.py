@@ -479,8 +479,9 @@ def test_a_worker_ends_with_its_owner_and_does_its_jobs_in_order() -> None:
 def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing(tier: str, tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
-        import sys, torch, zk
+        import signal, torch, zk
         from torch import nn
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may have it ignored
         model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)])
         path = {{"nvme_path": {str(tmp_path)!r}}} if {tier!r} == "nvme" else {{}}
         inner = torch.optim.AdamW(model.parameters())
