@@ -34,9 +34,12 @@ def parse_device(value: object) -> torch.device:
     """A device that is there; "cuda" is the current one."""
     if not isinstance(value, (str, torch.device)):
         raise TypeError(f"device must be a name such as 'cuda:0', a torch.device or None; got {value!r}")
-    device = torch.device(value)
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N'; got {value!r}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu' or 'cuda'; got {value!r}")
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N'; got {value!r}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r}, and torch sees no CUDA device; python -m zk doctor says why")

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from zk.assemble import Assembly
 from zk.checkpoint import load, save
 from zk.checkpoint.shown import Shown
 from zk.checks import check_arguments, check_group, check_groups, check_params
-from zk.clipping import watch_torch
 from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, Hook, weakly
@@ -42,6 +41,7 @@ from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
 from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of
+from zk.torch_calls import watch_torch
 from zk.units import find_units
 
 log = logging.getLogger("zk")
@@ -96,6 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.held: list[Held] = []
         self.units: dict[nn.Parameter, tuple[Held, int]] = {}
         self.max_norm = self.config.clip_grad_norm
+        self.asked_norm = math.inf  # by clip_grad_norm_, for the coming step
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
@@ -164,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 )
         if config.overlap_step:
             self._watch_forward()
-        self.handles += [*self.grads.handles, *self.partition.handles, self.inner.register_step_pre_hook(_inner_step)]
+        self.handles += [*self.grads.handles, *self.partition.handles]
         self._finalizer = weakref.finalize(self, _remove, self.handles)  # an optimizer that is dropped takes no gradients away any more
         self._finalizer.atexit = False
 
@@ -307,18 +308,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Clip the gradients of the coming step to a global 2-norm of ``max_norm``; overrides the config's for that step. On all ranks.
 
         Args:
-            max_norm: more than 0.
+            max_norm: more than 0; infinity asks for the norm only. Of several calls before one step the smallest counts.
 
         Returns:
-            The norm before clipping, over all ranks and without the loss scale, as a scalar tensor.
+            The norm before this call, over all ranks and without the loss scale, as a scalar tensor.
         """
         self._check_open()
         if not max_norm > 0:
             raise ValueError(f"max_norm must be more than 0; got {max_norm!r}")
         self._reduce()
-        self.max_norm = float(max_norm)
         self.last_norm = self._global_norm()
-        return torch.tensor(self.last_norm)
+        before, self.asked_norm = self.asked_norm, min(self.asked_norm, float(max_norm))
+        if not math.isinf(self.asked_norm):
+            self.max_norm = self.asked_norm
+        return torch.tensor(min(self.last_norm, before) if math.isfinite(self.last_norm) else self.last_norm)
+
+    def with_gradients(self) -> dict[str, nn.Parameter]:
+        """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
+        return {
+            held.unit.names[index]: held.unit.params[index]
+            for held in self._trained
+            if held.grads is not None
+            for index in sorted(held.used | held.grads.used)
+        }
 
     def synchronize(self) -> None:
         """Return when no work of zk is under way: parameters are updated, reductions and saves done, gathered parameters released."""
@@ -431,7 +443,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.used.clear()
             if held.shard is not None and held.grads is not None:
                 self.grads.recycle(held.grads, held.shard.clear())
-        self.max_norm = self.config.clip_grad_norm
+        self.max_norm, self.asked_norm = self.config.clip_grad_norm, math.inf
 
     def _report_skip(self) -> None:
         self.counters["skipped_steps"] += 1
@@ -624,14 +636,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def consolidated_state_dict(
-        self, dtype: str | torch.dtype | None = None, *, rank0_only: bool = False, exclude_frozen: bool = False
+        self, dtype: str | torch.dtype | None = None, *, rank0_only: bool = False, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
         """The whole model in host memory, by the names of ``model.state_dict()``: for models of which the host has room for. On all ranks.
 
         Args:
             dtype: of the parameters: "fp32" gives the masters, None what each is trained in. Buffers stay as they are.
             rank0_only: the other ranks take part and get an empty dict, so a machine holds the model once.
-            exclude_frozen: leave out parameters that are not trained (with adapters: all but these), which are then not gathered.
+            names: of parameters that are wanted, as in ``model.state_dict()``; units without any of them are not gathered. None: all.
 
         Tied parameters share memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
         """
@@ -641,7 +653,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.reset()
         is_kept = not rank0_only or self.comm.rank == 0
         full: dict[nn.Parameter, Tensor] = {}
-        for held in self._trained if exclude_frozen else self.held:
+        all_named = dict(self.model.named_parameters(remove_duplicate=False))
+        chosen = set(all_named.values() if names is None else (param for name, param in all_named.items() if name in names))
+        for held in self.held:
+            if not chosen.intersection(held.unit.params):
+                continue
             if held.shard is not None:
                 held.adopt_writes()
             for param, values in held.masters().items():
@@ -650,7 +666,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.params.let_go()
         if not is_kept:
             return {}
-        named = {name: full[param] for name, param in self.model.named_parameters(remove_duplicate=False) if param in full}
+        named = {name: full[param] for name, param in all_named.items() if param in full and (names is None or name in names)}
         return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
 
     def metrics(self) -> dict[str, float]:
@@ -760,10 +776,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.close()
         except Exception as error:  # the one that ended the run is the one to hear of
             log.error("while closing: %s: %s", type(error).__name__, error)
-
-
-def _inner_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise RuntimeError(f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its gradients; call step() of that one")
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     zero: ZeroConfig | None = None
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
+    _save_model_state_pre_hook: Any
+    _load_model_state_pre_hook: Any
 
     def __init__(self, *args: Any, zero: ZeroConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -182,7 +185,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         with self._without(zeros):
             folder: str = super().save_state(output_dir, *args, **kwargs)
         for number, zero in enumerate(zeros):
-            zero.save_checkpoint(_folder(folder, number))
+            zero.save_checkpoint(_folder(folder, number), keep=1)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -197,14 +200,22 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _without(self, zeros: list[ZeroOptimizer]) -> Iterator[None]:
-        """accelerate sees neither these optimizers nor their models."""
+        """accelerate sees neither these optimizers nor their models; hooks of its users get all models, and no weights of ours, as under FSDP."""
         models, optimizers = self._models, self._optimizers
+        saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
+
+        def with_all(hook: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda _, *rest: hook(list(models), *rest)
+
+        self._save_model_state_pre_hook = OrderedDict((key, with_all(hook)) for key, hook in saving.items())
+        self._load_model_state_pre_hook = OrderedDict((key, with_all(hook)) for key, hook in loading.items())
         self._models = [model for model in models if zero_of(model) not in zeros]
         self._optimizers = [optimizer for optimizer in optimizers if unwrapped(optimizer) not in zeros]
         try:
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+            self._save_model_state_pre_hook, self._load_model_state_pre_hook = saving, loading
 
 
 def _folder(directory: str | os.PathLike[str] | None, number: int) -> Path:

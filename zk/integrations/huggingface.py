@@ -20,16 +20,17 @@ from zk.config import ZeroConfig
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.memory import host_memory
 from zk.optimizer import ZeroOptimizer
+from zk.pretrained import load_pretrained
 
 try:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 except ImportError:
     PeftModel = None
 
 
 log = logging.getLogger("zk")
 
-SCHEDULER = "scheduler.pt"  # as the Trainer calls it
+SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # as the Trainer calls them
 
 
 class ZeroTrainerMixin:
@@ -73,6 +74,11 @@ class ZeroTrainerMixin:
         ):
             if getattr(args, name, None):
                 raise ValueError(f"{type(self).__name__} does not take TrainingArguments({name}={getattr(args, name)!r}); {remedy}")
+        if args.max_grad_norm and self._zero_config.clip_grad_norm is not None:
+            raise ValueError(
+                f"clip_grad_norm={self._zero_config.clip_grad_norm} has no effect beside TrainingArguments(max_grad_norm={args.max_grad_norm}), by "
+                "which the Trainer clips; leave it out, and set max_grad_norm"
+            )
         if args.n_gpu > 1:
             raise ValueError(f"one process sees {args.n_gpu} GPUs; start one for each, with torchrun --nproc_per_node {args.n_gpu}")
 
@@ -126,6 +132,11 @@ class ZeroTrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Full weights, as ``from_pretrained`` reads them, written by the first rank. At stage 3 on all ranks."""
+        if _internal_call and Path(str(output_dir), FOLDER).exists():  # of an earlier run; it would win over these weights
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                shutil.rmtree(Path(str(output_dir), FOLDER))
+            self.accelerator.wait_for_everyone()
         if not self._is_partitioned:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -133,7 +144,7 @@ class ZeroTrainerMixin:
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self._export_next = False
         if self._fits_in_memory():
-            state = self.zero.consolidated_state_dict(rank0_only=True, exclude_frozen=self._has_adapters)
+            state = self.zero.consolidated_state_dict(rank0_only=True, names=self._names_to_save())
             if self.args.should_save:
                 self._save(output_dir, state_dict=state)  # type: ignore[attr-defined]
         else:
@@ -149,15 +160,23 @@ class ZeroTrainerMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
-    @property
-    def _has_adapters(self) -> bool:
-        return PeftModel is not None and isinstance(self.model, PeftModel)
+    def _names_to_save(self) -> set[str] | None:
+        """Of the parameters that PEFT writes: those of every adapter, and what goes with them. None: all, where there are no adapters."""
+        if PeftModel is None or not isinstance(self.model, PeftModel):
+            return None
+        # PEFT chooses by name, so tensors without memory do; it renames what it gives back
+        named = {name: torch.empty_like(param, device="meta") for name, param in self.model.named_parameters(remove_duplicate=False)}
+        chosen = [get_peft_model_state_dict(self.model, state_dict=dict(named), adapter_name=name) for name in self.model.peft_config]
+        kept = {id(tensor) for state in chosen for tensor in state.values()}
+        found = {name for name, tensor in named.items() if id(tensor) in kept}
+        return found if len(kept) == len(found) else None  # a tuner that computes what it writes gets all
 
     def _fits_in_memory(self) -> bool:
         """Whether the first rank can put together what is to be saved, and write it as transformers does: in copies of a file each."""
-        params = [param for param in self.model.parameters() if param.requires_grad or not self._has_adapters]
+        names = self._names_to_save()
+        params = [param for name, param in self.model.named_parameters() if names is None or name in names]
         wanted = 2 * sum(param.numel() * param.element_size() for param in params)
-        fits: list[Any] = [self._has_adapters or wanted < host_memory()[1]]
+        fits: list[Any] = [names is not None or wanted < host_memory()[1]]
         return bool(broadcast_object_list(fits)[0])  # the first rank's memory counts
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -172,12 +191,21 @@ class ZeroTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Weights come with the optimizer's state, exactly, unless the plain Trainer wrote the checkpoint."""
-        if not Path(resume_from_checkpoint, FOLDER).is_dir():
+        folder = Path(resume_from_checkpoint)
+        if (folder / FOLDER).is_dir():
+            if (folder / OPTIMIZER).is_file():
+                raise ValueError(
+                    f"{folder} has {FOLDER}/, of a ZeroTrainer, and {OPTIMIZER}, of the plain Trainer, which wrote to the same folder; remove the "
+                    "one that is not meant"
+                )
+        elif any(param.is_meta for param in self.model.parameters()):
+            load_pretrained(self.model, folder)
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, *([model] if model is not None else []))  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, FOLDER).is_dir():
-            if checkpoint is not None and not Path(checkpoint, "optimizer.pt").is_file():
+            if checkpoint is not None and not Path(checkpoint, OPTIMIZER).is_file():
                 log.warning("%s has weights only (save_only_model=True?): the optimizer and its schedule begin anew", checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return

@@ -145,6 +145,8 @@ class Group:
             )
 
     def _label(self, operation: int, unit: int) -> str:
+        if not 0 <= operation < len(_VERBS):
+            return "a collective that is not zk's"
         return _VERBS[operation] + (f" of unit {self.names[unit]!r}" if 0 <= unit < len(self.names) else "")
 
     def guard(self, label: str, call: Callable[[], object]) -> None:

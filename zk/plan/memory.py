@@ -265,9 +265,7 @@ def _memory(tier: str, joined: bool) -> str:
     return "device" if tier == "device" and not joined else "host"
 
 
-def _buckets(
-    config: ZeroConfig, world: int, joined: bool, kinds: Sequence[Kind], at_least: bool, leaves: bool
-) -> dict[tuple[str, str], int]:
+def _buckets(config: ZeroConfig, world: int, joined: bool, kinds: Sequence[Kind], at_least: bool, leaves: bool) -> dict[tuple[str, str], int]:
     """Gradients on their way from backward to where they rest, of whole units."""
     trained = [kind for kind in kinds if kind.unit.trained]
     if not trained or (world == 1 and not leaves):

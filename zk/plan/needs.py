@@ -129,9 +129,7 @@ class Case:
                 before, after = net[memory] + first, net[memory] - old[memory] + stays
                 most = after + (initial if memory == here and not becomes else 0)
                 # when one rank is at its fullest, others may be there, or just before or after
-                peak[memory] = max(
-                    peak[memory], ranks[memory] * before, most + (ranks[memory] - 1) * min(before, after, most)
-                )
+                peak[memory] = max(peak[memory], ranks[memory] * before, most + (ranks[memory] - 1) * min(before, after, most))
                 net[memory] = after
         late = self.freed_late(config)
         for memory in ranks:

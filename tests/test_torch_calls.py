@@ -88,3 +88,68 @@ def test_a_model_wrapped_in_ddp_afterwards_is_refused_at_its_first_forward() -> 
     ddp.module = model
     with ddp._inside_ddp_forward(), pytest.raises(RuntimeError, match="DistributedDataParallel after"):
         loss_of(model, batch(0))
+
+
+# ---- zero_grad, and other optimizers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_zero_grad_of_the_model_drops_gradients_that_have_left(stage: int) -> None:
+    (model, optimizer), plain = trained(stage=stage), make_model()
+    beside = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for one, by in ((model, optimizer), (plain, beside)):
+        loss_of(one, batch(1)).backward()
+        one.zero_grad()
+        loss_of(one, batch(2)).backward()
+        by.step()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_zero_grad_of_a_part_is_refused_where_more_would_be_dropped_and_fine_where_there_is_nothing() -> None:
+    model, optimizer = trained()
+    model.head.zero_grad()
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(ValueError, match=r"without those of '.*'; call it of the model"):
+        model.head.zero_grad()
+    optimizer.step()
+    model.head.zero_grad()
+    assert optimizer.metrics()["steps"] == 1
+
+
+def test_another_optimizer_over_the_model_is_refused_until_zk_lets_go() -> None:
+    model, optimizer = trained(stage=3)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"this SGD has parameters that a ZeroOptimizer trains.*close\(gather=True\)"):
+        other.step()
+    with pytest.raises(RuntimeError, match="this AdamW was given to a ZeroOptimizer"):
+        optimizer.inner.step()
+    optimizer.step()
+    optimizer.close(gather=True)
+    loss_of(model, batch(0)).backward()
+    before = model.head.weight.clone()
+    other.step()
+    assert not torch.equal(before, model.head.weight)
+
+
+def test_of_several_clips_before_a_step_the_smallest_counts() -> None:
+    (model, optimizer), plain = trained(), make_model()
+    beside = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for seed in range(2):
+        norms = []
+        for one, by in ((model, optimizer), (plain, beside)):
+            loss_of(one, batch(seed)).backward()
+            norms.append([clip_grad_norm_(one.parameters(), limit).item() for limit in (0.5, 0.05, 1e9, math.inf)])
+            by.step()
+            by.zero_grad()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_in_two_halves_is_refused() -> None:
+    model, _ = trained()
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(ValueError, match="clip_grad_norm_ does both"):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))
