@@ -145,3 +145,19 @@ def test_bf16_means_bf16_parameters_without_autocast() -> None:
     logits = other(batch(0))
     assert logits.dtype == torch.float32  # given back in fp32, as accelerate does, and computed in bf16
     assert torch.equal(logits, logits.bfloat16().float())
+
+
+def test_a_state_is_written_over_and_hooks_get_the_models(tmp_path: Path) -> None:
+    accelerator = made({"stage": 2})
+    model = GPT()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    seen: list[tuple[int, int]] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append((len(models), len(weights))))
+    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append((len(models), 0)))
+    for seed in range(3):
+        accelerator.backward(loss_of(model, batch(seed)))
+        optimizer.step()
+        accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    assert seen == [(1, 0)] * 4
+    assert len(list((tmp_path / "zk").glob("step-*"))) == 1

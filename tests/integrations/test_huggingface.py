@@ -355,6 +355,7 @@ def test_metrics_are_in_the_logs_and_in_tensorboard(tmp_path: Path, monkeypatch:
         ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
         ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
         ({"torch_compile": True}, {}, "compile"),
+        ({}, {"clip_grad_norm": 0.5}, "clip_grad_norm=0.5 has no effect beside"),
         ({}, {"stage": 4}, "stage"),
     ),
 )
@@ -460,3 +461,70 @@ def test_checkpointed_blocks_train_the_same(tmp_path: Path) -> None:
     plain.train()
     ours.train()
     assert_alike(history(ours), history(plain))
+
+
+# ---- folders and adapters that are used again --------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_written_again_is_gone_on_from_as_it_is_now(tmp_path: Path) -> None:
+    made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, zero={"stage": 2}).train()
+    weights_only = made(ZeroTrainer, "gpt2", tmp_path, seed=7, stop=MIDDLE, more={"save_only_model": True}, zero={"stage": 2})
+    weights_only.train()
+    resumed = made(ZeroTrainer, "gpt2", tmp_path, seed=5, stop=MIDDLE, zero={"stage": 2})
+    resumed._load_from_checkpoint(str(tmp_path / f"checkpoint-{MIDDLE}"))
+    assert_same_weights(dict(resumed.model.named_parameters()), dict(weights_only.model.named_parameters()))
+    made(ZeroTrainer, "gpt2", tmp_path, stop=MIDDLE, zero={"stage": 2}).train()
+    made(Trainer, "gpt2", tmp_path, seed=8, stop=MIDDLE).train()  # over the same folder: both have a state there now
+    with pytest.raises(ValueError, match=r"has zk/, of a ZeroTrainer, and optimizer\.pt"):
+        made(ZeroTrainer, "gpt2", tmp_path, zero={"stage": 2}).train(resume_from_checkpoint=True)
+
+
+def test_a_model_without_memory_takes_the_weights_of_a_plain_checkpoint(tmp_path: Path) -> None:
+    plain = made(Trainer, "llama", tmp_path, stop=MIDDLE)
+    plain.train()
+    with zk.deferred_init():
+        model = make("llama", seed=5)
+    ours = ZeroTrainer(model=model, args=arguments(tmp_path, eval_strategy="no"), train_dataset=data("llama"), zero={"stage": 3, **HOST})
+    ours.train(resume_from_checkpoint=True)
+    whole = made(Trainer, "llama", tmp_path / "whole", more={"eval_strategy": "no"})
+    whole.train()
+    assert history(ours)[STEPS, "loss"] == pytest.approx(history(whole)[STEPS, "loss"], rel=1e-5)
+
+
+def test_adapters_that_are_not_trained_and_embeddings_are_saved_too(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path)})):
+        torch.manual_seed(0)
+        base = make("llama")
+        base.resize_token_embeddings(70)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM"))
+        model.add_adapter("reference", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+        args = arguments(tmp_path / cls.__name__, max_steps=2, save_strategy="no", eval_strategy="no")
+        trainer = cls(model=model, args=args, train_dataset=data("llama"), **options)
+        trainer.train()
+        trainer.save_model(str(tmp_path / cls.__name__ / "last"))
+        found.append({folder: weights(tmp_path / cls.__name__ / "last" / folder) for folder in (".", "reference")})
+    plain, ours = found
+    assert any("embed_tokens" in name for name in plain["."]) and plain["reference"]
+    for folder in plain:
+        assert_same_weights(ours[folder], plain[folder])
+
+
+def test_a_second_train_begins_without_the_gradients_of_one_that_was_interrupted(tmp_path: Path) -> None:
+    class Interrupts(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1 and not done:
+                done.append(1)
+                raise KeyboardInterrupt
+
+    runs = []
+    for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": {"stage": 2}})):
+        done: list[int] = []
+        trainer = made(cls, "gpt2", tmp_path / cls.__name__, more={"save_strategy": "no", "eval_strategy": "no"}, **options)
+        trainer.add_callback(Interrupts())
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        runs.append(history(trainer))
+    assert_alike(runs[1], runs[0])

@@ -132,11 +132,11 @@ class ZeroTrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Full weights, as ``from_pretrained`` reads them, written by the first rank. At stage 3 on all ranks."""
-        if _internal_call and Path(str(output_dir), FOLDER).exists():  # of an earlier run; it would win over these weights
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                shutil.rmtree(Path(str(output_dir), FOLDER))
-            self.accelerator.wait_for_everyone()
+        if _internal_call:
+            stale = Path(str(output_dir), FOLDER)  # of an earlier run; it would win over these weights
+            if self.args.process_index == 0 and stale.exists():
+                shutil.rmtree(stale)
+            self.accelerator.wait_for_everyone()  # before anybody writes there
         if not self._is_partitioned:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -165,7 +165,9 @@ class ZeroTrainerMixin:
         if PeftModel is None or not isinstance(self.model, PeftModel):
             return None
         # PEFT chooses by name, so tensors without memory do; it renames what it gives back
-        named = {name: torch.empty_like(param, device="meta") for name, param in self.model.named_parameters(remove_duplicate=False)}
+        named = {
+            name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in self.model.named_parameters(remove_duplicate=False)
+        }
         chosen = [get_peft_model_state_dict(self.model, state_dict=dict(named), adapter_name=name) for name in self.model.peft_config]
         kept = {id(tensor) for state in chosen for tensor in state.values()}
         found = {name for name, tensor in named.items() if id(tensor) in kept}
