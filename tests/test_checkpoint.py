@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import json
 import os
@@ -31,6 +32,7 @@ from tests.models import GPT, batch, loss_of
 from tests.soak import soak
 from tests.world import run_world
 from zk.checkpoint import files, save
+from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
 from zk.offload import nvme, spill
 from zk.offload.snapshot import Snapshot, Unread
@@ -658,3 +660,26 @@ def test_files_written_piece_by_piece_are_what_safetensors_reads(sizes: list[int
             for key, value in tensors.items():
                 start = random.Random(seed).randint(0, value.numel())
                 assert torch.equal(reader.read(key, start), value[start:])
+
+
+def test_parameters_that_came_later_are_saved_as_they_are(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[GPT, zk.ZeroOptimizer]:
+        torch.manual_seed(seed)
+        model = GPT()
+        optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2)
+        model.average = copy.deepcopy(model.head).requires_grad_(False)
+        return model, optimizer
+
+    model, optimizer = made(0)
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    model.average.weight.mul_(0.9).add_(model.head.weight, alpha=0.1)
+    folder = optimizer.save_checkpoint(tmp_path)
+    assert torch.equal(optimizer.consolidated_state_dict()["average.weight"], model.average.weight)
+    other, again = made(1)
+    again.load_checkpoint(tmp_path)
+    for (name, got), want in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, want), name
+    assert folder is not None
+    (file,) = export(folder, tmp_path / "out").files
+    assert torch.equal(load_file(file)["average.weight"], model.average.weight)

@@ -123,9 +123,16 @@ def test_an_optimizer_that_was_made_before_is_taken_as_it_is() -> None:
     assert prepared.optimizer is mine
 
 
-def test_what_zk_cannot_do_is_refused() -> None:
+def test_what_zk_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without its model"):
         made({}).prepare(torch.optim.AdamW(GPT().parameters()))
+    one, other = GPT(), GPT()
+    with pytest.raises(ValueError, match="one optimizer for each"):
+        made({}).prepare(one, other, torch.optim.AdamW([*one.parameters(), *other.parameters()]))
+    accelerator = made({})
+    accelerator.prepare(one, torch.optim.AdamW(one.parameters()))
+    with pytest.raises(ValueError, match="what its own save_state wrote"):
+        accelerator.load_state(str(tmp_path))
     with pytest.raises(ValueError, match="mixed precision is 'bf16'"):
         made({"dtype": "fp16"}, mixed_precision="bf16")
     with pytest.raises(ValueError, match="compile its blocks"):

@@ -128,8 +128,11 @@ def parts_of(optimizer: ZeroOptimizer) -> list[Part]:
 
 
 def buffers_of(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that state_dict() has, by name, once each."""
+    """Buffers that state_dict() has, by name, once each; and parameters that came to the model after the optimizer was made, such as averages."""
     for prefix, module in optimizer.model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and param not in optimizer.units:
+                yield f"{prefix}.{name}" if prefix else name, param.detach()
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer

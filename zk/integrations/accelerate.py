@@ -129,6 +129,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             return one
         param = next(param for group in one.param_groups for param in group["params"])
         models = [model for model in among if isinstance(model, nn.Module) and any(param is its for its in model.parameters())]
+        if models and not {id(its) for group in one.param_groups for its in group["params"]} <= {id(its) for its in models[0].parameters()}:
+            raise ValueError("a ZeroOptimizer is for the parameters of one model; make one optimizer for each, or put both into one nn.ModuleList")
         if not models:
             raise ValueError("prepare() got an optimizer without its model; pass both in one call: prepare(model, optimizer, ...)")
         assert self.zero is not None
@@ -194,6 +196,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             folder = Path(self.project_dir, "checkpoints")
             input_dir = str(max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2])))
         for number, zero in enumerate(zeros if input_dir is not None else ()):  # without, accelerate says what is missing
+            if not _folder(input_dir, number).is_dir():
+                raise ValueError(f"{input_dir} has no {_folder(input_dir, number).name}/: ZeroAccelerator goes on from what its own save_state wrote")
             zero.load_checkpoint(_folder(input_dir, number))
         with self._without(zeros):
             super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers are to be the ones that count
