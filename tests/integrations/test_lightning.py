@@ -14,6 +14,7 @@ How close, to what (the CPU update is the engine whose bits are torch's):
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import functools
 import logging
@@ -36,7 +37,14 @@ from tests.plain import train_plain
 lightning = pytest.importorskip("lightning")
 
 import lightning as L  # noqa: E402
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint, ModelSummary, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
@@ -430,6 +438,111 @@ def test_weights_come_out_as_a_file_that_plain_lightning_loads(tmp_path: Path) -
         fit("zk_stage_3", ckpt=tmp_path / "folder.ckpt")
 
 
+class Averages(NoSchedule):
+    """Adds an average of the model to itself when the strategy has it already."""
+
+    def on_train_start(self) -> None:
+        with zk.gather(list(self.model.parameters())):
+            self.ema = copy.deepcopy(self.model).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with zk.gather(list(self.model.parameters())), torch.no_grad():
+            for mean, param in zip(self.ema.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(param, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["zk_stage_2", "zk_stage_3_offload_nvme"])
+def test_parameters_added_while_training_stay_as_they_are_and_are_among_saved_weights(strategy: str, tmp_path: Path) -> None:
+    def only(name: str) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, name, every_n_train_steps=3, save_weights_only=True)
+
+    reference, module = (fit(each, 3, Averages, callbacks=[only(each)]) for each in ("auto", strategy))
+    assert same_weights(module, reference) and any(name.startswith("ema.") for name in module.state_dict())
+    ours, theirs = (torch.load(tmp_path / f"{each}.ckpt")["state_dict"] for each in (strategy, "auto"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Edits(Language):
+    """Changes what is saved, and what is loaded as told."""
+
+    on_load: Any = None
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        for name in [name for name in checkpoint["state_dict"] if "blocks" in name]:
+            del checkpoint["state_dict"][name]
+        checkpoint["kept"] = sorted(checkpoint["state_dict"])
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        if self.on_load is not None:
+            self.on_load(checkpoint)
+
+
+class Adds(Language):
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["state_dict"]["more"] = torch.zeros(1)
+
+
+def test_hooks_change_the_weights_of_a_file_and_are_told_where_they_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = [
+        ModelCheckpoint(tmp_path, "folder", every_n_train_steps=2),
+        ModelCheckpoint(tmp_path, "only", every_n_train_steps=2, save_weights_only=True, monitor="loss"),
+    ]
+    trained = fit("zk_stage_3_offload_nvme", 2, Edits, callbacks=callbacks)
+    only = torch.load(tmp_path / "only.ckpt")
+    left = {name: value for name, value in trained.state_dict().items() if "blocks" not in name}
+    assert only["kept"] == sorted(left) == sorted(only["state_dict"]) and all(torch.equal(only["state_dict"][name], left[name]) for name in left)
+    assert vars(trained.trainer._checkpoint_connector).get("dump_checkpoint") is None  # nothing of ours stays in the Trainer
+    assert "does not keep" not in caplog.text
+    saved(tmp_path / "adds", "zk_stage_2", 2, module=Adds)
+    assert "adds/at.ckpt does not keep" in caplog.text
+
+    def put(checkpoint: Any) -> None:
+        checkpoint["state_dict"] = {"lost": torch.zeros(1)}
+
+    def loads(run: str, on_load: Any) -> Any:
+        module = Edits()
+        module.on_load = on_load
+        getattr(trainer("zk_stage_3", 3), run)(module, rows(), ckpt_path=tmp_path / "folder.ckpt")
+        return module
+
+    changes: tuple[Any, ...] = (
+        put,
+        lambda checkpoint: checkpoint.pop("state_dict"),
+        lambda checkpoint: checkpoint["state_dict"].pop("model.norm.weight", None),
+        lambda checkpoint: checkpoint["state_dict"].update(lost=0),
+        lambda checkpoint: checkpoint["state_dict"].get("model.norm.weight"),
+        lambda checkpoint: list(checkpoint["state_dict"].items()),
+    )
+    for change in changes:
+        with pytest.raises(zk.checkpoint.files.CheckpointError, match="after on_load_checkpoint"):
+            loads("fit", change)
+    with pytest.raises(zk.checkpoint.files.CheckpointError, match="after on_load_checkpoint"):
+        loads("validate", put)
+    seen: list[Any] = []
+    assert len(loads("fit", lambda checkpoint: seen.append(bool(checkpoint["state_dict"]))).losses) == 1 and seen == [False]
+
+
+def test_strict_loading_off_loads_a_folder_whole_or_says_that_it_is_not_for_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "zk_stage_2", 2, module=Constant)
+
+    def loads(run: str, extra: bool, path: Path = folder) -> Any:
+        module = Constant()
+        module.strict_loading = False
+        if extra:
+            module.extra = torch.nn.Linear(2, 2)
+        getattr(trainer("zk_stage_3", 3), run)(module, rows(), ckpt_path=path)
+        return module
+
+    assert len(loads("fit", False).losses) == 1
+    for run in ("fit", "validate"):
+        with pytest.raises(zk.checkpoint.files.CheckpointError, match=r"'extra\.bias', 'extra\.weight'.*strict_loading=False is not for"):
+            loads(run, True)
+    zl.consolidate(folder, tmp_path / "plain.ckpt")
+    assert torch.equal(
+        loads("validate", True, tmp_path / "plain.ckpt").model.norm.weight, torch.load(tmp_path / "plain.ckpt")["state_dict"]["model.norm.weight"]
+    )
+
+
 def test_the_learning_rate_finder_goes_back_to_where_it_began(tmp_path: Path) -> None:
     found = []
     for strategy in ("auto", "zk_stage_3_offload_nvme"):
@@ -458,7 +571,7 @@ class Idle(Manual):
 def test_what_cannot_be_right_is_refused_with_a_remedy() -> None:
     for wrong, error, words in (
         (lambda: fit("zk", module=Two), ValueError, "one optimizer"),
-        (lambda: fit("zk", module=Idle), ValueError, "one optimizer"),
+        (lambda: fit("zk", module=Idle), ValueError, "returned None"),
         (lambda: fit("zk", gradient_clip_val=1.0, gradient_clip_algorithm="value"), ValueError, "by their norm"),
         (lambda: fit(zl.ZeroStrategy(clip_grad_norm=1.0), gradient_clip_val=1.0), ValueError, "leave one out"),
         (lambda: trainer("zk", precision="64-true"), ValueError, "'bf16-mixed'"),
@@ -466,6 +579,7 @@ def test_what_cannot_be_right_is_refused_with_a_remedy() -> None:
         (lambda: zl.ZeroStrategy(stage=4), ValueError, "stage must be"),
         (lambda: fit("zk_stage_3", callbacks=[StochasticWeightAveraging(1e-2)]), ValueError, "stages 0, 1 and 2"),
         (lambda: fit("zk_stage_2", callbacks=[EMAWeightAveraging()]), ValueError, "EMAWeightAveraging"),
+        (lambda: fit("zk_stage_2", callbacks=[ModelPruning("l1_unstructured", amount=0.5)]), ValueError, "ModelPruning.*after fit"),
         (lambda: zl.of("torch"), ValueError, "package must be"),
     ):
         with pytest.raises(error, match=words):
@@ -575,8 +689,11 @@ def test_fabric_trains_two_models_each_with_its_own_optimizer_and_loss_scale() -
         fabric.backward(loss_of(model, batch(0)), model=model)
         optimizer.step()
     assert [optimizer.metrics()["steps"] for optimizer in (one, other)] == [1, 1]
-    with pytest.raises(ValueError, match="belongs to another ZeroOptimizer"):
+    with pytest.raises(ValueError, match="param_groups"):
         fabric.setup_optimizers(torch.optim.AdamW(second.parameters()))
+    model = GPT()
+    with pytest.raises(ValueError, match=r"GPT was set up with one already.*param_groups"):
+        fabric.setup(model, *(torch.optim.AdamW(part.parameters()) for part in (model.blocks, model.norm)))
 
 
 # ---- several ranks, the other package, the example ---------------------------------------------------------------------------------

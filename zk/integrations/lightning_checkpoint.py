@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -21,11 +21,49 @@ from safetensors.torch import load_file
 from zk.checkpoint import load
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
+from zk.checkpoint.manifest import Manifest
+from zk.checkpoint.save import buffers_of
 from zk.config import parse_dtype
 from zk.optimizer import ZeroOptimizer
 
 REST = "lightning.ckpt"
 _STEP = "zk_step"  # in the rest: the name of the folder with the tensors
+
+
+class Elsewhere(MutableMapping[str, Any]):
+    """Stands for ``checkpoint["state_dict"]`` of a folder: empty, and CheckpointError when it is read or changed, which would do nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def refuse(self, *_: Any) -> NoReturn:
+        raise CheckpointError(
+            f"{self.folder} is a folder: every rank reads its part of the weights after on_load_checkpoint, which can neither read nor change "
+            "them in checkpoint['state_dict']. Do it only if checkpoint['state_dict'] is not empty, or make the folder one file with "
+            "zk.integrations.lightning.consolidate and change that"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = copy = refuse
+
+    def __iter__(self) -> Iterator[str]:
+        self.refuse()
+
+    def __len__(self) -> int:
+        return 0
+
+
+def check_names(optimizer: ZeroOptimizer, folder: Path) -> None:
+    """CheckpointError if a model has other parameters or buffers than a folder: these are never loaded in part."""
+    manifest = Manifest.read(load.find(folder))
+    saved = {*manifest.shapes(), *manifest.ranks[0]["buffers"]}
+    mine = {name for held in optimizer.held for name in held.unit.names} | {name for name, _ in buffers_of(optimizer)}
+    if saved != mine:
+        names = ", ".join(map(repr, sorted(saved ^ mine)[:3]))
+        raise CheckpointError(
+            f"{folder} and this model differ in {len(saved ^ mine)} names ({names}), and strict_loading=False is not for zk's folders. Make it "
+            "one file with zk.integrations.lightning.consolidate: validate, test and predict take that as ckpt_path; before fit, load its "
+            "'state_dict' with strict=False yourself"
+        )
 
 
 def local(path: str | os.PathLike[str]) -> Path:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zk.checkpoint import load
 from zk.integrations import lightning_checkpoint as checkpoints
-from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, will_be_on
+from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, whole_weights, will_be_on
 from zk.integrations.lightning_options import split_options, with_precision
 from zk.integrations.lightning_precision import LightningZeroOptimizer, TrainerPrecision, through_forward
 from zk.materialize import deferred_init
@@ -26,6 +26,11 @@ from zk.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zk")
 _BASE: Any = object
+_REFUSED = {  # callback -> what to do instead
+    "ModelPruning": "prune the plain model after fit",
+    "StochasticWeightAveraging": "stages 0, 1 and 2 take it",
+    "WeightAveraging": "StochasticWeightAveraging works at stages 0-2",
+}
 
 
 class TrainerStrategy(_BASE):  # type: ignore[misc]
@@ -50,6 +55,8 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
         self._weights: Mapping[str, Any] | None = None  # to load when there is memory for it
         self._folder: Path | None = None
         self._strict, self._failed, self._fitting = True, False, False
+        self._saves_weights = self._has_weights = False  # of the dict that the Trainer makes at the moment
+        self._connector: Any = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         super().__init__(**given)
 
@@ -112,15 +119,19 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
             self._refuse(trainer)
             if self._layer_sync is not None:
                 self.model = module = self._layer_sync.apply(module)
+        self._watch_saves(trainer._checkpoint_connector)
         self.model_to_device()
         self._buffer_dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
         config = dataclasses.replace(with_precision(self.config, self.precision_plugin), device=self.root_device)
         if self._fitting:
             self.setup_optimizers(trainer)
-            if [type(optimizer).__name__ for optimizer in self.optimizers] == ["_MockOptimizer"] or len(self.optimizers) != 1:
+            names = [type(optimizer).__name__ for optimizer in self.optimizers]
+            if names == ["_MockOptimizer"]:
+                raise ValueError("zk trains with one optimizer over the parameters of one model; configure_optimizers returned None. Return one")
+            if len(names) != 1:
                 raise ValueError(
-                    f"zk trains with one optimizer over the parameters of one model; configure_optimizers gave {len(self.optimizers)} "
-                    f"({', '.join(type(optimizer).__name__ for optimizer in self.optimizers)}). Put what differs into param_groups of one"
+                    f"zk trains with one optimizer over the parameters of one model; configure_optimizers gave {len(names)} ({', '.join(names)}). "
+                    "Put what differs into param_groups of one"
                 )
             self.zero = LightningZeroOptimizer(module, self.optimizers[0], config)
             self.optimizers = [self.zero]
@@ -141,12 +152,12 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
                 "clip the same gradients; leave one out"
             )
         for callback in trainer.callbacks:
-            names = {kind.__name__ for kind in type(callback).__mro__}
-            if "WeightAveraging" in names or ("StochasticWeightAveraging" in names and self.config.stage == 3):
-                remedy = "stages 0, 1 and 2 take it" if "StochasticWeightAveraging" in names else "StochasticWeightAveraging works at stages 0-2"
+            for name in {kind.__name__ for kind in type(callback).__mro__} & _REFUSED.keys():
+                if name == "StochasticWeightAveraging" and self.config.stage < 3:
+                    continue
                 raise ValueError(
                     f"{type(callback).__name__} reads and writes whole parameters beside the optimizer that keeps them elsewhere, so zk "
-                    f"refuses it; {remedy}"
+                    f"refuses it; {_REFUSED[name]}"
                 )
 
     # ---- steps ---------------------------------------------------------------------------------------------------------------
@@ -174,9 +185,25 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
+    def _watch_saves(self, connector: Any) -> None:
+        """What makes the Trainer's dict asks for weights first, without saying if it wants more; on_save_checkpoint must see them if not."""
+        dump = connector.dump_checkpoint
+
+        def dump_checkpoint(weights_only: bool | None = None) -> Any:
+            self._saves_weights, self._has_weights = bool(weights_only) or not self._fitting, False
+            try:
+                return dump(weights_only)
+            finally:
+                self._saves_weights = False
+
+        self._connector, connector.dump_checkpoint = connector, dump_checkpoint
+
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Nothing while parameters are partitioned: save_checkpoint knows what is wanted."""
-        return {} if self.zero is not None else super().lightning_module_state_dict()  # type: ignore[no-any-return]
+        """The weights for a plain file; nothing for a folder, while parameters are partitioned."""
+        if self.zero is None:
+            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+        self._has_weights = self._saves_weights
+        return whole_weights(self.zero, self.precision_plugin.mixed) if self._saves_weights else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
@@ -188,12 +215,17 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
         if whole and self.zero is not None and self._fitting:
             if storage_options is not None:
                 raise TypeError(f"storage_options has no effect on a checkpoint that is a folder; leave it out (got {storage_options!r})")
+            if checkpoint.get("state_dict") and self.is_global_zero:
+                log.warning(
+                    "on_save_checkpoint has put values into checkpoint['state_dict'], which %s does not keep; use a key of your own", filepath
+                )
             rest = {**checkpoint, "state_dict": {}, "optimizer_states": []}
             checkpoints.save(self.zero, checkpoints.local(filepath), rest, self.checkpoint_io.save_checkpoint)
             return
         if self.zero is not None:
-            masters = "fp32" if self.precision_plugin.mixed else None
-            checkpoint = {**checkpoint, "state_dict": self.zero.consolidated_state_dict(masters)}
+            if not self._has_weights:  # a dict that no Trainer made
+                checkpoint = {**checkpoint, "state_dict": whole_weights(self.zero, self.precision_plugin.mixed)}
+            self._has_weights = False
         elif whole and checkpoint.pop("optimizer_states") and self.is_global_zero:
             log.warning("training is over: %s has the weights, and no optimizer state. ModelCheckpoint saves what fit() can go on from", filepath)
         if self.is_global_zero and checkpoints.is_folder(filepath):
@@ -206,11 +238,14 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
         folder = Path(checkpoint_path)
         rest: dict[str, Any] = super().load_checkpoint(checkpoints.rest_of(folder), *args, **kwargs)
         self._folder = checkpoints.step_folder(folder, rest)
-        return rest
+        return {**rest, "state_dict": checkpoints.Elsewhere(folder)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._strict = strict
         if self._folder is None:
-            self._weights, self._strict = checkpoint["state_dict"], strict
+            self._weights = checkpoint["state_dict"]
+        elif not isinstance(checkpoint.get("state_dict"), checkpoints.Elsewhere):
+            checkpoints.Elsewhere(self._folder).refuse()  # a hook has put something else there
         tensors = (*self.lightning_module.parameters(), *self.lightning_module.buffers())
         if self.zero is not None or (self._weights is not None and not any(tensor.is_meta for tensor in tensors)):
             self._load_pending()  # (of fp32 weights in a file nothing is rounded away, as long as the model is an fp32 one)
@@ -220,6 +255,8 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
         folder, weights, self._folder, self._weights = self._folder, self._weights, None, None
         if folder is not None:
             assert self.zero is not None
+            if not self._strict:
+                checkpoints.check_names(self.zero, folder)
             if self._fitting:
                 self.zero.load_checkpoint(folder)
             else:
@@ -247,6 +284,9 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
         module = self._lightning_module
         plugin = self.precision_plugin
         plugin.optimizer = None
+        if self._connector is not None:
+            vars(self._connector).pop("dump_checkpoint", None)
+            self._connector = None
         whole = True
         if zero is not None and not zero.closed:
             if zero.torn or (self._failed and zero.comm.world > 1):
