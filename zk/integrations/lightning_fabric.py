@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.integrations import lightning_checkpoint as checkpoints
-from zk.integrations.lightning_model import share_cores, to_device, whole_weights
+from zk.integrations.lightning_model import share_cores, to_device
 from zk.integrations.lightning_options import split_options, with_precision
 from zk.integrations.lightning_precision import FabricPrecision, LightningZeroOptimizer
 from zk.materialize import deferred_init
@@ -158,7 +158,7 @@ class FabricStrategy(_BASE):  # type: ignore[misc]
         optimizer = self.optimizer_of(module)
         if optimizer is None:
             return super().get_module_state_dict(_inside(module))  # type: ignore[no-any-return]
-        return whole_weights(optimizer, self.precision.mixed)
+        return optimizer.consolidated_state_dict("fp32" if self.precision.mixed else None)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(_inside(module), state_dict, strict)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zk.memory import host_memory, ranks_here
 from zk.offload.tiers import readable
@@ -51,15 +51,6 @@ def can_be_read(model: nn.Module) -> bool:
     return not any(is_released(param) for param in model.parameters())
 
 
-def whole_weights(optimizer: ZeroOptimizer, masters: bool) -> dict[str, Tensor]:
-    """What ``model.state_dict()`` would be, in host memory; parameters in fp32 if ``masters``. All ranks call it."""
-    weights = optimizer.consolidated_state_dict("fp32" if masters else None)
-    for name, param in optimizer.model.named_parameters(remove_duplicate=False):
-        if name not in weights:  # added to the model since, as an average of it is: the optimizer never took it
-            weights[name] = param.detach().to("cpu", copy=True)
-    return weights
-
-
 def make_whole(optimizer: ZeroOptimizer, buffer_dtypes: Mapping[str, torch.dtype], masters: bool, anyway: bool | None) -> bool:
     """Close an optimizer and leave its model plain, in host memory, on every rank; fp32 if ``masters``. All ranks call it.
 
@@ -87,8 +78,6 @@ def make_whole(optimizer: ZeroOptimizer, buffer_dtypes: Mapping[str, torch.dtype
     values = optimizer.consolidated_state_dict("fp32" if masters else None)
     optimizer.close()
     for name, param in model.named_parameters():
-        if name not in values:  # added to the model since: the optimizer never took it, and it is plain
-            continue
         unmark(param)
         param.grad = None
         param.data = values[name]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zk.checkpoint import load
 from zk.integrations import lightning_checkpoint as checkpoints
-from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, whole_weights, will_be_on
+from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, will_be_on
 from zk.integrations.lightning_options import split_options, with_precision
 from zk.integrations.lightning_precision import LightningZeroOptimizer, TrainerPrecision, through_forward
 from zk.materialize import deferred_init
@@ -198,12 +198,15 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
 
         self._connector, connector.dump_checkpoint = connector, dump_checkpoint
 
+    def _whole(self, zero: ZeroOptimizer) -> dict[str, Tensor]:
+        return zero.consolidated_state_dict("fp32" if self.precision_plugin.mixed else None)
+
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """The weights for a plain file; nothing for a folder, while parameters are partitioned."""
         if self.zero is None:
             return super().lightning_module_state_dict()  # type: ignore[no-any-return]
         self._has_weights = self._saves_weights
-        return whole_weights(self.zero, self.precision_plugin.mixed) if self._saves_weights else {}
+        return self._whole(self.zero) if self._saves_weights else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
@@ -224,7 +227,7 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
             return
         if self.zero is not None:
             if not self._has_weights:  # a dict that no Trainer made
-                checkpoint = {**checkpoint, "state_dict": whole_weights(self.zero, self.precision_plugin.mixed)}
+                checkpoint = {**checkpoint, "state_dict": self._whole(self.zero)}
             self._has_weights = False
         elif whole and checkpoint.pop("optimizer_states") and self.is_global_zero:
             log.warning("training is over: %s has the weights, and no optimizer state. ModelCheckpoint saves what fit() can go on from", filepath)
