@@ -22,6 +22,8 @@ _DEPTH = ("device", "host", "nvme")
 # how often a budget is made smaller, and ranks are doubled, before that is given up
 _TRIES = 8
 _MOST_RANKS = 1 << 12
+# for how many changes ranks are counted: each is asked about a dozen times
+_ASKED = 4
 
 
 def refusal(case: Case, config: ZeroConfig, rows: Sequence[tuple[dict[str, int], dict[str, int]]], short: Sequence[int]) -> str:
@@ -67,7 +69,8 @@ def _remedies(case: Case, config: ZeroConfig, free: dict[str, int]) -> Iterator[
         yield f"What changes results, and fits: {_pasted(smaller, config)}"
     if chosen is None and smaller is None:
         yield _nothing(case, [config, *tried], config, free)
-    for one in (config, *(one for one in tried if one.stage == 3)) if chosen is None else (config,):
+    partitioned = itertools.islice((one for one in tried if one.stage == 3), _ASKED) if chosen is None else ()
+    for one in (config, *partitioned):
         ranks = _ranks(case, one, free)
         if ranks:
             change = _pasted(one, config)
