@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
-from zk.memory import free_swap, host_memory
+from zk.memory import free_addresses, free_swap, host_memory
 from zk.offload.rules import Rule
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes
@@ -35,7 +35,7 @@ def free_memory(device: torch.device, joined: bool, paths: Sequence[str]) -> dic
 
     What runs that have ended left on the paths is removed first, as it would be by this one.
     """
-    free = {"host": host_memory()[1] + free_swap()}
+    free = {"host": min(host_memory()[1] + free_swap(), free_addresses())}
     if not joined:
         free["device"] = free_nbytes(device)
     if paths and all(os.path.isdir(path) for path in paths):
@@ -162,7 +162,8 @@ class Case:
         net, peak = Counter[str](), Counter[str]()
         for buffer in self.model.buffers():
             if buffer.is_meta:  # made before any unit, then cast
-                stays = buffer.numel() * (config.dtype if isinstance(config.dtype, torch.dtype) and buffer.is_floating_point() else buffer.dtype).itemsize
+                becomes_dtype = config.dtype if isinstance(config.dtype, torch.dtype) and buffer.is_floating_point() else buffer.dtype
+                stays = buffer.numel() * becomes_dtype.itemsize
                 net[here] += stays
                 made = buffer.numel() * buffer.dtype.itemsize
                 peak[here] = max(peak[here], ranks[here] * (net[here] - stays) + made)

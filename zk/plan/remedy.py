@@ -138,7 +138,7 @@ def _other_budgets(case: Case, config: ZeroConfig, free: dict[str, int]) -> Iter
 
 def _rounded(nbytes: int) -> int:
     """Down, to what can be read."""
-    unit = next((size for size in (1 << 30, 1 << 20, 1 << 10) if nbytes >= 10 * size), 1)
+    unit = next((size for size in (1 << 30, 1 << 20) if nbytes >= 10 * size), 1 << 20 if nbytes >= 1 << 20 else 1 << 10)
     return nbytes // unit * unit
 
 
@@ -177,10 +177,10 @@ def _nothing(case: Case, tried: Sequence[ZeroConfig], config: ZeroConfig, free: 
 
 def _folder(case: Case) -> tuple[str, int]:
     """A folder on a drive to name in a suggestion, that with the most room, and the room."""
-    from zk.doctor import filesystem  # with all that it looks at
+    from zk.doctor import in_memory  # with all that it looks at
 
     folders = [str(Path.cwd()), tempfile.gettempdir()]
-    usable = [one for one in folders if os.access(one, os.W_OK) and filesystem(Path(one)) not in ("tmpfs", "ramfs")]
+    usable = [one for one in folders if os.access(one, os.W_OK) and not in_memory(Path(one))]
     rooms = [(needs.free_memory(case.device, case.joined, [one])["nvme"], one) for one in usable]
     room, folder = max(rooms, key=lambda found: found[0], default=(0, folders[0]))
     return folder, room
@@ -196,7 +196,7 @@ def _shown(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[value]
         elif field.name.endswith("_budget") and value is not None:
-            value = next((f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if value % size == 0), value)
+            value = next((f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if value % size == 0), value)
         elif field.name == "nvme_path" and value is not None:
             value = value[0] if len(value) == 1 else list(value)
         fields[field.name] = value
