@@ -150,9 +150,9 @@ def host_memory() -> tuple[int, int]:
         except (OSError, ValueError):  # not mounted here, or another kernel's
             continue
         total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        total, available = min(total, limit), min(available, free_addresses())
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        total, available = min(total, addresses), min(available, free_addresses())
     return total, available
 
 

@@ -196,7 +196,9 @@ def _shown(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[value]
         elif field.name.endswith("_budget") and value is not None:
-            value = next((f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if value % size == 0), value)
+            value = next(
+                (f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if value % size == 0), value
+            )
         elif field.name == "nvme_path" and value is not None:
             value = value[0] if len(value) == 1 else list(value)
         fields[field.name] = value
