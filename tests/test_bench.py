@@ -14,6 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import zk
+from zk import doctor
 from zk.bench import adam, io, kernels, link, step
 from zk.bench.clock import Report, Row, copy_gbps, matmul_tflops, quantile, seconds_of
 from zk.cli import app
@@ -74,8 +75,19 @@ def test_io_refuses_what_has_no_room_or_is_no_folder(tmp_path: Path) -> None:
     assert run("io", str(tmp_path / "none")).exit_code == 2
     done = run("io", str(tmp_path), "--block", "5")
     assert done.exit_code == 2 and "multiple of 4096" in done.output
+    done = run("io", str(tmp_path), "--size", "1")
+    assert done.exit_code == 2 and "must have at least 4096 bytes to be measured; got 1" in done.output
+    done = run("io", str(tmp_path), "--depth", "100000")
+    assert done.exit_code == 2 and "must be at most 1024, as each is a thread; got 100000" in done.output
     assert "--size must be" in run("io", str(tmp_path), "--size", "much").output
     assert not list(tmp_path.iterdir())
+
+
+def test_io_says_where_a_folder_is_no_drive(tmp_path: Path) -> None:
+    for kind, said_so in (("tmpfs", True), ("ext4", False)):
+        with mock.patch.object(doctor, "filesystem", lambda _, kind=kind: kind):
+            done = run("io", str(tmp_path), "--size", "64KiB", "--rounds", "1")
+        assert done.exit_code == 0 and ("is host memory, not a drive" in done.output) == said_so
 
 
 def test_io_times_nothing_that_comes_back_wrong(tmp_path: Path) -> None:

@@ -193,6 +193,63 @@ def test_optimizer_state_that_is_taken_over_counts_as_free() -> None:
     assert 0 < seen[0]["host"] < before
 
 
+def test_gradients_are_given_back_with_their_unit_unless_they_have_its_precision() -> None:
+    with free():
+        plain = needed(model(), dtype="bf16")["host"]
+        graded = model()
+        graded(torch.ones(1, WIDTH)).sum().backward()
+        assert needed(graded, dtype="bf16")["host"] == plain - 4 * NUMEL
+        plain, graded = needed(model())["host"], model()
+        graded(torch.ones(1, WIDTH)).sum().backward()
+        assert needed(graded)["host"] == plain - 4 * NUMEL  # at the end of a step
+        # the only unit: its state is made when its gradient, in fp32, has gone
+        one = nn.Linear(1024, 1024, bias=False)
+        one.weight.grad = torch.ones_like(one.weight)
+        assert needed(one, dtype="bf16")["host"] == (12 + 4 - 4 - 4) * one.weight.numel()
+
+
+def test_buffers_that_are_deferred_are_yet_to_be_made() -> None:
+    class Buffered(nn.Module):
+        def __init__(self, numel: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("table", torch.ones(numel))
+            self.register_buffer("whole", torch.ones(numel, dtype=torch.int64))
+
+    for apart, name in ((False, "host"), (True, "device")):
+        nbytes = {}
+        for numel in (0, 1 << 20):
+            with free(apart), zk.deferred_init():
+                net = Buffered(numel)
+            with free(apart):
+                nbytes[numel] = needed(net, dtype="bf16")[name]
+        assert nbytes[1 << 20] - nbytes[0] == (2 + 8) << 20, name
+
+
+def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> None:
+    """Also where some of them stay in memory and others do not."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + (index % 3 == 2))) for index in range(12)))
+    adam = torch.optim.AdamW(net.parameters())
+    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), torch.bfloat16, [nn.Linear])
+    layouts = [Layout.of([param.numel() for param in unit.params], 2) for unit in units]
+    drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
+    for config in (
+        zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host"),
+        zk.ZeroConfig(stage=3, dtype="bf16", **drive, host_budget="400KiB"),  # type: ignore[arg-type]
+    ):
+        case = needs.Case(net, units, layouts, rule_for(adam), adam, torch.device("cpu"), True, 2, 2)
+        each = [Kind(unit, layout, 1, False) for unit, layout in zip(units, layouts, strict=True)]
+        found = case.footprint(config, True, 2)[1]
+        apart = footprint_of(each, config, 2, True, case.rule, adam.param_groups, at_least=True)
+        assert len(case._kinds()[0]) == 2 and len(units) == 12
+        assert (found.sizes, found.settled, found.gathers) == (apart.sizes, apart.settled, apart.gathers)
+        alike = case.needed(config, at_least=True)
+        with mock.patch.object(needs, "_runs", lambda steps: ((step, 1) for step in steps)):
+            assert case.needed(config, at_least=True) == alike
+        if config.nvme_path:
+            assert len({str(rests) for rests in found.settled}) > 2
+
+
 def test_what_nothing_helps_is_said_so() -> None:
     with free(host=2 * KIB, nvme=KIB):
         message = refused(model(), dtype="bf16")
@@ -334,9 +391,11 @@ from zk.cli import app
 from zk.offload.rules import rule_for
 from zk.plan import needs
 
-def run(width, layers, **config):
+def run(width, layers, graded=False, **config):
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     torch.set_num_threads(1)
+    if graded:
+        net(torch.randn(1, width)).sum().backward()
     adam = torch.optim.AdamW(net.parameters())
     found = []
     with mock.patch.object(needs, "lacking", lambda need, free: found.append(need) or {}):
@@ -351,7 +410,7 @@ def run(width, layers, **config):
     return found[0]["host"], grown
 
 run(64, 2)  # what is loaded with the first step
-for config in ({"stage": 2}, {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": sys.argv[1]}):
+for config in ({"stage": 2}, {"stage": 2, "graded": True}, {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": sys.argv[1]}):
     print(*run(1024, 24, **config))
 """
 
@@ -359,6 +418,7 @@ for config in ({"stage": 2}, {"stage": 3, "param_tier": "nvme", "optimizer_tier"
 def test_what_is_needed_at_least_is_no_more_than_a_real_run_takes(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", REAL, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (least, took), (least_drive, took_drive) = [map(int, line.split()) for line in done.stdout.splitlines()]
+    (least, took), (least_graded, took_graded), (least_drive, took_drive) = [map(int, line.split()) for line in done.stdout.splitlines()]
     assert 0.9 * took < least <= took + 2 * MIB  # near, and not above
+    assert 0.8 * took_graded < least_graded <= took_graded + 8 * MIB < took  # gradients of the old precision go unit by unit
     assert least_drive <= took_drive + 2 * MIB

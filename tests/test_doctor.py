@@ -90,7 +90,7 @@ def test_cores_and_the_time_of_a_container(tmp_path: Path) -> None:
 )
 def test_page_locking(limit: int, cuda: bool, wsl: bool, verdict: str, said: str) -> None:
     patches = (
-        mock.patch.object(resource, "getrlimit", lambda _: (limit, limit)),
+        mock.patch.object(resource, "getrlimit", lambda which: (limit if which == resource.RLIMIT_MEMLOCK else resource.RLIM_INFINITY, limit)),
         mock.patch.object(torch.cuda, "is_available", lambda: cuda),
         mock.patch.object(doctor, "in_wsl", lambda: wsl),
     )
@@ -114,6 +114,9 @@ def test_memory_of_a_container_swap_and_huge_pages(tmp_path: Path) -> None:
 
 def test_folders(tmp_path: Path) -> None:
     assert next(iter(doctor.path(tmp_path / "none", None))).remedy.startswith("mkdir -p")
+    (tmp_path / "file").write_text("")
+    (row,) = doctor.path(tmp_path / "file", None)
+    assert (row.found, row.verdict) == ("a file, not a folder", "mend") and "mkdir" not in row.remedy and str(tmp_path) in row.remedy
     with mock.patch.object(doctor, "filesystem", lambda _: "tmpfs"), mock.patch.object(doctor, "can_bypass_cache", lambda _: False):
         rows = list(doctor.path(tmp_path, lambda _: 0.1))
     assert [row.verdict for row in rows] == ["mend", "note", "note"]

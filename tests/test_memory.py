@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 from zk import memory
-from zk.memory import free_swap, host_memory, ranks_here
+from zk.memory import free_addresses, free_swap, host_memory, ranks_here
 from zk.offload.tiers import Needs, free_nbytes, place
+from zk.plan.needs import free_memory
 
 GIB = 1 << 30
 
@@ -87,3 +90,19 @@ def test_ranks_of_a_machine_count_on_their_share_of_what_is_free(monkeypatch: py
         assert parts.get("device", 0) + parts.get("host", 0) == pytest.approx(elements, abs=2 * 2048)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert (ranks_here(16), ranks_here(1)) == (8, 1)
+
+
+def test_a_limit_of_addresses_counts_less_what_the_process_has(machine: Path) -> None:
+    limit = {resource.RLIMIT_AS: 8 * GIB}
+    (machine / "statm").write_text(f"{5 * GIB // mmap.PAGESIZE} 1 1 1 0 1 0\n")
+    assert free_addresses() > 64 * GIB or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    with mock.patch.object(resource, "getrlimit", lambda which: (limit.get(which, resource.RLIM_INFINITY),) * 2):
+        with mock.patch.object(memory, "_OWN_PAGES", machine / "statm"):
+            assert host_memory() == (8 * GIB, 3 * GIB)
+            with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=6 * GIB)):
+                assert free_memory(torch.device("cpu"), True, []) == {"host": 3 * GIB}  # swap needs addresses too
+            limit[resource.RLIMIT_AS] = 4 * GIB
+            assert host_memory() == (4 * GIB, 0)
+        taken = psutil.Process().memory_info().vms
+        limit[resource.RLIMIT_AS] = taken + GIB
+        assert free_addresses() == pytest.approx(GIB, abs=64 << 20)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
+from typer.testing import CliRunner
 
 import zk
 from tests.world import run_world
+from zk.cli import app
 from zk.offload.twins import ThrottledLink, pretend
 from zk.parallel.layout import Layout
-from zk.plan import papers
+from zk.plan import papers, report
 from zk.plan.choose import as_dict, as_python, consider, largest, plan, shown
 from zk.plan.memory import Machine, footprint
 from zk.plan.picture import draw
@@ -486,3 +491,28 @@ def test_everything_is_json_for_decoders_of_any_kind() -> None:
         shape = Shape.of(decoder_of(config), "x")
         assert isinstance(shape.decoder, Decoder)
         json.dumps(as_dict(plan(shape, machine(nvme_nbytes=0), 512)))
+
+
+def test_what_is_recommended_can_be_read_and_names_no_folder_that_was_not_given(tmp_path: Path) -> None:
+    arguments = ["plan", "gpt:10b", "--gpu", "32GiB", "--ram", "128GiB", "--nvme", "1TiB"]
+    for given, named in (([], "/path/on/the/drive"), (["--nvme-path", str(tmp_path)], str(tmp_path))):
+        done = CliRunner().invoke(app, [*arguments, *given])
+        line = next(line for line in done.output.splitlines() if line.startswith("zk.ZeroConfig("))
+        assert f"nvme_path='{named}'" in line and re.search(r"host_budget='\d+[MG]iB'", line), line
+
+
+def test_on_a_narrow_terminal_what_lacks_takes_two_lines() -> None:
+    file = io.StringIO()
+    machine = Machine(gpu_nbytes=32 << 30, ram_nbytes=128 << 30, nvme_nbytes=1 << 40)
+    report.print_plan(Console(file=file, width=80), plan(shape_of("gpt:10b"), machine, 8192))
+    lines = file.getvalue().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("0     device device"))
+    assert "-104.5 GiB" in lines[first] and lines[first].rstrip().endswith("compute")
+    assert lines[first + 1].strip() == "GPU" and lines[first + 2].startswith("0     device host")
+
+
+@pytest.mark.parametrize("spec", ("", "nofile.json"))
+def test_a_model_that_is_none_is_told_what_one_may_be(spec: str) -> None:
+    done = CliRunner().invoke(app, ["plan", spec])
+    assert done.exit_code == 2 and "a model is gpt:SIZE" in done.output and "Errno" not in done.output
+    assert ("there is no file 'nofile.json'" in done.output) == bool(spec)

@@ -138,7 +138,9 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure --cpu-adam here, --disk in --nvme-path, and --link where there is a GPU, in seconds.")
     ] = False,
-    nvme_path: Annotated[str, typer.Option(help="Folder on the drive, for --measure and the recommended configuration.")] = ".",
+    nvme_path: Annotated[
+        str | None, typer.Option(help="Folder on the drive, for --measure (default: this one) and the recommended configuration.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -165,7 +167,7 @@ def plan(
             if not 0 < rate < float("inf"):
                 raise ValueError(f"--{option} must be a rate above 0; got {rate}")
         if measure:
-            cpu_adam, disk = rates.measure_cpu_adam(), rates.measure_disk(nvme_path) if nvme != "none" else disk
+            cpu_adam, disk = rates.measure_cpu_adam(), rates.measure_disk(nvme_path or ".") if nvme != "none" else disk
             link = rates.measure_link() if gpu != "none" and torch.cuda.is_available() else link
         machine = Machine(
             gpu_nbytes=None if gpu == "none" else parse_nbytes(gpu, "--gpu"),
@@ -179,7 +181,7 @@ def plan(
             disk_gbps=disk,
             fabric_gbps=fabric,
         )
-        found = choose.plan(shape_of(model), machine, tokens, dtype, state_dtype, nvme_path)
+        found = choose.plan(shape_of(model), machine, tokens, dtype, state_dtype, nvme_path or "/path/on/the/drive")
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:

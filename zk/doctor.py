@@ -37,6 +37,7 @@ _OPTIONAL = {
     "peft": "adapters",
     "lightning": "Trainer and Fabric of Lightning",
 }
+_IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -162,7 +163,7 @@ def memory() -> Iterator[Finding]:
         "host",
         f"{readable(available)} of {readable(total)} free" + (f" (the machine has {readable(machine)})" if limited else ""),
         "note" if limited else "ok",
-        "a container's limit: what goes beyond it ends the process" if limited else "",
+        "the limit of a container, or of ulimit -v: what goes beyond it ends the process" if limited else "",
     )
     swap = psutil.swap_memory()
     if swap.used > 1 << 30:
@@ -190,14 +191,17 @@ def memory() -> Iterator[Finding]:
 def path(folder: Path, rates: Callable[[str], float] | None) -> Iterator[Finding]:
     """A folder for the nvme tier. ``rates`` measures it, in 1e9 bytes/s."""
     part = str(folder)
+    if folder.exists() and not folder.is_dir():
+        yield Finding(part, "folder", "a file, not a folder", "mend", f"name a folder: {folder.absolute().parent} is the one that it is in")
+        return
     if not folder.is_dir():
         yield Finding(part, "folder", "not there", "mend", f"mkdir -p {folder}, on the drive")
         return
     free = shutil.disk_usage(folder).free
     kind = filesystem(folder)
-    in_memory = kind in ("tmpfs", "ramfs")
-    remedy = "this is host memory, not a drive: name a folder on one" if in_memory else ""
-    yield Finding(part, "file system", f"{kind}, {readable(free)} free", "mend" if in_memory else "ok", remedy)
+    no_drive = kind in _IN_MEMORY
+    remedy = "this is host memory, not a drive: name a folder on one" if no_drive else ""
+    yield Finding(part, "file system", f"{kind}, {readable(free)} free", "mend" if no_drive else "ok", remedy)
     try:
         direct = can_bypass_cache(part)
     except OSError as error:
@@ -221,6 +225,11 @@ def filesystem(folder: Path) -> str:
         default=None,
     )
     return best.fstype if best is not None else "unknown"
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether files in ``folder`` are host memory, and on no drive."""
+    return filesystem(folder) in _IN_MEMORY
 
 
 def environment() -> Iterator[Finding]:

@@ -90,6 +90,7 @@ def peak_nbytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+_OWN_PAGES = Path("/proc/self/statm")  # the first number: pages of addresses that are taken
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # of version 2 and 1: limit, usage, and what of the usage are pages of files: the kernel drops them where memory is short, also those in use
 _FIELDS = (
@@ -121,8 +122,22 @@ def ranks_here(world: int) -> int:
     return max(1, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+def free_addresses() -> int:
+    """Bytes of addresses that this process may still take (ulimit -v); ``sys.maxsize`` without a limit, or where what it has is not known."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    try:
+        taken = int(_OWN_PAGES.read_text().split()[0]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):  # no /proc
+        return sys.maxsize
+    return max(0, limit - taken)
+
+
 def host_memory() -> tuple[int, int]:
-    """Bytes of host memory that this process may have, and that are free of them: the machine's, or less in a container with a limit."""
+    """Bytes of host memory that this process may have, and that are free of them: the machine's, or less in a container with a limit, or where
+    the process has one for its addresses (ulimit -v).
+    """
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
     for folder, (limit_name, usage_name, droppable) in _own_groups():
@@ -135,6 +150,9 @@ def host_memory() -> tuple[int, int]:
         except (OSError, ValueError):  # not mounted here, or another kernel's
             continue
         total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        total, available = min(total, addresses), min(available, free_addresses())
     return total, available
 
 

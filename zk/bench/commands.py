@@ -59,8 +59,12 @@ def io(
     with mendable("bench io"):
         from zk.bench.io import measure
         from zk.config import parse_nbytes
+        from zk.doctor import in_memory
 
-        _print(measure(str(path), parse_nbytes(size, "--size"), parse_nbytes(block, "--block"), depth, rounds), as_json)
+        found = measure(str(path), parse_nbytes(size, "--size"), parse_nbytes(block, "--block"), depth, rounds)
+        if in_memory(path):
+            typer.secho(f"{path} is host memory, not a drive: what follows is no rate of one", err=True, fg="yellow")
+        _print(found, as_json)
 
 
 @app.command()

@@ -18,6 +18,8 @@ from zk.offload.tiers import readable
 
 _BUFFER_NBYTES = 64 << 20  # of one request
 _BUFFERS = 4
+_LEAST_NBYTES = 4096  # what a drive moves at once
+_MOST_DEPTH = 1024  # each is a thread
 
 
 def _requests(nbytes: int) -> Iterator[slice]:
@@ -26,7 +28,9 @@ def _requests(nbytes: int) -> Iterator[slice]:
 
 
 def check_room(path: str, nbytes: int) -> None:
-    """OSError if ``path`` is no folder, or has no room."""
+    """OSError if ``path`` is no folder, or has no room; ValueError if that is less than a drive moves at once."""
+    if nbytes < _LEAST_NBYTES:
+        raise ValueError(f"a file must have at least {_LEAST_NBYTES} bytes to be measured; got {nbytes}: give a larger size, such as 1GiB")
     if not os.path.isdir(path):
         raise NotADirectoryError(errno.ENOTDIR, "files are measured in an existing folder", path)
     found = os.statvfs(path)
@@ -69,8 +73,10 @@ def _check(file: File, nbytes: int, buffers: list[Tensor]) -> None:
 
 
 def measure(path: str, nbytes: int = 1 << 30, block: int = 4 << 20, depth: int = 4, rounds: int = 5) -> Report:
-    """Write and read passes; the floor is a copy of as many bytes in memory."""
+    """Write and read passes; the floor is a copy of as many bytes in memory. ValueError and OSError as for ``passes``, or if depth is above 1024."""
     check_room(path, nbytes)
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"depth, transfers at once, must be at most {_MOST_DEPTH}, as each is a thread; got {depth}: drives are busy with 4 to 64")
     copy = copy_gbps(torch.device("cpu"), min(nbytes, 1 << 29), rounds)
     written, read = passes(path, nbytes, block, depth, rounds)
     rows = [Row(name, seconds, nbytes / copy / 1e9, {"gbps": nbytes / 1e9}) for name, seconds in (("write", written), ("read", read))]

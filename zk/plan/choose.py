@@ -98,6 +98,7 @@ def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) ->
     """With budgets that leave room for all that is not training state; None where there are none."""
     budgets = {tier: machine.capacity(tier) for tier in ("device", "host")}
     for _ in range(_TRIES):
+        budgets = {tier: nbytes - nbytes % _SLACK for tier, nbytes in budgets.items()}  # what can be read
         if min(budgets.values()) <= 0:
             return None
         try:
@@ -168,6 +169,8 @@ def shown(config: ZeroConfig) -> dict[str, Any]:
         value = getattr(config, field.name)
         if isinstance(value, torch.dtype):
             value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[value]
+        if field.name.endswith("_budget") and isinstance(value, int):
+            value = next((f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if value % size == 0), value)
         if field.name == "nvme_path" and value is not None:
             value = value[0] if len(value) == 1 else list(value)
         if value != field.default or field.name == "stage":

@@ -105,6 +105,7 @@ class Kind:
 
 
 _Piece = tuple[Kind, bool, int]  # optimizer state (or else parameters) of so many elements
+_Placed = tuple[Kind, str, tuple[tuple[str, int], ...]]  # the tier of parameters, and tiers of so many elements of optimizer state each
 
 
 def _unit(units: Units, dtype: torch.dtype) -> Unit:
@@ -140,6 +141,7 @@ def footprint_of(
     groups: Sequence[Mapping[str, Any]],
     device: torch.device = CPU,
     at_least: bool = False,
+    order: Sequence[int] | None = None,
 ) -> Footprint:
     """Bytes of training units on each rank.
 
@@ -149,11 +151,12 @@ def footprint_of(
         rule, groups: the optimizer's.
         device: what "auto" tiers without budgets ask for free memory.
         at_least: only what a step that uses all parameters cannot do without at once, where the number of buffers depends on timing.
+        order: the number of each unit's kind, in the model's order; without it they come kind after kind.
     """
     transfer = Transfer((Joined if joined else _Apart)(CPU), None, config.overlap)
     assembly = Assembly(config, _Rank(world), rule, 1, groups, CPU, transfer, Worker("zk plan"))
     found = Footprint(config, joined)
-    expanded = [kind for kind in kinds for _ in range(kind.count)]
+    expanded = [kind for kind in kinds for _ in range(kind.count)] if order is None else [kinds[number] for number in order]
     buffers = assembly.buffer_nbytes([kind.unit for kind in kinds], [kind.layout for kind in kinds]) if config.nvme_path else None
     needs = {kind: assembly.needs(kind.unit, kind.layout) for kind in kinds}
     placed = place(
@@ -170,34 +173,40 @@ def footprint_of(
     drive: Counter[_Piece] = Counter()
     gathered: list[Kind] = []
     leaves = False  # some gradient rests elsewhere than where it is made
-    for kind, (param_tier, parts) in zip(expanded, placed, strict=True):
+    # what is alike and goes to the same tiers is counted at once
+    alike = [(kind, param_tier, tuple(parts)) for kind, (param_tier, parts) in zip(expanded, placed, strict=True)]
+    rests_of: dict[_Placed, Counter[str]] = {}
+    in_use: set[_Placed] = set()  # what is full only then
+    for one, count in Counter(alike).items():
+        kind, param_tier, parts = one
         fields, size = assembly.state_fields(kind.unit)[1], kind.unit.dtype.itemsize
         memory, rests = _memory(param_tier, joined), Counter[str]()
-        found.sizes[param_tier, "param"] += needs[kind].param_nbytes
-        found.resting[param_tier] += needs[kind].param_nbytes
+        found.sizes[param_tier, "param"] += count * needs[kind].param_nbytes
+        found.resting[param_tier] += count * needs[kind].param_nbytes
         rests[param_tier] += needs[kind].param_nbytes
         if config.stage == 3 and (world > 1 or param_tier == "nvme" or memory != _memory("device", joined)):
-            gathered.append(kind)
+            gathered += [kind] * count
+            in_use.add(one)
         if param_tier == "nvme":
-            drive[kind, False, assembly.slice_numel(kind.layout, 1)] += 1
+            drive[kind, False, assembly.slice_numel(kind.layout, 1)] += count
         for tier, elements in parts if kind.unit.trained else ():
-            found.updated[tier] += elements
+            found.updated[tier] += count * elements
             master = fields["master"].itemsize if "master" in fields else 0
             moments = sum(field.itemsize for field in fields.values()) - master
-            found.sizes[tier, "master"] += elements * master
-            found.sizes[tier, "moments"] += elements * moments
-            found.sizes[tier, "grad"] += elements * size
+            found.sizes[tier, "master"] += count * elements * master
+            found.sizes[tier, "moments"] += count * elements * moments
+            found.sizes[tier, "grad"] += count * elements * size
             rests[tier] += elements * (master + moments)
             leaves |= tier == "nvme" or _memory(tier, joined) != _memory("device", joined)
             if param_tier != "nvme" and memory != _memory(tier, joined):
-                found.sizes[_memory(tier, joined), "param_copy"] += elements * size
+                found.sizes[_memory(tier, joined), "param_copy"] += count * elements * size
                 rests[_memory(tier, joined)] += elements * size
             if tier == "nvme":
-                drive[kind, True, elements] += 1
-        found.settled.append(rests)
+                drive[kind, True, elements] += count
+        rests_of[one] = rests
+    found.settled = [rests_of[one] for one in alike]
     found.partitioned = bool(gathered)
-    full_in_use = set(gathered)
-    found.gathers = [kind in full_in_use for kind in expanded]
+    found.gathers = [one in in_use for one in alike]
     if gathered:
         found.sizes["device", "gathered"] = _gathered(gathered, config.prefetch, at_least, leaves)
     found.sizes.update(_buckets(config, world, joined, kinds, at_least, leaves))

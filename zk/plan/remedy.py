@@ -22,6 +22,8 @@ _DEPTH = ("device", "host", "nvme")
 # how often a budget is made smaller, and ranks are doubled, before that is given up
 _TRIES = 8
 _MOST_RANKS = 1 << 12
+# for how many changes ranks are counted: each is asked about a dozen times
+_ASKED = 4
 
 
 def refusal(case: Case, config: ZeroConfig, rows: Sequence[tuple[dict[str, int], dict[str, int]]], short: Sequence[int]) -> str:
@@ -67,7 +69,8 @@ def _remedies(case: Case, config: ZeroConfig, free: dict[str, int]) -> Iterator[
         yield f"What changes results, and fits: {_pasted(smaller, config)}"
     if chosen is None and smaller is None:
         yield _nothing(case, [config, *tried], config, free)
-    for one in (config, *(one for one in tried if one.stage == 3)) if chosen is None else (config,):
+    partitioned = itertools.islice((one for one in tried if one.stage == 3), _ASKED) if chosen is None else ()
+    for one in (config, *partitioned):
         ranks = _ranks(case, one, free)
         if ranks:
             change = _pasted(one, config)
@@ -135,7 +138,7 @@ def _other_budgets(case: Case, config: ZeroConfig, free: dict[str, int]) -> Iter
 
 def _rounded(nbytes: int) -> int:
     """Down, to what can be read."""
-    unit = next((size for size in (1 << 30, 1 << 20, 1 << 10) if nbytes >= 10 * size), 1)
+    unit = next((size for size in (1 << 30, 1 << 20) if nbytes >= 10 * size), 1 << 20 if nbytes >= 1 << 20 else 1 << 10)
     return nbytes // unit * unit
 
 
@@ -174,10 +177,10 @@ def _nothing(case: Case, tried: Sequence[ZeroConfig], config: ZeroConfig, free: 
 
 def _folder(case: Case) -> tuple[str, int]:
     """A folder on a drive to name in a suggestion, that with the most room, and the room."""
-    from zk.doctor import filesystem  # with all that it looks at
+    from zk.doctor import in_memory  # with all that it looks at
 
     folders = [str(Path.cwd()), tempfile.gettempdir()]
-    usable = [one for one in folders if os.access(one, os.W_OK) and filesystem(Path(one)) not in ("tmpfs", "ramfs")]
+    usable = [one for one in folders if os.access(one, os.W_OK) and not in_memory(Path(one))]
     rooms = [(needs.free_memory(case.device, case.joined, [one])["nvme"], one) for one in usable]
     room, folder = max(rooms, key=lambda found: found[0], default=(0, folders[0]))
     return folder, room
@@ -193,7 +196,9 @@ def _shown(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[value]
         elif field.name.endswith("_budget") and value is not None:
-            value = next((f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if value % size == 0), value)
+            value = next(
+                (f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if value % size == 0), value
+            )
         elif field.name == "nvme_path" and value is not None:
             value = value[0] if len(value) == 1 else list(value)
         fields[field.name] = value

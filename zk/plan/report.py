@@ -83,17 +83,18 @@ def _machine(machine: Machine, tokens: int) -> str:
 
 def _choices(plan: Plan) -> Table:
     table = Table(title="each rank", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("stage", "parameters", "optimizer"):
+    for heading in ("stage", "params", "optimizer"):
         table.add_column(heading, no_wrap=True)
     for heading in ("GPU", "host", "drive"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("fits")  # the one that gives way on a narrow terminal
+    table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     for option in plan.options:
         config, found = option.config, option.found
         cells = [str(config.stage), config.param_tier, config.optimizer_tier, *(size(found.on(tier)) for tier in TIERS)]
-        fits = "yes" if option.fits else "lacks " + ", ".join(f"{size(nbytes)} {_WORDS[tier]}" for tier, nbytes in option.missing.items())
+        lacks = [f"-{size(nbytes)} {_WORDS[tier]}" for tier, nbytes in option.missing.items()]
+        fits = "yes" if option.fits else ", ".join(lacks)
         style = "bold green" if option is plan.best else None if option.fits else "dim"
         table.add_row(*cells, fits, seconds(option.step.seconds), option.step.bound, style=style)
     return table

@@ -135,13 +135,14 @@ def shape_of(spec: str) -> Shape:
     if spec.startswith("gpt:"):
         return Shape.of(_gpt(spec), spec)
     path = Path(spec)
-    if path.is_dir():
+    if spec and path.is_dir():
         path /= "config.json"
-    if path.suffix == ".json" or path.is_file():
+    if path.is_file():
         return _from_config(path)
     if re.fullmatch(r"[\w.]+:[\w.]+", spec):
         return _from_factory(spec)
-    raise ValueError(f"a model is gpt:SIZE (gpt:10b), gpt:layers=24,width=2048, a config.json, or module:factory; got {spec!r}")
+    there = f"; there is no file {str(path)!r}" if path.suffix == ".json" else ""
+    raise ValueError(f"a model is gpt:SIZE (gpt:10b), gpt:layers=24,width=2048, a config.json, or module:factory; got {spec!r}{there}")
 
 
 # ---- gpt: the model of `python -m zk train` ----------------------------------------------------------------------------------------------
