@@ -50,7 +50,9 @@ def main() -> None:
         zero |= {"optimizer_tier": "host"} | ({"param_tier": "host"} if options.stage == 3 else {})
 
     trainer = ZeroTrainer(
-        model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=options.width, n_layer=options.layers, n_head=4)),
+        model=GPT2LMHeadModel(
+            GPT2Config(vocab_size=256, n_positions=64, n_embd=options.width, n_layer=options.layers, n_head=4, bos_token_id=0, eos_token_id=0)
+        ),
         args=TrainingArguments(
             output_dir=options.out,
             max_steps=options.steps,
