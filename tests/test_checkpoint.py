@@ -683,3 +683,17 @@ def test_parameters_that_came_later_are_saved_as_they_are(tmp_path: Path) -> Non
     assert folder is not None
     (file,) = export(folder, tmp_path / "out").files
     assert torch.equal(load_file(file)["average.weight"], model.average.weight)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    model = GPT()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    optimizer.save_checkpoint(tmp_path)
+    other = GPT()
+    before = copy.deepcopy(other.state_dict())
+    again = zk.ZeroOptimizer(other, torch.optim.SGD(other.parameters(), lr=0.1), stage=2)
+    with pytest.raises(CheckpointError, match="exp_avg, exp_avg_sq, the state of another kind of optimizer than SGD"):
+        again.load_checkpoint(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())

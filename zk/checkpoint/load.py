@@ -97,6 +97,14 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str
         raise CheckpointError(
             f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
         )
+    states = {param["name"]: unit["kinds"][1:] for unit in manifest.head["units"] for param in unit["params"]}
+    for held in optimizer.held:
+        saved = states.get(held.unit.names[0], ()) if held.shard is not None and held.unit.names else ()
+        if held.shard is not None and saved and not set(saved) & set(held.shard.names):
+            raise CheckpointError(
+                f"{manifest.folder / 'manifest.json'} has {', '.join(saved)}, the state of another kind of optimizer than "
+                f"{type(optimizer.inner).__name__}; make the same kind, or take the weights alone (python -m zk export)"
+            )
     return {param["name"]: param["steps"] for unit in manifest.head["units"] for param in unit["params"]}
 
 
