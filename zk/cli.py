@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zk.bench.commands import app as bench
-from zk.terminal import mendable, wide
+from zk.terminal import mendable, wide, zero_config
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
@@ -70,7 +70,6 @@ def train(
 
     SIGTERM: the step under way is finished, a checkpoint saved, and the exit code is 0.
     """
-    from zk.config import ZeroConfig
     from zk.train.gpt import GPTConfig
     from zk.train.run import Job
     from zk.train.run import train as run
@@ -78,12 +77,12 @@ def train(
     with mendable("train"):
         if width % heads:
             raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
-        zero = ZeroConfig(
+        zero = zero_config(
             stage=stage,
             dtype=dtype,
-            param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
-            optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
-            nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
+            param_tier=param_tier,
+            optimizer_tier=optimizer_tier,
+            nvme_path=nvme_path,
             device_budget=device_budget,
             host_budget=host_budget,
             state_dtype=state_dtype,

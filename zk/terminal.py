@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from zk.config import ZeroConfig
 
 
 @contextlib.contextmanager
@@ -27,3 +30,15 @@ def wide(console: Console) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, 140)
     return console
+
+
+def zero_config(*, stage: int, param_tier: str | None, nvme_path: Sequence[Path] | None, **fields: Any) -> ZeroConfig:
+    """ZeroConfig from options of a command: parameters rest on the host at stage 3 where nothing else is said."""
+    from zk.config import ZeroConfig
+
+    return ZeroConfig(
+        stage=stage,
+        param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
+        nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
+        **fields,
+    )

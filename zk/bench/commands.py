@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zk.terminal import mendable, wide
+from zk.terminal import mendable, wide, zero_config
 
 if TYPE_CHECKING:
     from zk.bench.clock import Report
@@ -135,17 +135,16 @@ def step(
     """One training step of a GPT with a ZeroConfig, beside plain torch: seconds and peak memory, each in a process of its own."""
     with mendable("bench step"):
         from zk.bench.step import measure
-        from zk.config import ZeroConfig
         from zk.train.gpt import GPTConfig
 
         if width % heads:
             raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
-        zero = ZeroConfig(
+        zero = zero_config(
             stage=stage,
             dtype=dtype,
-            param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
-            optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
-            nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
+            param_tier=param_tier,
+            optimizer_tier=optimizer_tier,
+            nvme_path=nvme_path,
             device_budget=device_budget,
             host_budget=host_budget,
             state_dtype=state_dtype,

@@ -37,15 +37,11 @@ def find(path: Path) -> Path:
 def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
     with save.together(optimizer.comm, f"checking {path}"):
-        folder = find(path)
-        manifest = Manifest.read(folder)
-        for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
-            check_file(folder, written)
-        sources = sources_of(manifest)
+        manifest, sources = _opened(optimizer, path)
         steps = _check(optimizer, manifest, sources)
         if (scheduler is None) != (manifest.head["scheduler"] is None):
             has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
-            raise CheckpointError(f"{folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
+            raise CheckpointError(f"{manifest.folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
     _fill_all(optimizer, manifest, sources)
     for held in optimizer.held:
         for index, name in enumerate(held.unit.names):
@@ -67,12 +63,17 @@ def load_model(optimizer: ZeroOptimizer, path: Path) -> None:
     """Take over parameters and buffers alone, whatever the groups are, into an optimizer that keeps no state. All ranks call it."""
     assert not any(held.shard.names for held in optimizer.held if held.shard is not None)
     with save.together(optimizer.comm, f"checking {path}"):
-        manifest = Manifest.read(find(path))
-        for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
-            check_file(manifest.folder, written)
-        sources = sources_of(manifest)
+        manifest, sources = _opened(optimizer, path)
         _check_model(optimizer, manifest, sources)
     _fill_all(optimizer, manifest, sources)
+
+
+def _opened(optimizer: ZeroOptimizer, path: Path) -> tuple[Manifest, dict[tuple[str, str], list[Source]]]:
+    """What a checkpoint has, after this rank's share of its files was checked."""
+    manifest = Manifest.read(find(path))
+    for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
+        check_file(manifest.folder, written)
+    return manifest, sources_of(manifest)
 
 
 def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> None:

@@ -143,8 +143,9 @@ class ZeroTrainerMixin:
         assert self.zero is not None
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self._export_next = False
-        if self._fits_in_memory():
-            state = self.zero.consolidated_state_dict(rank0_only=True, names=self._names_to_save())
+        names = self._names_to_save()
+        if names is not None or self._fits_in_memory():
+            state = self.zero.consolidated_state_dict(rank0_only=True, names=names)
             if self.args.should_save:
                 self._save(output_dir, state_dict=state)  # type: ignore[attr-defined]
         else:
@@ -174,11 +175,8 @@ class ZeroTrainerMixin:
         return found if len(kept) == len(found) else None  # a tuner that computes what it writes gets all
 
     def _fits_in_memory(self) -> bool:
-        """Whether the first rank can put together what is to be saved, and write it as transformers does: in copies of a file each."""
-        names = self._names_to_save()
-        params = [param for name, param in self.model.named_parameters() if names is None or name in names]
-        wanted = 2 * sum(param.numel() * param.element_size() for param in params)
-        fits: list[Any] = [names is not None or wanted < host_memory()[1]]
+        """Whether the first rank can put the model together, and write it as transformers does: in copies of a file each."""
+        fits: list[Any] = [2 * sum(param.numel() * param.element_size() for param in self.model.parameters()) < host_memory()[1]]
         return bool(broadcast_object_list(fits)[0])  # the first rank's memory counts
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from zk.integrations import lightning_checkpoint as checkpoints
 from zk.integrations.lightning_model import share_cores, to_device
-from zk.integrations.lightning_options import split_options, with_precision
+from zk.integrations.lightning_options import Processes, split_options, with_precision
 from zk.integrations.lightning_precision import FabricPrecision, LightningZeroOptimizer
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
-
-_BASE: Any = object
 
 
 class Forward(nn.Module):
@@ -44,7 +42,7 @@ class _NoSync:
         return optimizer.no_sync() if enabled and optimizer is not None else contextlib.nullcontext()
 
 
-class FabricStrategy(_BASE):  # type: ignore[misc]
+class FabricStrategy(Processes):
     """ZeRO through zk, for Fabric.
 
     Args:
@@ -62,14 +60,6 @@ class FabricStrategy(_BASE):  # type: ignore[misc]
         self._backward_sync_control = _NoSync(self)
 
     # ---- processes and precision ---------------------------------------------------------------------------------------------
-
-    @property
-    def _alone(self) -> bool:
-        return bool(self.num_processes * self.num_nodes == 1)
-
-    def _configure_launcher(self) -> None:
-        if not self._alone:
-            super()._configure_launcher()
 
     def _setup_distributed(self) -> None:
         if self._alone:

@@ -26,6 +26,21 @@ _OF_LIGHTNING = frozenset(
 )
 
 
+_BASE: Any = object  # a DDP strategy of Lightning, of which this comes first
+
+
+class Processes(_BASE):  # type: ignore[misc]
+    """One process needs no launcher."""
+
+    @property
+    def _alone(self) -> bool:
+        return bool(self.num_processes * self.num_nodes == 1)
+
+    def _configure_launcher(self) -> None:
+        if not self._alone:
+            super()._configure_launcher()
+
+
 def split_options(options: Mapping[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
     """What is for zk, checked, and what is for Lightning. TypeError for what neither knows."""
     unknown = sorted(set(options) - _FIELDS - _OF_LIGHTNING)

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from zk.checkpoint import load
 from zk.integrations import lightning_checkpoint as checkpoints
 from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, will_be_on
-from zk.integrations.lightning_options import split_options, with_precision
+from zk.integrations.lightning_options import Processes, split_options, with_precision
 from zk.integrations.lightning_precision import LightningZeroOptimizer, TrainerPrecision, through_forward
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zk")
-_BASE: Any = object
 _REFUSED = {  # callback -> what to do instead
     "ModelPruning": "prune the plain model after fit",
     "StochasticWeightAveraging": "stages 0, 1 and 2 take it",
@@ -33,7 +32,7 @@ _REFUSED = {  # callback -> what to do instead
 }
 
 
-class TrainerStrategy(_BASE):  # type: ignore[misc]
+class TrainerStrategy(Processes):
     """ZeRO through zk, for a Trainer.
 
     Args:
@@ -61,14 +60,6 @@ class TrainerStrategy(_BASE):  # type: ignore[misc]
         super().__init__(**given)
 
     # ---- processes -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _alone(self) -> bool:
-        return bool(self.num_processes * self.num_nodes == 1)
-
-    def _configure_launcher(self) -> None:
-        if not self._alone:
-            super()._configure_launcher()
 
     def setup_distributed(self) -> None:
         if self._alone:
