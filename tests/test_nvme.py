@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.programs import Program, run
 from zk.offload import nvme, scratch
 from zk.offload.nvme import ALIGN, Engine, File, aligned
 from zk.offload.scratch import Scratch, sweep
@@ -45,12 +45,15 @@ class Faults(nvme.System):
         self.zero = False
         self.calls = 0
         self.lock = threading.Lock()
+        self.answers = threading.Event()  # calls wait for it
+        self.answers.set()
 
     def _before(self, name: str) -> None:
         with self.lock:
             self.calls += 1
             number = self.fail[name].pop(0) if self.fail.get(name) else 0
         time.sleep(self.delay)
+        self.answers.wait()
         if number:
             raise OSError(number, os.strerror(number))
 
@@ -230,12 +233,14 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, engine: Engine, 
 
 
 def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, engine: Engine, faults: Faults) -> None:
-    faults.delay = 0.5
     with File(tmp_path / "x", ALIGN, engine=engine, timeout_s=0.05) as file:
+        faults.answers.clear()
         request = file.read_async(aligned(ALIGN))
         with pytest.raises(TimeoutError, match=r"read of 4096 bytes at offset 0 of .*x has not ended after 0\.05 s"):
             request.wait()
-        time.sleep(0.7)
+        faults.answers.set()
+        while not request.done:
+            time.sleep(0.001)
         request.wait()
 
 
@@ -330,9 +335,7 @@ def leave_behind(path: Path, how: str) -> str:
         "print(made.folders[0].name, flush=True)\n"
         f"{how}\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
-    return done.stdout.strip()
+    return run("-c", program).stdout.strip()
 
 
 @pytest.mark.parametrize("how", ("pass", "sys.exit(3)", "raise ValueError('user')"))
@@ -366,6 +369,33 @@ def test_nothing_else_is_ever_removed(tmp_path: Path) -> None:
     assert sweep(str(tmp_path)) == [name]
     assert os.listdir(tmp_path / name) == ["thesis.tex"]
     alive.close()
+
+
+@pytest.mark.parametrize("gone", ("found", "judged"))
+def test_a_folder_that_goes_away_during_the_sweep_is_no_error(gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start together sweep the same path: what one of them has found, another removes or gives its final name."""
+    making, dead = tmp_path / ".zk-scratch-making", tmp_path / leave_behind(tmp_path, "os._exit(1)")
+    making.mkdir()
+    scan, entries, judge = os.scandir, list(os.scandir(tmp_path)), scratch._is_abandoned
+
+    def vanish() -> None:
+        making.rename(tmp_path / "zk-scratch-made")
+        scratch._remove_folder(dead)
+
+    def judged(entry: os.DirEntry[str]) -> bool:
+        verdict = judge(entry)
+        if entry.name == dead.name:
+            vanish()
+        return verdict
+
+    monkeypatch.setattr(scratch.os, "scandir", lambda path: iter(entries) if path == str(tmp_path) else scan(path))
+    if gone == "found":
+        vanish()
+    else:
+        monkeypatch.setattr(scratch, "_is_abandoned", judged)
+    sweep(str(tmp_path))
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["zk-scratch-made"]
 
 
 def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -419,7 +449,7 @@ file.read(data)
 file.close()
 print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = run("-c", program)
     assert done.stdout == "fine\n", done.stderr
 
 
@@ -444,8 +474,7 @@ if child == 0:
 os.write(1, b"%d\\n" % child)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = Program("-c", program)
     lines = {process.stdout.readline().strip() for _ in range(2)}
     child = int(next(iter(lines - {"forked"})))
     try:

@@ -97,13 +97,12 @@ def _remove(folders: list[Path], locks: list[int], pid: int) -> None:
 
 def _remove_folder(folder: Path) -> None:
     """Delete our kinds of files and then the folder; what somebody else put there stays, and so does the folder then."""
-    for file in (*folder.glob("*.bin"), folder / "owner"):
-        with contextlib.suppress(FileNotFoundError):
-            file.unlink()
     try:
+        for file in (*folder.glob("*.bin"), folder / "owner"):
+            file.unlink(missing_ok=True)
         folder.rmdir()
     except FileNotFoundError:
-        return
+        return  # another rank swept it at the same time
     except OSError as error:
         log.warning("scratch folder %s stays: %s", folder, error.strerror)
 
@@ -112,8 +111,7 @@ def sweep(path: str) -> list[str]:
     """Remove what runs that ended without cleaning up left in ``path``. Returns the names of the folders removed."""
     removed = []
     for entry in os.scandir(path):
-        being_made = entry.name.startswith(f".{PREFIX}") and time.time() - entry.stat(follow_symlinks=False).st_mtime < _MAKING_S
-        if entry.name.removeprefix(".").startswith(PREFIX) and not being_made and _is_abandoned(entry):
+        if entry.name.removeprefix(".").startswith(PREFIX) and _is_abandoned(entry):
             _remove_folder(Path(entry.path))
             removed.append(entry.name)
             log.info("removed %s, left over from a run that has ended", entry.path)
@@ -122,7 +120,9 @@ def sweep(path: str) -> list[str]:
 
 def _is_abandoned(entry: os.DirEntry[str]) -> bool:
     try:
-        if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
+        folder = entry.stat(follow_symlinks=False)
+        being_made = entry.name.startswith(".") and time.time() - folder.st_mtime < _MAKING_S
+        if being_made or not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.getuid():
             return False
         owner = os.open(os.path.join(entry.path, "owner"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
