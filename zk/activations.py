@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zk.config import parse_nbytes, parse_paths
+from zk.config import parse_device, parse_nbytes, parse_paths
 from zk.held import OWNERS
-from zk.materialize import compute_device
+from zk.materialize import compute_device, default_device
 from zk.memory import aligned
 from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
 from zk.offload.streams import PAST, Awaited, Event, Link, link_to
@@ -81,11 +81,9 @@ def offload_activations(
     kept = 0 if keep_last == 0 else parse_nbytes(keep_last, "keep_last")
     paths = parse_paths(nvme_path, "nvme_path") if nvme_path is not None else ()
     if device is not None:
-        where = torch.device(device)
-    elif model is not None:
-        where = compute_device(model)
+        where = parse_device(device)
     else:
-        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        where = compute_device(model) if model is not None else default_device()
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     return ActivationOffload(link_to(where), {tensor.untyped_storage()._cdata for tensor in tensors}, smallest, kept, paths)
 

@@ -20,10 +20,10 @@ from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.spill import FileGrads, FileHome, FileStore, chunks_of
 from zk.offload.state import OptimizerShard, Section, state_fields
-from zk.offload.tiers import CHUNKS_IN_MEMORY, MemoryHome, MemoryStore, MemoryTier, Needs, NVMeTier, Tier, place
+from zk.offload.tiers import CHUNKS_IN_MEMORY, MemoryHome, MemoryStore, MemoryTier, Needs, NVMeTier, Tier, place, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import MEMORY, Group, Solo
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
@@ -133,6 +133,7 @@ class Assembly:
             config.host_budget,  # type: ignore[arg-type]
             self.buffer_nbytes(units, layouts) if paths else None,
             ranks_here(self.comm.world),
+            self._agreed_rooms() if "auto" in (config.param_tier, config.optimizer_tier) else None,
         )
         if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
@@ -148,6 +149,15 @@ class Assembly:
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.create()
+
+    def _agreed_rooms(self) -> dict[str, int]:
+        """The least that any rank has: all divide their state alike, as they publish and gather it in one order, and over one backend."""
+        config = self.config
+        mine = rooms(self.device, config.device_budget, config.host_budget, ranks_here(self.comm.world))  # type: ignore[arg-type]
+        everywhere = torch.zeros(self.comm.world, len(mine), dtype=torch.int64)
+        everywhere[self.comm.rank] = torch.tensor(list(mine.values()))
+        self.comm.all_reduce(everywhere, MEMORY)
+        return dict(zip(mine, everywhere.amin(0).tolist(), strict=True))
 
     def _room(self, unit: Unit, layout: Layout, param_tier: str, names: Sequence[tuple[str, int]]) -> _Room:
         """Where one unit goes, with its place on the drive."""

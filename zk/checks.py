@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zk.held import Held, owner_of
-from zk.materialize import can_make
+from zk.materialize import can_make, device_of
 from zk.offload.rules import Rule
 
 
@@ -39,8 +39,11 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already:
             )
 
 
-def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: bool) -> None:
-    """Every trained parameter is the model's, floating point (of a dtype we train, if not ``converted``), and shares memory with no other."""
+def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: bool, moved: bool) -> None:
+    """Every trained parameter is the model's, floating point (of a dtype we train, if not ``converted``), and shares memory with no other.
+
+    All parameters are on one device, if they are not ``moved`` to one.
+    """
     names = {param: name for name, param in model.named_parameters()}
     for index, group in enumerate(groups):
         for param in group["params"]:
@@ -55,6 +58,7 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: 
             known = param.is_floating_point() if converted else param.dtype in (torch.float32, torch.bfloat16, torch.float16)
             if param.requires_grad and not known:
                 raise ValueError(f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
+    check_one_device(names, moved)
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
         for param, name in names.items()
@@ -66,6 +70,20 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: 
                 f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
                 f"assigning one object to both modules"
             )
+
+
+def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
+    """One optimizer has one link between device and host. Parameters without memory count where they will compute."""
+    first: dict[torch.device, str] = {}
+    for param, name in names.items():
+        if not moved and owner_of(param) is None:
+            first.setdefault(device_of(param), name)
+    if len(first) > 1:
+        (device, name), (other, another) = itertools.islice(first.items(), 2)
+        raise ValueError(
+            f"all parameters must be on one device; {name!r} is on {device} and {another!r} on {other}: move the model with "
+            f"model.to({str(device)!r}), or give device= to have zk move it"
+        )
 
 
 def check_groups(held: Sequence[Held], groups: Sequence[dict[str, Any]], rule: Rule) -> None:

@@ -31,7 +31,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_device(value: object) -> torch.device:
-    """A device that is there; "cuda" is the current one."""
+    """A device that is there, with its index; "cuda" is the current one."""
     if not isinstance(value, (str, torch.device)):
         raise TypeError(f"device must be a name such as 'cuda:0', a torch.device or None; got {value!r}")
     try:
@@ -44,8 +44,15 @@ def parse_device(value: object) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r}, and torch sees no CUDA device; python -m zk doctor says why")
         if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-    return device
+            return torch.device("cuda", torch.cuda.current_device())
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            there = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+            raise ValueError(
+                f"device={str(device)!r}, and torch sees {count} CUDA device{'s' * (count > 1)}: name {there}, start no more ranks than that, or see "
+                "what CUDA_VISIBLE_DEVICES leaves"
+            )
+    return torch.device(device.type) if device.type == "cpu" else device
 
 
 def parse_nbytes(value: int | str, field: str) -> int:

@@ -26,6 +26,7 @@ from zk.offload.cpu_adam import default_threads
 from zk.offload.nvme import can_bypass_cache
 from zk.offload.pinned import in_wsl
 from zk.offload.tiers import readable
+from zk.precision import has_fast_products
 
 Verdict = Literal["ok", "note", "mend"]
 _NEEDED = ("torch", "numpy", "triton", "numba", "psutil", "safetensors")
@@ -137,6 +138,13 @@ def cores() -> Iterator[Finding]:
     if quota is not None and quota < mine:
         remedy = f"zk.ZeroConfig(num_threads={max(1, int(quota))}): more threads than that are stopped again and again"
         yield Finding("cores", "container's limit", f"{quota:g} cores' worth of time", "mend", remedy)
+    if not torch.cuda.is_available():
+        slow = [name for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if not has_fast_products(dtype)]
+        remedy = f"zk.ZeroConfig(dtype={'fp32' if 'bf16' in slow else 'bf16'!r}) for training on this CPU"
+        if slow:
+            yield Finding("cores", "matrix products", f"10 to 100 times slower than fp32 in {' and '.join(slow)}", "note", remedy)
+        else:
+            yield Finding("cores", "matrix products", "fast in fp32, bf16 and fp16")
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:

@@ -99,18 +99,21 @@ class Held:
             for index in self.used:
                 self.versions[index] = self.unit.params[index]._version
 
-    def publish(self, uploaded: Event) -> Awaited:
-        """The updated slice becomes what all ranks use; returns what compute must follow."""
+    def publish(self, uploaded: Event, mark: Event | None = None) -> Awaited:
+        """The updated slice becomes what all ranks use; returns what compute must follow. The collective comes after all of compute so far."""
         if isinstance(self.params, PartitionedParams) or self.params.is_whole:
             return uploaded
         self.transfer.follow(uploaded)
         return self.params.publish()
 
-    def publish_beside(self, comm: Solo | Group, uploaded: Event) -> Event:
-        """The same, in another thread than training, over ranks' connections of its own."""
+    def publish_beside(self, comm: Solo | Group, uploaded: Event, mark: Event | None) -> Event:
+        """The same, beside compute, over ranks' connections of its own: after ``mark``, as for Transfer.
+
+        The slice may have been updated by compute itself, and compute may still read what the collective overwrites.
+        """
         if isinstance(self.params, PartitionedParams) or self.params.is_whole:
             return uploaded
-        with self.transfer.beside() as reached:
+        with self.transfer.beside(uploaded, mark) as reached:
             comm.all_gather(self.params.index, self.params.full, self.params.shard).wait()
             return reached()
 
@@ -230,7 +233,9 @@ class Held:
         return full
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """Copies of the parameters in full precision."""
+        """Copies of the parameters in full precision, with what the user has written."""
+        if self.shard is not None:
+            self.adopt_writes()
         self.params.hold()
         exact = self.full(self.shard.get_master) if self.shard is not None else self.params.full
         return {param: exact[self.layout.whole(index)].view(param.shape).clone() for index, param in enumerate(self.unit.params)}

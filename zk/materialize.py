@@ -23,8 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from zk.config import parse_device
 from zk.memory import aligned
 
+_CPU = torch.device("cpu")
 # in-place calls after which nothing of what was there before is left
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 
@@ -42,7 +44,8 @@ class _Op:
     kwargs: dict[str, Any]
     outputs: list[Tensor]
     reads: list[int]  # storages whose bytes it needs
-    random: Tensor | None  # the generator's state before it
+    place: torch.device  # where plain construction would have run it
+    random: Tensor | None  # the state of the generator there before it
 
 
 def _is_meta(tensor: Tensor) -> bool:
@@ -59,11 +62,17 @@ def _covers(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
+def _room(nbytes: int, place: torch.device) -> Tensor:
+    """Bytes without content."""
+    return aligned(nbytes) if place.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=place)
+
+
 class Recording:
     """What construction did, in order. Lives as long as one of the parameters that were registered in it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # where the model will compute
+        self.places: dict[int, torch.device] = {}  # storage -> where plain construction would have made it
         self.ops: list[_Op] = []
         self.writers: dict[int, list[int]] = {}  # storage -> the ops that made or changed it
         self.tensors: dict[int, list[Tensor]] = {}  # storage -> tensors that were seen on it
@@ -72,8 +81,14 @@ class Recording:
     def __deepcopy__(self, memo: Any) -> Recording:
         return self  # a copied tensor remembers the same construction
 
+    def place_of(self, tensor: Tensor) -> torch.device:
+        """Where plain construction would have ``tensor``."""
+        return self.places.get(_storage(tensor), _CPU) if _is_meta(tensor) else tensor.device
+
     def add(self, op: _Op, writes: Iterable[Tensor]) -> None:
         self.ops.append(op)
+        for tensor in writes:
+            self.places.setdefault(_storage(tensor), op.place)
         for storage in {_storage(tensor) for tensor in writes}:
             self.writers.setdefault(storage, []).append(len(self.ops) - 1)
         for tensor in writes:
@@ -114,7 +129,7 @@ class Recording:
         return sorted(needed)
 
     def make(self, tensor: Tensor) -> Tensor:
-        """The values of ``tensor`` as plain construction would have left them, in host memory."""
+        """The values of ``tensor`` as plain construction would have left them, and where."""
         memory: dict[int, torch.UntypedStorage] = {}
 
         def real(meta: Tensor) -> Tensor:
@@ -122,15 +137,15 @@ class Recording:
                 return meta
             key = _storage(meta)
             if key not in memory:
-                memory[key] = aligned(meta.untyped_storage().nbytes()).untyped_storage()
-            view = torch.empty(0, dtype=meta.dtype)
+                memory[key] = _room(meta.untyped_storage().nbytes(), self.places.get(key, _CPU)).untyped_storage()
+            view = torch.empty(0, dtype=meta.dtype, device=memory[key].device)
             return view.set_(memory[key], meta.storage_offset(), meta.size(), meta.stride())  # type: ignore[call-overload, no-any-return]
 
-        with torch.no_grad(), _generator_restored():
-            for index in self._needed(_storage(tensor)):
-                op = self.ops[index]
+        needed = [self.ops[index] for index in self._needed(_storage(tensor))]
+        with torch.no_grad(), _generators_restored({op.place for op in needed if op.random is not None}):
+            for op in needed:
                 if op.random is not None:
-                    torch.set_rng_state(op.random)
+                    _set_state(op.place, op.random)
                 args, kwargs = tree_map_only(Tensor, real, (op.args, op.kwargs))
                 result = op.func(*args, **kwargs)
                 made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
@@ -139,13 +154,23 @@ class Recording:
         return real(tensor.detach())
 
 
+def _state(place: torch.device) -> Tensor:
+    """Of the default generator there."""
+    return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(place: torch.device, state: Tensor) -> None:
+    torch.cuda.set_rng_state(state, place) if place.type == "cuda" else torch.set_rng_state(state)
+
+
 @contextlib.contextmanager
-def _generator_restored() -> Iterator[None]:
-    state = torch.get_rng_state()
+def _generators_restored(places: Iterable[torch.device]) -> Iterator[None]:
+    states = {place: _state(place) for place in places}
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        for place, state in states.items():
+            _set_state(place, state)
 
 
 _LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
@@ -202,20 +227,20 @@ class _Recorder(TorchDispatchMode):
         if any(not _is_meta(tensor) for tensor in written):
             # a real tensor takes values that do not exist yet: make them
             return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
-        state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        place = self._place(tensors, kwargs.get("device"))
         meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
-            # made, or moved: where to is decided when the values are
-            meta_kwargs, kwargs = {**meta_kwargs, "device": torch.device("meta")}, {**kwargs, "device": torch.device("cpu")}
+            meta_kwargs, kwargs = {**meta_kwargs, "device": torch.device("meta")}, {**kwargs, "device": place}
             meta_kwargs.pop("pin_memory", None)
             kwargs.pop("pin_memory", None)
+        state = self._draw(func, args, kwargs, place) if torch.Tag.nondeterministic_seeded in func.tags else None
         try:
             result = func(*meta_args, **meta_kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if not tensors or written:
                 raise
             if state is not None:
-                torch.set_rng_state(state)  # it was drawn above, to no end
+                _set_state(place, state)  # it was drawn above, to no end
             try:  # the result depends on values: tensor.item(), nonzero() and their like
                 return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
             except KeyError:
@@ -233,17 +258,23 @@ class _Recorder(TorchDispatchMode):
             args, kwargs, outputs = tree_map_only(
                 Tensor, lambda tensor: tensor.detach() if _is_meta(tensor) else tensor.detach().clone(), (args, kwargs, outputs)
             )
-            self.recording.add(_Op(func, args, kwargs, outputs, reads, state), [*written, *new])
+            self.recording.add(_Op(func, args, kwargs, outputs, reads, place, state), [*written, *new])
         return result
 
     def _made(self, tensor: Tensor) -> Tensor:
         return self.recording.make(tensor) if _is_meta(tensor) else tensor
 
-    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    def _place(self, tensors: list[Tensor], asked: torch.device | None) -> torch.device:
+        """Where plain construction would run an operation on ``tensors``: numbers that a GPU draws are other ones than the CPU's."""
+        if asked is None:
+            return next((place for place in map(self.recording.place_of, tensors) if place.type == "cuda"), _CPU)
+        return parse_device(asked) if asked.type == "cuda" else _CPU
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], place: torch.device) -> Tensor:
         """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
         if kwargs.get("generator") is not None:
             raise RuntimeError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
-        state = torch.get_rng_state()
+        state = _state(place)
         fills = func._schema.name.split("::")[1] in _FILLS
 
         def real(tensor: Tensor) -> Tensor:
@@ -251,12 +282,10 @@ class _Recorder(TorchDispatchMode):
                 return tensor
             if not fills:
                 return self.recording.make(tensor)
-            scratch = aligned(tensor.untyped_storage().nbytes()).view(tensor.dtype)
+            scratch = _room(tensor.untyped_storage().nbytes(), self.recording.place_of(tensor)).view(tensor.dtype)
             return scratch.as_strided(tensor.size(), tensor.stride())
 
         real_args, real_kwargs = tree_map_only(Tensor, real, (args, kwargs))
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
         func(*real_args, **real_kwargs)
         return state
 
@@ -283,7 +312,7 @@ class Source(Protocol):
         """Where the model will compute."""
 
     def make(self, tensor: Tensor) -> Tensor:
-        """The values, in host memory."""
+        """The values, in host memory or on a GPU."""
 
     def saw(self, tensor: Tensor) -> bool:
         """Whether the tensor is as it was when the source was given to it."""
@@ -322,15 +351,14 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
         device: where the model will compute; None takes a GPU where there is one.
 
     All that a constructor does to tensors is followed (any initializer, also in place, on views, or depending on values through
-    ``item()``), with torch's default generator. After the context such a model can be given to ZeroOptimizer or load_pretrained; it
-    cannot compute, and what changes its parameters in between is refused when they are made.
+    ``item()``), with torch's default generators: what is built with ``device="cuda"`` is drawn by that GPU, anything else by the CPU.
+    After the context such a model can be given to ZeroOptimizer or load_pretrained; it cannot compute, and what changes its parameters
+    in between is refused when they are made.
 
     Raises:
         RuntimeError: for a context within another, and for initial values from another generator than the default one.
     """
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    recording = Recording(torch.device(device))
+    recording = Recording(default_device() if device is None else parse_device(device))
 
     def registered(_module: nn.Module | None, _name: str, tensor: Tensor | None) -> None:
         if tensor is not None and _is_meta(tensor) and recording.knows(tensor):
@@ -375,12 +403,17 @@ def _source(tensor: Tensor) -> Source | None:
 
 def compute_device(model: nn.Module) -> torch.device:
     """Where the model computes, also if its parameters do not exist yet."""
-    for param in model.parameters():
-        if not _is_meta(param):
-            return param.device
-        source = _source(param)
-        if source is not None:
-            return source.device
+    return next((device_of(param) for param in model.parameters() if not _is_meta(param) or can_make(param)), default_device())
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Where a tensor is, or will be once its values are made."""
+    source = _source(tensor) if _is_meta(tensor) else None
+    return tensor.device if source is None else source.device
+
+
+def default_device() -> torch.device:
+    """The current GPU; the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -390,7 +423,7 @@ def can_make(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor, name: str) -> Tensor:
-    """The values of a parameter or buffer: its own, or, where it has no memory, newly made in host memory. RuntimeError if it was changed since."""
+    """The values of a parameter or buffer: its own, or, where it has no memory, newly made. RuntimeError if it was changed since."""
     if not _is_meta(tensor):
         return tensor.detach()
     source = _source(tensor)

@@ -40,7 +40,7 @@ from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
 from zk.plan.check import refuse_what_cannot_fit
-from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of
+from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, warn_of_slow_products
 from zk.torch_calls import watch_torch
 from zk.units import find_units
 
@@ -85,13 +85,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
         self.state: Shown = Shown(weakly(self._state_names))
-        check_params(model, self.param_groups, self.config.dtype is not None)
+        check_params(model, self.param_groups, self.config.dtype is not None, self.config.device is not None)
         if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
             raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
         assert self.config.device is None or isinstance(self.config.device, torch.device)
-        device = self.config.device or compute_device(model)
-        self.comm = connect(self.config.process_group, self.config.overlap, device)
+        self.device = self.config.device or compute_device(model)
+        self.comm = connect(self.config.process_group, self.config.overlap, self.device)
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[Held] = []
         self.units: dict[nn.Parameter, tuple[Held, int]] = {}
@@ -102,14 +102,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last_norm = math.nan
         self.torn = ""  # what ended a step half-way
         self.tiers: dict[str, Tier] = {}
-        self.transfer = Transfer(link_to(device), None, self.config.overlap)
+        self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.publisher: Solo | Group = Solo()
         self.saver: save.Saver | None = None  # made with the first save beside training
         try:
-            self._build(device)
+            self._build()
         except BaseException:
-            self._close_memory()
+            with _logged():
+                self._close_memory()
             raise
         scale = self.config.loss_scale
         if scale == "auto":
@@ -123,14 +124,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- construction --------------------------------------------------------------------------------------------------------
 
-    def _build(self, device: torch.device) -> None:
+    def _build(self) -> None:
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
-        config, dtype = self.config, self.config.dtype
+        config, dtype, device = self.config, self.config.dtype, self.device
         assert dtype is None or isinstance(dtype, torch.dtype)
+        moved = config.device is not None or self._built  # masters of a model that was held before are where their tier is
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        units = find_units(self.model, number, dtype, config.units, device, moved=config.device is not None)
+        units = find_units(self.model, number, dtype, config.units, device, moved)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
+        if self.comm.rank == 0:
+            for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
+                warn_of_slow_products(slow)
         if config.check_memory and not self._built:
             refuse_what_cannot_fit(self.model, self.inner, units, layouts, config, self.comm, device, self.transfer.joined)
         assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
@@ -141,7 +146,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition = Partition(self.model, config.prefetch, weakly(self._written))
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
-        self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow)
+        # the update publishes from its own thread: all of it comes before the next reduction, so every rank launches both in one order
+        before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
+        self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
         self._place_buffers(device, dtype)
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
             held = assembly.hold(index, unit, layout, self.partition, self.grads)
@@ -201,7 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
         super().add_param_group(param_group)
         try:
-            check_params(self.model, self.param_groups, self.config.dtype is not None)
+            check_params(self.model, self.param_groups, self.config.dtype is not None, self.config.device is not None)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -216,7 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for param, master in masters.items():
             param.data = master
         self.held, self.units = [], {}
-        self._build(next(iter(masters.values())).device)
+        self._build()
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
@@ -658,8 +665,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self.held:
             if not chosen.intersection(held.unit.params):
                 continue
-            if held.shard is not None:
-                held.adopt_writes()
             for param, values in held.masters().items():
                 if is_kept:
                     full[param] = values.to("cpu", wanted or held.unit.dtype)
@@ -772,10 +777,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         self.worker.close()  # the run is over: what is under way is not worth waiting for, but a save
         self.torn = self.torn or kind.__name__
-        try:
+        with _logged():
             self.close()
-        except Exception as error:  # the one that ended the run is the one to hear of
-            log.error("while closing: %s: %s", type(error).__name__, error)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Log what fails inside: the error that led there is the one to hear of."""
+    try:
+        yield
+    except Exception as error:
+        log.error("while closing: %s: %s", type(error).__name__, error)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

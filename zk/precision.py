@@ -1,13 +1,37 @@
-"""In: sums of squares and the rules for the loss scale. Out: the one number gradients are multiplied by, or the decision to skip a step."""
+"""The number that gradients are multiplied by: loss scale, norm, clip. The precisions that a CPU is slow in."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from typing import Any
 
 import torch
 
 from zk.config import DynamicLossScale
+
+log = logging.getLogger("zk")
+# torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
+_SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Check that the CPU multiplies matrices in ``dtype`` about as fast as in fp32. True where torch does not say."""
+    if dtype not in _SUPPORTED or not torch.backends.mkldnn.is_available():
+        return True
+    return bool(getattr(torch.ops.mkldnn, _SUPPORTED[dtype])())
+
+
+@functools.cache
+def warn_of_slow_products(dtype: torch.dtype) -> None:
+    """Warn, once per process, of a model that computes in ``dtype`` on a CPU that is slow in it."""
+    if not has_fast_products(dtype):
+        log.warning(
+            "the model computes in %s, for which torch has no fast kernels on this CPU: matrix products take 10 to 100 times as long as in "
+            "fp32; use dtype='fp32'",
+            dtype,
+        )
 
 
 class LossScaler:

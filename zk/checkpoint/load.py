@@ -55,7 +55,7 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     if scheduler is not None:
         scheduler.load_state_dict(revived(manifest.head["scheduler"]))
     if optimizer.comm.rank < len(manifest.ranks) and manifest.ranks[optimizer.comm.rank]["random"] is not None:  # an import has none
-        set_random_state(manifest.ranks[optimizer.comm.rank]["random"])
+        set_random_state(manifest.ranks[optimizer.comm.rank]["random"], optimizer.device)
     return revived(manifest.head["extra"])
 
 

@@ -146,27 +146,27 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
     }
 
 
-def random_state() -> dict[str, Any]:
-    """The generators of this process."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The generators of this process, and of the GPU that its model computes on."""
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": [version, list(state), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state().tolist(),
-        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None,
     }
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo what has been drawn since ``random_state``."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from torch import Tensor
 from zk.checkpoint import manifest
 from zk.checkpoint.files import Entry, Writer, Written, sync_folder, write_durably
 from zk.offload.snapshot import Snapshot, Unread
+from zk.offload.streams import PAST
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Ticket, Worker
 from zk.parallel.comm import Group, Solo
@@ -155,13 +156,14 @@ class Save:
         self.head = manifest.of_optimizer(optimizer)
         self.head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
         self.head["extra"] = manifest.plain(extra, "extra")
-        self.random = manifest.random_state()
+        self.random = manifest.random_state(optimizer.device)
         self.parts = parts_of(optimizer)
         self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}
         self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
         self.unread: dict[int, Unread] = {}
         self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
         self.snapshot: Snapshot | None = None
+        self.transfer, self.mark = optimizer.transfer, PAST
         # of parameters that are not trained: when they were written last
         self.still = {number: [param._version for param in held.unit.params] for number, held in enumerate(optimizer.held) if held.shard is None}
 
@@ -169,6 +171,7 @@ class Save:
         """Training will go on before ``run`` has read all: from now on, who changes something sees to it that it can be read as it was."""
         self.snapshot = Snapshot(room_nbytes)
         self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        self.mark = self.transfer.mark()
         parts: dict[int, dict[int, Part]] = {}
         for part in self.parts:
             if part.held.shard is not None:
@@ -213,6 +216,7 @@ class Save:
 
     def _write_rank(self) -> None:
         """This rank's tensors, and what it says of them."""
+        self.transfer.follow(self.mark)  # another thread has another stream than training's
         entries, pieces = [], []
         for part in self.parts:
             for piece in part.pieces:

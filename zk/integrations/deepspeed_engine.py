@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -15,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zk.checkpoint import load, save
 from zk.checkpoint.manifest import Manifest
+from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
-from zk.materialize import compute_device
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import world_to_join
 
@@ -32,7 +33,7 @@ class Engine(nn.Module):
     def __init__(self, model: nn.Module, optimizer: ZeroOptimizer, scheduler: Any, sizes: BatchSizes) -> None:
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler, self._sizes = model, optimizer, scheduler, sizes
-        self.device, self.local_rank = compute_device(model), _local_rank(None)
+        self.device, self.local_rank = optimizer.device, _local_rank(None)
         self.micro_steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -230,9 +231,14 @@ def initialize(
     sizes = batch_sizes(settings, world_to_join(zero.process_group))
 
     local_rank = _local_rank(args)
-    if torch.cuda.is_available() and not any(param.is_meta for param in model.parameters()):
-        torch.cuda.set_device(local_rank)
-        model.to(torch.device("cuda", local_rank))
+    if torch.cuda.is_available():
+        device = torch.device(zero.device or parse_device(f"cuda:{local_rank}"))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if any(param.is_meta for param in model.parameters()):  # deferred_init took the device that was current then
+            zero = dataclasses.replace(zero, device=device)
+        else:
+            model.to(device)
     params = list(model_parameters) if model_parameters is not None else [param for param in model.parameters() if param.requires_grad]
     if optimizer is None:
         inner = make_optimizer(settings, params)

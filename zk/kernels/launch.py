@@ -5,6 +5,7 @@ Where triton is not installed, kernels are plain functions that are never called
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -21,12 +22,22 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BLOCK = 2048
 
 
-def grid(kernel: Any, *programs: int) -> Callable[..., None]:
-    """The launcher of ``kernel`` over ``programs``; torch.compile sees through it."""
+def grid(kernel: Any, *programs: int | Callable[[Any], tuple[int, ...]]) -> Callable[..., None]:
+    """The launcher of ``kernel`` over ``programs``, or over what a function of its configuration says; torch.compile sees through it.
+
+    Triton launches on the current device and its stream, wherever the arguments are: so the device of the first one is made current.
+    """
     if not HAVE_TRITON:
         raise RuntimeError("this kernel needs triton, which is not installed (it comes with torch on Linux); tensors in host memory need no kernel")
-    launcher: Callable[..., None] = (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[programs]
-    return launcher
+    launcher = (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[programs[0] if callable(programs[0]) else programs]
+
+    def launch(first: Tensor, *args: Any, **options: Any) -> None:
+        # (fake tensors may be on a GPU that is not there)
+        on_gpu = first.is_cuda and torch.cuda.is_available()
+        with torch.cuda.device(first.device) if on_gpu else contextlib.nullcontext():
+            launcher(first, *args, **options)
+
+    return launch
 
 
 def op(name: str, reference: Callable[..., None], mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Any]:

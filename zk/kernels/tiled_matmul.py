@@ -127,9 +127,8 @@ def _launch(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor
         launcher = grid(_matmul_kernel, cdiv(m, block_m) * cdiv(n, block_n))
         launcher(*fixed, activation, precision, k % block_k == 0, block_m, block_n, block_k, 8, num_warps=warps, num_stages=stages)
         return
-    torch.library.wrap_triton(_tuned())[lambda meta: (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]),)](
-        *fixed, ACTIVATION=activation, PRECISION=precision
-    )
+    launcher = grid(_tuned(), lambda meta: (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]),))
+    launcher(*fixed, ACTIVATION=activation, PRECISION=precision)
 
 
 _op = op("tiled_matmul_", reference.tiled_matmul, mutates=("out",))(_launch)

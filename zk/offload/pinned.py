@@ -213,19 +213,26 @@ class Arena:
 
 
 def _unlock(link: Link, regions: list[_Region], pending: list[_Block], pid: int) -> None:
-    """The end of an arena: what it held, without the arena."""
+    """End an arena: what it held, without the arena. Of several errors the first is raised: after some, CUDA refuses every call."""
     if os.getpid() != pid:
         return  # a forked child: the registration, and what is in flight, are its parent's
+    first: BaseException | None = None
     try:
         for block in pending:
             block.after.wait()
-    finally:
-        pending.clear()
-        for region in regions:
-            if region.pinned:
-                region.pinned = False
+    except BaseException as error:
+        first = error
+    pending.clear()
+    for region in regions:
+        if region.pinned:
+            region.pinned = False
+            try:
                 link.unpin(region.memory)
-        regions.clear()
+            except OSError as error:
+                first = first or error
+    regions.clear()
+    if first is not None:
+        raise first
 
 
 def _mib(nbytes: int) -> str:

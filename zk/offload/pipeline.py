@@ -40,7 +40,8 @@ class Task:
     shard: OptimizerShard
     taken: TakenGradient
     runs: Sequence[Run]
-    publish: Callable[[Event], Awaited]  # once the slice is updated and the event past: brings it to the other ranks
+    # brings the updated slice to the other ranks, after its last copy home and a mark, as for Transfer; returns what compute must follow
+    publish: Callable[[Event, Event | None], Awaited]
     landing: Landing = dataclasses.field(default_factory=Landing)
     memory: Tensor | None = None  # set when done: what the gradient was in, to be used again
     left: int = dataclasses.field(init=False)  # chunks to be updated
@@ -54,9 +55,9 @@ class Task:
         """All of it is updated, and published."""
         return self.landing.done
 
-    def end(self) -> None:
-        """All chunks are updated."""
-        self.landing.arriving = self.publish(self.shard.arriving)
+    def end(self, mark: Event | None) -> None:
+        """All chunks are updated, by what compute had been asked to do at ``mark`` and by the host."""
+        self.landing.arriving = self.publish(self.shard.arriving, mark)
         self.memory = self.taken.drop()
         self.done.finish()
 
@@ -86,7 +87,7 @@ def update(tasks: Sequence[Task], options: Options, beside: bool | None = None, 
         _run(work, options, stop)
         for task in tasks:
             if not task.left and not task.done.done:  # this rank has nothing of it
-                task.end()
+                task.end(options.mark)
     except BaseException as error:
         for task in tasks:
             task.done.finish(error)
@@ -106,4 +107,4 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
             task.shard.update(index, task.taken, task.runs, options.grad_scale, options.num_threads, keep, options.mark, task.unread)
         task.left -= 1
         if not task.left:
-            task.end()
+            task.end(options.mark)

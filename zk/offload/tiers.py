@@ -432,6 +432,17 @@ def free_nbytes(device: torch.device) -> int:
 _SECTION = 2048
 
 
+def rooms(device: torch.device, device_budget: int | None, host_budget: int | None, ranks: int = 1) -> dict[str, int]:
+    """Bytes of training state that "auto" may put on the device and on the host. Free host memory is shared by ``ranks``."""
+    # what is left free on a device is for activations and gathered parameters
+    share = 0.9 if device.type == "cpu" else 0.5
+    free = free_nbytes(device) // (ranks if device.type == "cpu" else 1)
+    return {
+        "device": device_budget if device_budget is not None else int(share * free),
+        "host": host_budget if host_budget is not None else int(0.9 * free_nbytes(torch.device("cpu")) / ranks),
+    }
+
+
 def place(
     param_tier: str,
     optimizer_tier: str,
@@ -442,23 +453,18 @@ def place(
     host_budget: int | None,
     buffer_nbytes: int | None,
     ranks: int = 1,
+    room: Mapping[str, int] | None = None,
 ) -> list[tuple[str, list[tuple[str, int]]]]:
     """For each unit, the tier of its parameters, and the tiers of its optimizer state with the elements on each, in order.
 
     "auto" fills the device up to its budget, then the host, then NVMe. What "nvme" is asked for stays in the host's memory as far as a
     host_budget is given. Parameters go first, unit by unit: they are used twice in every step, optimizer state once. That fills what is
     left to the element, so at most one unit is divided between two tiers.
-    ``buffer_nbytes`` is what moving to and from NVMe takes of the host; None where there is no path for it. Free host memory is shared by
-    ``ranks``.
+    ``buffer_nbytes`` is what moving to and from NVMe takes of the host; None where there is no path for it. ``room`` and ``ranks``: as for
+    ``rooms``, which is asked where it is None.
     Raises ValueError if the state does not fit in the budgets, with what it needs and the remedy.
     """
-    # what is left free on a device is for activations and gathered parameters
-    share = 0.9 if device.type == "cpu" else 0.5
-    free = free_nbytes(device) // (ranks if device.type == "cpu" else 1)
-    room = {
-        "device": device_budget if device_budget is not None else int(share * free),
-        "host": host_budget if host_budget is not None else int(0.9 * free_nbytes(torch.device("cpu")) / ranks),
-    }
+    room = dict(room or rooms(device, device_budget, host_budget, ranks))
     may_spill = buffer_nbytes is not None
     needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.numel * need.element_nbytes for need in needs)
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:

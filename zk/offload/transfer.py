@@ -103,9 +103,9 @@ class Transfer:
         """As for Link."""
         self.link.follow(event)
 
-    def beside(self) -> AbstractContextManager[Callable[[], Event]]:
-        """As for Link."""
-        return self.link.beside()
+    def beside(self, uploaded: Event, mark: Event | None = None) -> AbstractContextManager[Callable[[], Event]]:
+        """Start collectives after ``uploaded`` and ``mark``, or what compute has been asked to do so far. Yields as for Link."""
+        return self.link.beside([uploaded, mark or self.link.mark()])
 
     @property
     def nbytes(self) -> int:

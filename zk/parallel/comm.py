@@ -34,10 +34,13 @@ _VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result is in place; raises what went wrong on any rank."""
+        """Order the calling thread's current stream after the result; in host memory, return when it is there. Raises what went wrong on any rank.
+
+        A call orders one stream: whoever reads the result on another one calls again.
+        """
 
 
 class Done:
@@ -78,17 +81,18 @@ class Solo:
 
 
 class _Works:
-    """Several asynchronous works and what is to happen once all are done; keeps the buffers alive until then."""
+    """Several asynchronous works, and what follows once all are done. Keeps the buffers alive meanwhile.
+
+    ``finish`` runs once, on the stream of the first ``wait``.
+    """
 
     def __init__(self, comm: Group, label: str, works: list[dist.Work], finish: Callable[[], object] | None = None) -> None:
         self.comm, self.label, self.works, self.finish = comm, label, works, finish
 
     def wait(self) -> None:
-        works, self.works = self.works, []
-        if works:
-            with phase("wait", f"other ranks: {self.label}"):
-                for work in works:
-                    self.comm.guard(self.label, work.wait)
+        with phase("wait", f"other ranks: {self.label}"):
+            for work in self.works:
+                self.comm.guard(self.label, work.wait)
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
@@ -154,17 +158,18 @@ class Group:
         try:
             call()
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.rank} of {self.world} failed in collective {self.count} ({label}): {self._why()}. {error}") from error
+            where = f"rank {self.rank} of {self.world} failed in collective {self.count} ({label})"
+            raise RuntimeError(f"{where}: {self._who_is_gone()}{error}") from error
 
-    def _why(self) -> str:
-        """What became of the other ranks."""
+    def _who_is_gone(self) -> str:
+        """Ranks that have ended, as a sentence; nothing where all of them show signs of life, as then only the error says what went wrong."""
         gone = self.presence.gone()
         if gone is None:
-            return "the store over which the ranks have met is gone, and with it the process that keeps it (rank 0, or torchrun)"
+            return "the store over which the ranks have met is gone, and with it the process that keeps it (rank 0, or torchrun). "
         named = [self.ranks.index(rank) for rank in gone if rank in self.ranks]
         if named:
-            return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} ended: no sign of life any more"
-        return "a peer did not reach it in time, or left it"
+            return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} ended: no sign of life any more. "
+        return ""
 
     def _announce(self, operation: int, unit: int) -> tuple[str, Callable[[], None]]:
         """Tell the other ranks what comes next. Returns its label and a check that raises if any of them is about to do something else."""
@@ -217,7 +222,6 @@ class Group:
         label, check = self._announce(GATHER, unit)
         if not self.gloo and full.device.type != "cpu":
             return self._launch(label, check, lambda: [_all_gather(full, shard, self.group)], None)
-        group = self.group if self.gloo else self.control
         parts = full.chunk(self.world)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
@@ -225,7 +229,7 @@ class Group:
         return self._launch(
             label,
             check,
-            lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
+            lambda: [dist.broadcast(part, self.ranks[rank], group=self.control, async_op=True) for rank, part in enumerate(as_bytes)],
             None,
         )
 
@@ -257,14 +261,10 @@ class Group:
         return self._launch(label, check, start, mean)
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
-        """Overwrite ``tensor`` on every rank with the first rank's."""
+        """Overwrite ``tensor`` on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
         label, check = self._announce(operation, unit)
-        self._launch(label, check, lambda: [dist.broadcast(tensor, self.ranks[0], group=self.group, async_op=True)], None).wait()
-
-    def broadcast_host(self, tensor: Tensor, operation: int) -> None:
-        """As ``broadcast``, for a small tensor in host memory."""
-        label, check = self._announce(operation, -1)
-        self._launch(label, check, lambda: [dist.broadcast(tensor, self.ranks[0], group=self.control, async_op=True)], None).wait()
+        group = self.group if tensor.device.type != "cpu" else self.control
+        self._launch(label, check, lambda: [dist.broadcast(tensor, self.ranks[0], group=group, async_op=True)], None).wait()
 
     def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place."""

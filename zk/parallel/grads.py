@@ -70,6 +70,7 @@ class GradReducer:
         replicate: every rank gets the whole reduced gradient (stage 0).
         check: called before anything is accepted; raises if gradients must not arrive now.
         follow: makes compute come after what a sink returned.
+        before: called before each reduction: what other threads have still to launch on these ranks is launched, and ordered before it.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class GradReducer:
         replicate: bool,
         check: Callable[[nn.Parameter], None],
         follow: Callable[[Leaving], None] = Pending.wait,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        self.comm, self.in_backward, self.replicate, self.check, self.follow = comm, in_backward, replicate, check, follow
+        self.comm, self.in_backward, self.replicate, self.check, self.follow, self.before = comm, in_backward, replicate, check, follow, before
         self.units: list[UnitGrads] = []
         self.order: list[int] = []  # positions in units
         self.learned = False
@@ -202,6 +204,7 @@ class GradReducer:
 
     def _reduce(self, position: int) -> None:
         """Start the reduction of a unit's bucket; a unit without gradients takes part with zeros, as other ranks may have some."""
+        self.before()
         unit = self.units[position]
         self.started.add(position)
         bucket = unit.bucket
@@ -249,8 +252,7 @@ class GradReducer:
         """Take the first rank's order of completion for all that follows."""
         seen = dict.fromkeys(self.completed)
         order = torch.tensor(list(seen) + [i for i in self.order if i not in seen])
-        if isinstance(self.comm, Group):
-            self.comm.broadcast_host(order, STATE)
+        self.comm.broadcast(-1, order, STATE)
         self.order, self.learned = order.tolist(), True
 
     def finish(self) -> list[set[int]]:

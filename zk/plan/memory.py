@@ -292,10 +292,11 @@ def _buckets(config: ZeroConfig, world: int, joined: bool, kinds: Sequence[Kind]
 
 
 def activations_nbytes(shape: Shape, tokens: int, size: int = 2) -> int:
-    """An estimate: each block's input is kept (checkpointing), one block is computed again, and there are logits and their gradient in fp32.
+    """Estimate activations: inputs of all blocks (checkpointing), one block that is computed again, and the logits.
 
-    Inside a block: two norms, queries, keys, values, their mix and the output, and twice what is inside the MLP; attention that keeps no
-    matrix of scores.
+    Inside a block: two norms, queries, keys, values, their mix and the output. Of its MLP, the tensors that backward needs and the gradients
+    of its product or activation, three times what is inside. Attention keeps no matrix of scores. Of the logits: themselves, and their
+    log-softmax and two gradients in fp32.
     """
-    block = 8 * shape.width + 2 * shape.ffn
-    return tokens * (size * (shape.width * shape.layers + block) + (size + 8) * shape.vocab)
+    block = 8 * shape.width + 3 * shape.ffn
+    return tokens * (size * (shape.width * shape.layers + block) + (size + 12) * shape.vocab)

@@ -21,7 +21,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zk
+from zk.config import parse_device, parse_dtype
 from zk.memory import peak_nbytes
+from zk.offload.tiers import readable
+from zk.precision import has_fast_products
 from zk.timeline import Recorder, Timeline, phase, write_chrome_trace
 from zk.train import overlap, resume
 from zk.train.data import Text, read_text
@@ -70,7 +73,7 @@ def fast_dtype(device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if has_bf16 else "fp32"
+    return "bf16" if has_bf16 and has_fast_products(torch.bfloat16) else "fp32"
 
 
 def schedule(steps: int) -> Callable[[int], float]:
@@ -137,7 +140,10 @@ def train(job: Job) -> Record:
 
 def _train(job: Job, termination: resume.Termination) -> Record:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = parse_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+        torch.cuda.set_device(device)
     console = Console(quiet=rank != 0, highlight=False)
     if rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)  # find out now that it cannot be written
@@ -163,8 +169,6 @@ def _train(job: Job, termination: resume.Termination) -> Record:
     dtype = job.zero.dtype or fast_dtype(device)
     plain = None
     if job.check:
-        from zk.config import parse_dtype
-
         plain = PlainTrainer(model, parse_dtype(dtype, "dtype"), job)
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(groups(model), lr=job.lr, betas=(0.9, 0.95)), job.zero, dtype=dtype)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job.steps))
@@ -397,6 +401,9 @@ def _report(
             read, wrote = metrics["fetched_nbytes"] / 2**30, metrics["evicted_nbytes"] / 2**30
             waited = f"{metrics['stall_ms'] / 1e3:.1f} s of waiting for it"
             console.print(f"drive            {read:.2f} GiB read, {wrote:.2f} GiB written, {metrics['fetch_hit_rate']:.0%} ahead of use, {waited}")
+        device = optimizer.held[0].unit.device
+        if device.type == "cuda":
+            console.print(f"device memory    {readable(torch.cuda.max_memory_allocated(device))} at most, tensors of this process")
         console.print(f"host memory      {peak_nbytes() / 2**30:.2f} GiB at most, all of this process")
         if record.check_losses:
             worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
