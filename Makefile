@@ -4,14 +4,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
 
-# in two processes, a file in one of them (no benchmarks: those want the machine for themselves); in one: make test ARGS="-n 0"
-test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark $(ARGS)
+# on the host, and on two CUDA devices that are software (tests/softgpu); in two processes, a file in one of them; in one: make test ARGS="-n 0"
+test: test-host test-device
+
+PYTEST := -m pytest -n 2 --dist loadfile -p no:benchmark
+
+test-host: $(READY)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+test-device: $(READY)
+	$(BIN)/python $(PYTEST) -p tests.softgpu.plugin $(ARGS)
+
+# the share of the CUDA path's lines that the tests on the software GPU execute
+CUDA_PATH := zk/offload/streams.py,zk/offload/pinned.py,zk/offload/transfer.py,zk/kernels/*.py,zk/parallel/comm.py
+
+coverage: $(READY)
+	rm -rf runs/coverage
+	mkdir -p runs/coverage
+	$(BIN)/coverage run $(PYTEST) -p tests.softgpu.plugin $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --include='$(CUDA_PATH)'
 
 # removes every wait for copies between device and host, one at a time: some test must fail (about 25 minutes on two busy cores)
 mutate: $(READY)
@@ -51,7 +68,7 @@ bench-nvme: $(READY) $(VENV)/.peers
 	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments
 
 # on a machine with a GPU: all that is to be tested and measured there, in less than ten minutes, and a dated report in benchmarks/results/;
-# some of it: make gpu ARGS='--sections step,peers'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
+# some of it: make gpu ARGS='--sections floors,7b/zk_stage2'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py --nvme $(NVME) $(ARGS)
 

@@ -3,21 +3,59 @@
 Where tests run in several processes (`make test`), torch in each of them, and in the programs that they start, gets its part of the cores.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before OpenMP is loaded, which reads these once
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads without work sleep: spinning, they take the core of another process
-
+import tests.threads  # isort: skip  # noqa: F401 (before OpenMP is loaded)
 import torch
 
+collect_ignore: list[str] = []
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    collect_ignore += [  # `make test` runs them on devices that are software
+        "softgpu",
+        "test_activations_device.py",
+        "test_checkpoint_device.py",
+        "test_gpu.py",
+        "test_gpu_order.py",
+        "test_gpu_placement.py",
+        "test_kernels.py",
+        "test_overlap_device.py",
+        "test_parity_device.py",
+        "test_pinned.py",
+        "test_streams.py",
+        "test_waits.py",
+    ]
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+
+# where tests run in several processes, a file at a time, those that take longest come first: none of them is left to one process at the end
+LONGEST = (
+    *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_resume", "test_compiled_kernels", "test_abuse", "test_huggingface"),
+    *("test_kernels", "test_train", "test_partitioned"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist's own order, by the number of tests
+
+
+@pytest.fixture(autouse=True)
+def _collect_quickly() -> None:
+    """Take what is there before a test out of the collector's sight: a million objects of torch, and half a second for each ``gc.collect()``."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, without a GPU, what is for one; begin with the longest files."""
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("device_only")])
+        items[:] = [item for item in items if not item.get_closest_marker("device_only")]
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture
@@ -39,3 +77,7 @@ def torch_engine() -> Iterator[None]:
         default_engine.cache_clear()
         yield
     default_engine.cache_clear()  # only now: a thread that still updates must not find the setting again
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # C extensions look at the end whether all of theirs is gone

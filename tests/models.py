@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 VOCAB, WIDTH, LENGTH = 19, 24, 7
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where models of tests compute
 
 
 class Block(nn.Module):
@@ -43,6 +44,8 @@ class GPT(nn.Module):
         if variant == "frozen":
             for param in [*self.tokens.parameters(), *self.blocks[1].parameters(), self.blocks[0].qkv.weight]:
                 param.requires_grad_(False)
+        if self.norm.weight.device.type != "meta":
+            self.to(DEVICE)
 
     def forward(self, ids: Tensor, branch: bool = False) -> Tensor:
         x = self.tokens(ids)
@@ -65,4 +68,4 @@ def loss_of(model: nn.Module, ids: Tensor, **kwargs: bool) -> Tensor:
 
 def batch(seed: int) -> Tensor:
     """(2, LENGTH + 1) token ids."""
-    return torch.randint(0, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)

@@ -5,9 +5,9 @@
 A wait is a statement (``event.wait()``, ``link.follow(event)``, ``held.arrive()`` ...), an event that a copy comes after, or one that is
 handed on: as an argument of what releases memory, as an attribute, as what a function returns. They are found in the syntax tree, so a new
 one is tried as soon as it is written. Each mutant runs in a process of its own, forked from one that has imported torch and nothing of zk:
-first cases of the parity grid on the device whose copies are as late as they may be (tests/test_parity.py runs the same ones), then the
-tests of the file that it is in. The first failure, a hang or a crash ends it. One that survives must be explained below. Before all that the
-package runs as it is: what fails then would kill every mutant.
+on the software GPU first cases of the parity grid (tests/test_parity_device.py runs the same ones), then the tests of the file that it is in;
+then, in another process, those of its tests that run on the host. The first failure, a race, a hang or a crash ends it. One that survives must
+be explained below. Before all that the package runs as it is: what fails then would kill every mutant.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
+    "zk/offload/streams.py",
     "zk/offload/transfer.py",
     "zk/offload/tiers.py",
     "zk/offload/state.py",
@@ -41,6 +42,7 @@ FILES = (
     "zk/offload/pipeline.py",
     "zk/offload/spill.py",
     "zk/offload/worker.py",
+    "zk/parallel/comm.py",
     "zk/parallel/partitioned.py",
     "zk/parallel/grads.py",
     "zk/held.py",
@@ -69,11 +71,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 # statements that are nothing but a wait
 _WAITS = frozenset(
-    ("wait", "follow", "arrive", "settle", "stall", "updating", "join", "_settle", "_finish_update", "_end_update", "_after_writes")
+    "wait synchronize _wait follow arrive settle stall updating join _settle _finish_update _end_update _after_writes".split()  # noqa: SIM905
 )
 # a call of these may be told what to come after
-_TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update"))
-_EVENT = re.compile(r"^(after|uploaded|event|mark|\w+\.mark|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
+_TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
+_EVENT = re.compile(r"^(after|(self\.)?uploaded|event|mark|\w+\.mark|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
 # attributes that hold what is to be waited for
 _HOLDERS = frozenset(("reader", "readers", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))
 _TICKETS = frozenset(("added", "underway", "pending"))
@@ -138,14 +140,18 @@ class _Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if name in ("offload", "upload"):
+        if name in ("offload", "upload", "beside"):
             for value in values:
                 if isinstance(value, ast.List) and value.elts and "mark" in self._source(value):
                     self._add(value, "[]", f"{name}(after {self._source(value)})")
-        if name == "beside" and not node.args and isinstance(node.func, ast.Attribute):
+        if name == "beside" and isinstance(node.func, ast.Attribute):
             owner = self._source(node.func.value)
-            if not self.names or self.names[-1] != "beside":
+            if owner.endswith(("transfer", "uploads")):
                 self._add(node, f"__import__('contextlib').nullcontext({owner}.mark)", f"{self._source(node)} -> with compute")
+        if name == "guard" and len(values) == 2 and self._source(values[1]) == "work.wait":
+            self._add(values[1], "lambda: None", f"{self._source(node)} -> without the wait")
+        if name == "stream" and self._source(node).startswith("torch.cuda.stream("):
+            self._add(node, "__import__('contextlib').nullcontext()", f"{self._source(node)} -> with compute")
         for keyword in node.keywords:
             if keyword.arg == "mark":
                 self._add(keyword.value, PAST, f"{name or self._source(node.func)}(mark={self._source(keyword.value)})")
@@ -266,21 +272,25 @@ def _pytest(*arguments: str) -> Check:
     def run(begins: Begins) -> str:
         import pytest
 
+        from tests import softgpu
+
         first = _First(begins)
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--no-header", "--rootdir", str(ROOT)]
+        options += ["-p", "tests.softgpu.plugin"] * softgpu.installed()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--rootdir", str(ROOT), *arguments], plugins=[first])
+            code = pytest.main([*options, *arguments], plugins=[first])
         return first.failed or (f"pytest ended with {code}" if code else "")
 
     return run
 
 
 def _grid(file: str) -> Iterator[Check]:
-    """Cases of tests/test_parity.py in one process, those that differ most from each other first."""
+    """Cases of tests/test_parity_device.py in one process, those that differ most from each other first."""
     from tests.parity import Case, run_case
-    from tests.test_parity import OVERLAPPED, SEPARATE
+    from tests.test_parity_device import DEVICE_CASES, OVERLAPPED
 
-    cases = [case for case in [*OVERLAPPED, *SEPARATE] if case.separate and case.stage in (1, 2, 3)]
-    spread = {}
+    cases = [case for case in [*OVERLAPPED, *DEVICE_CASES] if case.stage in (1, 2, 3)]
+    spread: dict[tuple[object, ...], Case] = {}
     for case in cases:
         spread.setdefault((case.stage == 3, case.tier, case.overlap_step, case.accumulation > 1, case.params), case)
 
@@ -288,7 +298,7 @@ def _grid(file: str) -> Iterator[Check]:
         def run(begins: Begins) -> str:
             begins(f"parity {case}")
             found = run_case(case)
-            return f"parity {case}" if found else ""
+            return f"parity {case}: {found.splitlines()[0][:200]}" if found else ""
 
         return run
 
@@ -296,36 +306,57 @@ def _grid(file: str) -> Iterator[Check]:
     yield from map(runner, order)
 
 
-_SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not other_precisions"
+_RANKS = ("zk/held.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py")
 
 
-def _checks(file: str) -> Iterator[Check]:
-    """What a mutant of ``file`` must pass, the most likely failure first."""
+def _on_device(file: str) -> Iterator[Check]:
+    """What a mutant of ``file`` must pass on the software GPU, the most likely failure first."""
     if file in ("zk/activations.py", "zk/offload/stash.py"):
-        yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
-        return
-    if file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
-        yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
+        yield _pytest("tests/test_activations_device.py")
         return
     if file == "zk/offload/pinned.py":
         yield _pytest("tests/test_pinned.py")
+    elif file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
+        yield _pytest("tests/test_checkpoint_device.py")
+        return
     else:
         yield from _grid(file)
+    if file == "zk/offload/streams.py":
+        yield _pytest("tests/test_streams.py", "tests/test_gpu.py", "-k", "not every_stage_and_tier")
     yield _pytest("tests/test_waits.py", "-k", "not two_ranks")
+    if file in _RANKS:
+        yield _pytest("tests/test_waits.py", "-k", "two_ranks")
+        yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
+    if file in ("zk/held.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+        yield _pytest("tests/test_overlap_device.py")
+    if file in ("zk/parallel/comm.py", "zk/held.py"):
+        yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
+
+
+_SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not other_precisions"
+
+
+def _on_host(file: str) -> Iterator[Check]:
+    """What it must pass there, if nothing on the software GPU has noticed."""
+    if file in ("zk/activations.py", "zk/offload/stash.py"):
+        yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
+    if file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
+        yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
     if file == "zk/offload/spill.py":
         yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/held.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"):
-        yield _pytest("tests/test_waits.py", "-k", "two_ranks")
     if file in ("zk/held.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap.py")
     if file == "zk/optimizer.py":
         yield _pytest("tests/test_export.py", "-k", "not ranks")
 
 
+_PHASES = (_on_device, _on_host)
+
+
 _END = b"END "  # what comes after it is what killed the mutant
 
 
-def _child(mutant: Mutant, pipe: int) -> None:
+def _child(mutant: Mutant, phase: int, pipe: int) -> None:
     """In a forked process: install the mutant, run the checks, say which one failed."""
     os.setsid()  # with the ranks that it may spawn
     faulthandler.disable()
@@ -343,6 +374,11 @@ def _child(mutant: Mutant, pipe: int) -> None:
         import torch
 
         torch.set_num_threads(1)
+        if _PHASES[phase] is _on_device:
+            from tests import softgpu
+
+            softgpu.install()
+            os.environ.update(softgpu.environment())
         current = killed = ""
 
         def begins(name: str) -> None:
@@ -351,7 +387,7 @@ def _child(mutant: Mutant, pipe: int) -> None:
             os.write(pipe, f"{name}\n".encode())
 
         try:
-            for check in _checks(mutant.file):
+            for check in _PHASES[phase](mutant.file):
                 killed = check(begins)
                 if killed:
                     break
@@ -363,23 +399,24 @@ def _child(mutant: Mutant, pipe: int) -> None:
 @dataclasses.dataclass
 class _Running:
     mutant: Mutant
+    phase: int
     pid: int
     pipe: int
     deadline: float
     said: bytes = b""
 
 
-def _start(mutant: Mutant) -> _Running:
+def _start(mutant: Mutant, phase: int) -> _Running:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
         try:
-            _child(mutant, writer)
+            _child(mutant, phase, writer)
         finally:
             os._exit(0)
     os.close(writer)
-    return _Running(mutant, pid, reader, time.monotonic() + TIMEOUT_S)
+    return _Running(mutant, phase, pid, reader, time.monotonic() + TIMEOUT_S)
 
 
 def _ended(running: _Running) -> str | None:
@@ -406,14 +443,18 @@ def _ended(running: _Running) -> str | None:
 
 def run(chosen: Sequence[Mutant], report: Callable[[Mutant, str], None], at_once: int = 2) -> None:
     """Try every mutant; calls ``report(mutant, what killed it)`` as they end."""
-    waiting, running = list(chosen), list[_Running]()
+    waiting, running = [(mutant, 0) for mutant in chosen], list[_Running]()
     while waiting or running:
         while waiting and len(running) < at_once:
-            running.append(_start(waiting.pop(0)))
+            running.append(_start(*waiting.pop(0)))
         for one in list(running):
             killed = _ended(one)
-            if killed is not None:
-                running.remove(one)
+            if killed is None:
+                continue
+            running.remove(one)
+            if not killed and one.phase + 1 < len(_PHASES):
+                waiting.insert(0, (one.mutant, one.phase + 1))
+            else:
                 report(one.mutant, killed)
 
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
+from tests import softgpu
 from tests.adversary import adversarial_drive
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
 from zk.offload import spill, transfer
 from zk.offload.cpu_adam import CPUAdam, default_engine
-from zk.offload.twins import AdversarialLink, pretend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,7 +41,6 @@ class Case:
     prefetch: int = 1
     tolerance: float = 0.0  # 0: bitwise
     adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
-    separate: bool = False  # the device has memory of its own, behind a link on which copies run as late as their events allow
     overlap_step: bool = False
     params: str = ""  # their tier at stage 3, if not ``tier``
     budgets: tuple[tuple[str, int], ...] = ()
@@ -118,7 +117,8 @@ def plain_training(
             loss_scale=loss_scale,
             forward=forward,
         )
-        found = [(losses, [param.detach() for param in trained.parameters()], plain.state_dict()["state"])]
+        state = {key: {name: value.cpu() for name, value in values.items()} for key, values in plain.state_dict()["state"].items()}
+        found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
     if dist.is_initialized():
         dist.broadcast_object_list(found, 0)
     return found[0]  # type: ignore[no-any-return]
@@ -140,14 +140,13 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
 
 
 def _run(case: Case, engine: str) -> str:
-    with drive(case) as options:
-        if not case.separate:
-            return _run_on(case, engine, options)
-        with pretend(AdversarialLink()) as link, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
-            found = _run_on(case, engine, options)
-            link.finish()
-        unlike = [f"{kind} copies: {link.moved[kind]} bytes" for kind in ("down", "up") if case.tier == "host" and not link.moved[kind]]
-        return "\n".join([line for line in (found, *link.races, *unlike) if line] + [f"still pinned: {link.pinned}"] * bool(link.pinned))
+    with drive(case) as options, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
+        copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
+        lines = [_run_on(case, engine, options)]
+    if softgpu.installed():
+        lines += ["no copies between device and host"] * (case.tier == "host" and softgpu.stats["copies"] == copies)
+        lines += softgpu.found() + [f"{nbytes} bytes are still page-locked" for nbytes in [softgpu.pinned_nbytes() - pinned] if nbytes > 0]
+    return "\n".join(line for line in lines if line)
 
 
 def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
@@ -197,13 +196,13 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         found.append(f"losses {mine} instead of {losses}")
     with zk.gather(model.parameters()):
         for (name, got), want in zip(model.named_parameters(), trained, strict=True):
-            found.append(compare(name, got.detach(), want, case.tolerance))
+            found.append(compare(name, got.detach().cpu(), want, case.tolerance))
     if case.stage < 3 or world == 1:
         got_state = optimizer.state_dict()["state"]
         if set(want_state) != set(got_state):
             found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")
         for key in set(want_state) & set(got_state):
             for name, value in want_state[key].items():
-                found.append(compare(f"state {key} {name}", got_state[key][name], value, case.tolerance))
+                found.append(compare(f"state {key} {name}", got_state[key][name].cpu(), value, case.tolerance))
     optimizer.close()
     return "\n".join(line for line in found if line)

@@ -13,8 +13,6 @@ import argparse
 import dataclasses
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,8 +23,8 @@ from pathlib import Path
 import torch
 
 import zk
+from tests.programs import Program
 
-ROOT = Path(__file__).parent.parent
 STEPS = 2000  # more than any soak takes
 
 
@@ -72,9 +70,7 @@ def live(folder: Path, setting: str, beside: bool) -> None:
 
 def one_life(folder: Path, setting: str, beside: bool, saved: int, wanted: int, delay_s: float) -> list[Said]:
     """Start the run, kill it ``delay_s`` after it has saved ``wanted`` checkpoints more than ``saved``; returns what it printed."""
-    command = [sys.executable, "-m", "tests.soak", "--live", str(folder), "--settings", setting, *["--beside"] * beside]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
+    process = Program("-m", "tests.soak", "--live", str(folder), "--settings", setting, *["--beside"] * beside)
     lines: list[str] = []
     for line in process.stdout:
         lines.append(line)

@@ -159,6 +159,27 @@ def test_a_link_is_measured_each_way_by_what_moves_over_it() -> None:
     assert all(0 < row["gbps"] <= limit * 1.01 for row, limit in zip(found["rows"][:3], limits, strict=True))
 
 
+@pytest.mark.device_only
+def test_the_link_to_a_gpu_and_its_kernels_are_measured() -> None:
+    found = said("link", "--size", "64KiB", "--rounds", "1")
+    assert found["device"] == "cuda:0" and found["page_locked"] and len(found["rows"]) == 5
+    found = said("kernels", "--numel", "6400", "--size", "64", "--rounds", "1")
+    assert found["device"] == torch.cuda.get_device_name()
+    assert len(found["rows"]) == len(kernels.CASTS) + len(kernels.FLATTENS) + len(kernels.ADAMS) + 2
+    with mock.patch.object(measure, "_NBYTES", MIB), mock.patch.object(measure, "_ROUNDS", 1):
+        assert 0 < measure.measure_link() < float("inf")
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
+def test_a_step_on_a_gpu_has_the_losses_of_plain_torch_and_a_peak_of_its_memory(dtype: str) -> None:
+    zero = zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", dtype=dtype)
+    job = step.Job(GPTConfig(vocab=32, width=16, layers=2, heads=2, context=8), zero, 2, 1, 1)
+    plain = step._run(job, True, [])
+    mine = step._run(job, False, plain["losses"])  # raises where they are others
+    assert mine["peak_nbytes"] > 0 and len(mine["seconds"]) == 1
+
+
 def test_a_link_that_does_not_copy_is_not_timed() -> None:
     twin = ThrottledLink(1e12)
     with pretend(twin), mock.patch.object(twin, "upload", lambda *_: twin.mark()), pytest.raises(RuntimeError, match="is not its source"):

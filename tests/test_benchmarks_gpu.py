@@ -1,11 +1,16 @@
-"""`make gpu` in its dry run: every part that measures goes through on a CPU, so that what is run on a GPU once is right the first time."""
+"""`make gpu` in its dry run: all of it executes without a GPU, so that what a GPU sees first is right the first time."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,134 +18,262 @@ from typing import Any
 import pytest
 import torch
 
+from zk.plan.shape import Shape
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 GIB = 1 << 30
+PARTS = ("gpu", "gpu_common", "gpu_floors", "gpu_model", "gpu_plan", "gpu_report", "gpu_step")
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of benchmarks/."""
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules of `make gpu`."""
     monkeypatch.syspath_prepend(str(FOLDER))
-
-    def module(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return module
+    return {name: importlib.import_module(name) for name in PARTS}
 
 
-@pytest.fixture
-def bench(load: Any, tmp_path: Path) -> Any:
-    return load("gpu_common").Bench(tmp_path / "rows.jsonl", "step", "job", dry=True)
+def machine(device: int = 4 * GIB, host: int = 24 * GIB, dry: bool = True) -> dict[str, Any]:
+    """The row of a machine."""
+    found = {"section": "floors", "name": "machine", "kind": "machine", "dry": dry, "time": "2026-01-01T00:00:00", "gpu": "a GPU", "driver": "1"}
+    found |= {"device_nbytes": device, "free_nbytes": device, "host_nbytes": host, "capability": "9.0", "pcie": "generation 5, 16 lanes"}
+    return found | dict.fromkeys(("cores", "cpu", "linux", "python", "torch", "cuda", "triton", "cupy", "numba"), "1")
 
 
-def rows(path: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == kind]
+def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Rows that a part has printed."""
+    return [json.loads(line.removeprefix("row ")) for line in capsys.readouterr().out.splitlines() if line.startswith("row ")]
 
 
-ZK = ("zk_device", "zk_stage2", "zk_stage2_overlap", "zk_stage3", "zk_stage3_overlap", "zk_nvme", "zk_nvme_part")
+# ---- parts -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_all_systems_train_the_same_model(load: Any, bench: Any, tmp_path: Path) -> None:
-    step = load("gpu_step")
-    for system in ("torch", *ZK):
-        bench.job = system
-        job: dict[str, Any] = {"system": system, "size": "tiny", "tokens": [64, 32], "warmup": 1, "steps": 1, "nvme": str(tmp_path / "drive")}
-        job["offload_activations_at"] = [32] if system in ("zk_stage3", "zk_stage2_overlap") else []
-        job["options"] = {"host_budget": "8MiB"} if system == "zk_nvme_part" else {}
-        job["timeline"] = system == "zk_stage3_overlap"
-        step.run(bench, job)
-    found = rows(bench.rows, "step")
-    assert len(found) == 2 * (1 + len(ZK)) and not rows(bench.rows, "failed") and all(row["sound"] for row in found)
-    for position in (0, 1):
-        losses = {row["system"]: row["losses"] for row in found if row["position"] == position}
-        assert all(losses[system] == losses["zk_device"] for system in ZK), "zk's systems have the same bits"
-        assert losses["torch"] == pytest.approx(losses["zk_device"], rel=1e-4)
-    assert rows(bench.rows, "timeline")[0]["overlap"]
+def test_all_systems_train_the_same_model(parts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses, first, tokens = {}, {}, 64
+    recorded = "overlap" * (not torch.cuda.is_available() or torch.backends.cuda.is_built())  # the profiler of another torch has no GPU
+    for run in parts["gpu"].runs(dry=True):
+        if run.job is None or run.job.model != "Qwen2.5-7B" or run.job.system == "fsdp2":
+            continue
+        job = dataclasses.replace(run.job, tokens=(tokens,), timeline=run.section == recorded)
+        planned = parts["gpu_plan"].plan_job(job, [machine()], True, tmp_path)
+        parts["gpu_step"].run(dataclasses.replace(job, zero=planned.zero), dry=True)
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(1.0)  # the job's cap is not for those after it
+        rows = printed(capsys)
+        found = next(row for row in rows if row["kind"] == "step")
+        assert found["sound"] and found["tokens"] == tokens and len(found["seconds"]) == 3, found
+        losses[run.section, run.name], first[run.section, run.name] = found["losses"], next(row["loss"] for row in rows if row["kind"] == "first")
+        assert [row["kind"] for row in rows].count("timeline") == (run.section == recorded)
+    assert len(losses) == 5 and len(set(first.values())) == 1, first
+    assert len({tuple(values) for (_, name), values in losses.items() if name != "torch"}) == 1, f"zk's systems have the same bits: {losses}"
+    assert losses["7b", "torch"] == pytest.approx(losses["7b", "zk_stage2"], rel=1e-2), "parameters without an fp32 master round more"
 
 
-def test_the_machine_is_measured_and_copies_are_compared_with_their_sources(load: Any, bench: Any, tmp_path: Path) -> None:
-    link = load("gpu_link")
-    for part in (link.copies, link.device, lambda bench: link.disk(bench, tmp_path / "drive")):
-        part(bench)
-    copies = rows(bench.rows, "copy")
-    assert {row["system"] for row in copies} == {"torch", "zk", "zk transfer"} and {row["direction"] for row in copies} == set(link.DIRECTIONS)
-    assert all(0 < row["gbps"] < 5 for row in copies if row["system"] != "torch"), "a pretended link moves 2 GB/s each way"
-    assert len(rows(bench.rows, "disk")) == 2 and rows(bench.rows, "matmul") and not list((tmp_path / "drive").iterdir())
+def test_floors_are_measured_and_copies_compared_with_their_sources(
+    parts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    floors = parts["gpu_floors"]
+    for part in (floors.machine, floors.link, floors.pin, floors.device, floors.drive):
+        part(True, tmp_path / "drive")
+    rows = printed(capsys)
+    copies = {(row["system"], row["direction"]) for row in rows if row["kind"] == "copy"}
+    both = {(system, direction) for system in ("torch, pinned", "zk, pinned") for direction in floors.DIRECTIONS}
+    assert copies == both | {("zk, pageable", direction) for direction in floors.DIRECTIONS[:2]}
+    assert {row["kind"] for row in rows} == {"machine", "copy", "pin", "matmul", "device copy", "drive"}
+    assert [row["direction"] for row in rows if row["kind"] == "drive"] == ["write", "read"] and not list((tmp_path / "drive").iterdir())
 
 
-def test_a_deferred_model_has_the_parameters_of_one_that_was_made(load: Any) -> None:
-    import zk
-
-    model = load("gpu_model")
-    size, cpu = model.SIZES["tiny"], torch.device("cpu")
-    made, deferred = model.build(size, torch.bfloat16, cpu), model.build(size, torch.bfloat16, cpu, deferred=True)
-    wide = dict(model.build(size, torch.float32, cpu).named_parameters())
-    assert sum(param.numel() for param in made.parameters()) == size.numel
-    with zk.ZeroOptimizer(deferred, torch.optim.SGD(deferred.parameters(), lr=0.1)):
-        for (name, param), other in zip(made.named_parameters(), deferred.parameters(), strict=True):
-            assert torch.equal(param, other) and torch.equal(param.float(), wide[name]), name
-    ids, targets = model.batch(size, 4 * size.context, cpu)
-    assert ids.shape == targets.shape == (4, size.context) and torch.equal(ids[:, 1:], targets[:, :-1])
+def test_a_floor_that_fails_is_a_row_and_the_next_one_is_measured(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    command = [sys.executable, str(FOLDER / "gpu_floors.py"), "floors", "--dry-run", "--nvme", str(in_the_way)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment())
+    rows = [json.loads(line.removeprefix("row ")) for line in ended.stdout.splitlines() if line.startswith("row ")]
+    failed = [row for row in rows if row["kind"] == "failed"]
+    assert ended.returncode == 1 and [row["what"] for row in failed] == ["drive"] and "FileExistsError" in failed[0]["reason"], ended.stderr
+    assert {"copy", "triad", "cpu adam", "matmul"} < {row["kind"] for row in rows}
 
 
-def test_what_cannot_fit_is_refused_before_it_fills_the_machine(load: Any, bench: Any) -> None:
-    step = load("gpu_step")
-    bench.host_nbytes = 64 * GIB
-    with pytest.raises(RuntimeError, match=r"not tried: it needs 86\.8 GiB of host memory, and there are 64\.0"):
-        step.check_room({"system": "zk_stage3", "size": "7B"}, bench)
-    step.check_room({"system": "zk_device", "size": "7B"}, bench)
-    layers, spare = step.largest_layers(64 * GIB, 16 * GIB, use_device=False)
-    assert spare == 0 and step.of_layers(layers).numel * step.HOST_NBYTES <= 64 * GIB < step.of_layers(layers + 6).numel * step.HOST_NBYTES
-    assert step.largest_layers(64 * GIB, 32 * GIB, use_device=True)[0] > layers
+def environment() -> dict[str, str]:
+    """The environment of a part that is started by itself."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH"))))}
 
 
-def row(system: str, median: float, losses: list[float], section: str = "step", **more: Any) -> dict[str, Any]:
-    values = {"section": section, "job": system, "kind": "step", "system": system, "model": "1.3B", "numel": 1_300_000_000, "tokens": 65536}
-    values |= {"position": 0, "median": median, "backward_seconds": median, "losses": losses, "sound": losses[-1] < losses[0], "cap": None}
-    values |= {"tokens_per_s": 65536 / median, "tflops": 1.0, "hardware_tflops": 1.3, "device_nbytes": 0, "reserved_nbytes": 0, "rss_nbytes": 0}
-    return values | {"host_more_nbytes": 0, "moved": {}, "activations_offloaded": False, "note": "", **more}
+# ---- models and plans ------------------------------------------------------------------------------------------------------------
 
 
-def line(report: str, *parts: str) -> str:
-    found = [one for one in report.splitlines() if one.startswith("|") and all(part in one for part in parts)]
-    assert len(found) == 1, (parts, found)
+def test_models_have_the_parameters_that_are_planned(parts: dict[str, ModuleType]) -> None:
+    model = parts["gpu_model"]
+    sizes = {"Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "GPT-2 10B": 10_279_239_680, "GPT-2 1.3B": 1_313_722_368}
+    for name, size in model.SIZES.items():
+        for one in (size, model.tiny(size)):
+            with torch.device("meta"):
+                made = model.Model(one)
+            assert tuple(param.numel() for param in made.blocks[0].parameters()) == one.block(), name
+            assert sum(param.numel() for param in made.parameters()) == Shape.of(one, name).num_params, name
+        assert Shape.of(size, name).num_params == sizes[name]
+        context = model.context_of(model.tiny(size), dry=True)
+        ids, targets = model.batch(model.tiny(size), 4 * context, context, torch.device("cpu"))
+        assert ids.shape == targets.shape == (4, context) and torch.equal(ids[:, 1:], targets[:, :-1])
+
+
+def test_activations_are_within_a_tenth_of_those_that_torch_counts(parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the real sizes with few blocks, in fake tensors, whose memory only torch's tracker takes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model = parts["gpu_model"]
+    for module in (torch.nn.Linear, torch.nn.Embedding):
+        monkeypatch.setattr(module, "reset_parameters", lambda self: None)
+    for name, tokens in (("Qwen2.5-7B", 65536), ("Qwen2.5-14B", 32768), ("GPT-2 10B", 10240)):
+        size = dataclasses.replace(model.SIZES[name], layers=2)
+        context = model.context_of(size, dry=False)
+        with FakeTensorMode():
+            made = model.build(size, torch.device("cpu"))
+            for param in made.parameters():
+                param.grad = torch.zeros_like(param)
+            ids = torch.zeros(tokens // context, context, dtype=torch.int64)
+            tracker = MemTracker()
+            tracker.track_external(made)
+            with tracker:
+                made(ids, ids).backward()
+        peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
+        counted = sum(nbytes for kind, nbytes in peak.items() if str(getattr(kind, "value", kind)) in ("Activation", "Temp"))
+        assert counted > GIB / 2 and model.working_nbytes(size, tokens) == pytest.approx(counted, rel=0.1), name
+
+
+def test_all_jobs_fit_a_machine_of_one_h200_and_128_gib(parts: dict[str, ModuleType], tmp_path: Path) -> None:
+    rows = [machine(device=int(139.8 * GIB), host=128 * GIB, dry=False)]
+    found = {}
+    for run in parts["gpu"].runs(dry=False):
+        if run.job is not None:
+            found[run.section, run.name] = planned = parts["gpu_plan"].plan_job(run.job, rows, False, tmp_path)
+            assert not planned.refused and not planned.missing.keys() & {"device", "host"}, (run, planned)
+            assert planned.device_nbytes < (run.job.cap or 139 * GIB) and planned.host_nbytes < 128 * GIB, (run, planned)
+    assert found["7b", "zk_stage2"].host_nbytes == pytest.approx(14 * 7.6156e9, rel=1e-3)
+    assert found["tutorial", "zk_stage2"].host_nbytes == pytest.approx(10 * 10.279e9, rel=1e-3), "with bf16 moments"
+    small = [machine(device=int(139.8 * GIB), host=100 * GIB, dry=False)]
+    job = next(run.job for run in parts["gpu"].runs(dry=False) if run.section == "14b")
+    assert "bf16 moments" in parts["gpu_plan"].plan_job(job, small, False, tmp_path).note, "where fp32 ones find no room"
+    assert "state_dtype" not in found["14b", "zk_auto"].zero
+    tight = parts["gpu_plan"].plan_job(parts["gpu_step"].Job("zk_stage3", "Qwen2.5-7B", (4096,)), [machine(host=64 * GIB)], False, tmp_path)
+    assert "99.3 GiB of host memory, and there are 64.0" in tight.refused
+
+
+def test_plans_take_the_rates_that_were_measured(parts: dict[str, ModuleType], tmp_path: Path) -> None:
+    plan = parts["gpu_plan"]
+    job = parts["gpu_step"].Job("zk_stage2", "Qwen2.5-7B", (65536,))
+    rows = [machine(device=139 * GIB, host=128 * GIB, dry=False)]
+    rates = (("host to device", 50.0), ("device to host", 40.0), ("both at once", 9.0))
+    rows += [{"kind": "copy", "system": "zk, pinned", "direction": way, "gbps": rate} for way, rate in rates]
+    rows += [{"kind": "matmul", "tflops": 700.0}, *({"kind": "cpu adam", "billion_per_s": rate} for rate in (1.0, 2.0))]
+    rows += [{"kind": "drive", "gbps": rate} for rate in (2.0, 6.0)]
+    here = plan.machine_of(rows, tmp_path)
+    assert (here.tflops, here.link_gbps, here.cpu_adam, here.disk_gbps) == (700.0, 40.0, 2.0, 3.0)
+    before = plan.plan_job(job, rows, False, tmp_path).seconds["65536"]
+    rows.append({"kind": "plan", "section": "7b", "name": "torch", "system": "torch", "model": "Qwen2.5-7B"})
+    twice = 8 * 7_615_616_512 * 65536 / 350e12  # plain torch reached half of the matrices' rate
+    rows.append({"kind": "step", "section": "7b", "name": "torch", "tokens": 65536, "median": twice, "dry": False})
+    after = plan.plan_job(job, rows, False, tmp_path).seconds["65536"]
+    assert after == pytest.approx(before + twice / 2, rel=0.01), "of other resources a tail of one unit counts"
+
+
+# ---- runs and the report ---------------------------------------------------------------------------------------------------------
+
+
+def session(parts: dict[str, ModuleType], folder: Path, **options: Any) -> Any:
+    given = {"out": folder, "nvme": folder, "dry_run": True, "minutes": 1.0, "host": None, "timeline": False, **options}
+    return parts["gpu"].Session(argparse.Namespace(**given))
+
+
+def line(report: str, *words: str) -> str:
+    found = [one for one in report.splitlines() if one.startswith("|") and all(word in one for word in words)]
+    assert len(found) == 1, (words, found)
     return found[0]
 
 
-def test_the_verdict_rounds_nothing_up_and_counts_no_speed_of_a_wrong_loss(load: Any) -> None:
-    report = load("gpu_report").report
-    losses, cap = [11.0, 10.9, 10.8], 32 * GIB
-    fine = [row("zk_device", 0.8499, losses), row("torch", 0.9, losses), row("fsdp2_offload", 2.0, losses, "peers")]
-    fine.append(row("zk_stage2", 1.0, [11.0, 10.901, 10.8]))
-    fine.append(row("zk_stage2_overlap", 0.5, [11.0, 10.95, 10.8]))
-    fine.append(row("zk_stage3", 3.0, losses, "seven", model="7B", cap=cap, reserved_nbytes=cap - 1, tokens=4096))
-    copies = [{"section": "link", "job": "link", "kind": "copy", "system": "torch", "direction": "down", "nbytes": 1 << 20, "gbps": 50.0}]
-    copies += [{**copies[0], "system": "zk transfer", "gbps": 44.999}]
-    text = report([*fine, *copies], "today")
-    assert "0.849 (" in line(text, "stage 2, host optimizer: 1.3B", "0.85 of no offload") and "**not met**" in line(text, "stage 2, host", "0.85")
-    assert line(text, "stage 2, host optimizer: 1.3B", "2 x FSDP2").endswith("| met |")
-    assert "not measured" in line(text, "overlap_step (exact)", "0.85 of no offload"), "its losses are others'"
-    assert "no speed: loss 1 is 10.95" in line(text, "optimizer on the host, overlap_step |")
-    assert "0.899 (" in line(text, "copies, device to host") and "**not met**" in line(text, "copies, device to host")
-    assert "not measured" in line(text, "copies, both at once")
-    assert line(text, "7B trains under 32 GiB").endswith("| met |")
-    assert "This part of the report failed" not in text
-    assert "not met" in line(report([*fine[:-1], {**fine[-1], "reserved_nbytes": cap + 1}], "today"), "7B trains under 32 GiB")
-    empty = report([], "today")
-    assert "Not measured." in empty and "met |" not in empty.replace("not measured |", "")
+def test_a_failure_a_crash_and_a_job_over_its_time_are_rows_and_the_next_job_runs(
+    parts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, Run, started = session(parts, tmp_path, minutes=100.0), parts["gpu"].Run, tmp_path / "started"
+    clock = time.monotonic
+    monkeypatch.setattr(parts["gpu"].time, "monotonic", lambda: clock() + 1000 * started.exists())  # time flies once a job hangs
+    this.rows.append(machine())
+    code = 'import os, subprocess, sys, time\nprint(\'row {"kind": "first", "loss": 1.0}\', flush=True)\n'
+    child = "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
+    this.execute(Run("a", "raises", 600, 0, ("-c", code + "raise ValueError('no such thing')")))
+    this.execute(Run("a", "crashes", 600, 0, ("-c", code + "os.kill(os.getpid(), 11)")))
+    this.execute(Run("a", "is_killed", 600, 0, ("-c", code + "os.kill(os.getpid(), 9)")))
+    this.execute(Run("a", "hangs", 600, 0, ("-c", f"{code}{child}open({str(started)!r}, 'w').close()\ntime.sleep(600)")))
+    this.execute(Run("a", "goes_well", 3600, 0, ("-c", code)))
+    this.execute(Run("a", "too_long", 3600, 1e6, ("-c", code)))
+    this.write()
+    outcomes = {row["name"]: row["outcome"] for row in this.rows if row["kind"] == "outcome"}
+    assert outcomes["raises"] == "failed: ValueError: no such thing (status 1)" and outcomes["crashes"] == "failed: (SIGSEGV)"
+    assert outcomes["is_killed"] == "failed: (SIGKILL, as when host memory runs out)"
+    assert outcomes["hangs"] == "failed: over its time limit of 600 s" and outcomes["goes_well"] == "done"
+    assert outcomes["too_long"].startswith("not run: time")
+    printed_first = [row["name"] for row in this.rows if row["kind"] == "first"]
+    assert printed_first == ["raises", "crashes", "is_killed", "hangs", "goes_well"], "rows that came before the end"
+    log = this.log.read_text().split("a/hangs")[1].split("====")[0].splitlines()
+    grandchild = next(int(one) for one in log if one.isdecimal())
+    status = Path(f"/proc/{grandchild}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z", "what a job has started ends with it"
+    text = this.markdown.read_text()
+    assert "over its time limit" in line(text, "a/hangs") and "This part of the report failed" not in text
+    assert parts["gpu_report"].read(this.jsonl) == this.rows
 
 
-def test_one_command_runs_parts_and_keeps_what_it_does_not_run_again(tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(FOLDER / "gpu.py"), "--dry-run", "--out", str(tmp_path / "out"), "--nvme", str(tmp_path), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240)
+def steps(name: str, median: float, loss: float, section: str = "7b", **more: Any) -> list[dict[str, Any]]:
+    """Rows of a job that has measured 65,536 tokens of a step."""
+    where = {"section": section, "name": name, "dry": False}
+    plan = {"system": name, "model": "Qwen2.5-7B", "tokens": [65536, 4096], "cap": None, "numel": 7_615_616_512, "device_nbytes": 40 * GIB}
+    plan |= {"host_nbytes": 99 * GIB, "missing": {}, "seconds": {"65536": 9.0, "4096": 4.0}, "zero": {}, "note": "a note", "refused": ""}
+    step = {"tokens": 65536, "seconds": [median] * 3, "median": median, "backward_seconds": median, "losses": [12.0, 11.0], "sound": True}
+    step |= {"notes": [], "moved": {}, "device_nbytes": 41 * GIB, "reserved_nbytes": 43 * GIB, "rss_nbytes": 100 * GIB, **more}
+    end = {"outcome": "failed: OutOfMemoryError: too much", "seconds": 60.0, "host_nbytes": 101 * GIB, "kept_nbytes": 0}
+    kinds = {"plan": plan, "first": {"loss": loss}, "step": step, "outcome": end}
+    return [{**where, "kind": kind, **values} for kind, values in kinds.items()]
 
-    ended = run("--sections", "link", "--jobs", "machine")
-    assert ended.returncode == 0, ended.stderr
-    assert "copies, both at once" in ended.stdout
-    report = next((tmp_path / "out").glob("*.md"))
-    assert "# no GPU (dry run)" in report.read_text() and "link 0" not in report.read_text()
-    ended = run("--sections", "step", "--jobs", "zk_device", "--total", "0.5")  # no time for anything
-    assert ended.returncode == 0, ended.stderr
-    text = report.read_text()
-    assert "no time was left" in text and "# no GPU (dry run)" in text and "This part of the report failed" not in text
+
+def test_the_report_has_a_row_for_each_job_and_no_speed_of_a_wrong_loss(parts: dict[str, ModuleType]) -> None:
+    report = parts["gpu_report"].report
+    rows = [machine(dry=False), {"kind": "matmul", "section": "floors", "name": "floors", "size": 8192, "tflops": 700.0}]
+    rows += [*steps("torch", 8.0, 12.0), *steps("fsdp2", 30.0, 12.0), *steps("zk_stage2", 10.0, 12.0001), *steps("zk_stage3", 1.0, 12.01)]
+    rows += steps("zk_auto", 1.0, 12.0, sound=False)
+    text = report(rows, "a command")
+    cells = [cell.strip() for cell in line(text, "| zk_stage2 |", "65,536", "6,554").split("|")]
+    assert cells[5:11] == [f"{6 * 7_615_616_512 * 6553.6 / 1e12:.1f}", "0.800", "3.00", "10.000", "10.000", "9.000"], cells
+    assert cells[11:14] == ["41.00 GiB", "43.00 GiB", "101.00 GiB"], "the peak of host memory is the system's, if that is more"
+    assert "the first loss is 12.01, that of torch is 12" in line(text, "| zk_stage3 |", "65,536")
+    assert "did not fall" in line(text, "| zk_auto |", "65,536")
+    assert "failed: OutOfMemoryError: too much" in line(text, "| zk_stage2 |", "4,096"), "measured tokens stay, the others say why not"
+    assert "6,321" in text and "13,863" in text and "`a command`" in text and "This part of the report failed" not in text
+    alone = report([rows[0], rows[1], *steps("zk_stage2", 10.0, 12.0)], "")
+    assert f"{6 * 7_615_616_512 * 6553.6 / 700e12:.3f} of matrices" in line(alone, "| zk_stage2 |", "6,554")
+    assert "was not described" in report([], "")
+
+
+def test_one_command_runs_sections_and_keeps_the_rows_of_others(
+    parts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: str) -> str:
+        before = signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--out", str(tmp_path), "--nvme", str(tmp_path), *arguments])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                parts["gpu"].main()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert ended.value.code == 0
+        return next(tmp_path.glob("*.md")).read_text()
+
+    text = run("--sections", "tutorial")
+    assert "A dry run" in text and line(text, "| GPT-2 10B | 40 | zk_stage2 |").endswith("| bf16 moments |")
+    text = run("--sections", "14b", "--minutes", "0.001")
+    assert "not run: time" in line(text, "| 14b/zk_auto | 0.0 |") and line(text, "| tutorial/zk_stage2 |", "| done |"), "the other section stays"
+
+
+def test_a_section_that_does_not_exist_is_refused_with_those_that_do(parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--sections", "floors,seven"])
+    with pytest.raises(SystemExit, match="there is no section seven; there are floors, bits, 7b, 14b, tutorial"):
+        parts["gpu"].main()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zk
+from tests.programs import run
 from tests.world import run_world
 from zk import memory
 from zk.cli import app
@@ -416,7 +415,7 @@ for config in ({"stage": 2}, {"stage": 2, "graded": True}, {"stage": 3, "param_t
 
 
 def test_what_is_needed_at_least_is_no_more_than_a_real_run_takes(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", REAL, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = run("-c", REAL, str(tmp_path))
     assert done.returncode == 0, done.stderr
     (least, took), (least_graded, took_graded), (least_drive, took_drive) = [map(int, line.split()) for line in done.stdout.splitlines()]
     assert 0.9 * took < least <= took + 2 * MIB  # near, and not above

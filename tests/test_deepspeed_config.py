@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import zk
 from tests.data.deepspeed.make import CASES as DEEPSPEED_CASES
 from tests.data.deepspeed.make import HERE, Tiny, adamw_of
-from tests.models import GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of
 from tests.plain import train_plain
 from tests.world import free_port, run_world
 from zk.checkpoint.deepspeed import import_deepspeed
@@ -573,7 +573,8 @@ engine, optimizer, _, scheduler = deepspeed.initialize(args=None, config="ds_con
 losses, norms = [], []
 for index in range(24):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index))
-    loss = (engine(x.to(engine.device)) - x.sum(1, keepdim=True)).square().mean()
+    x = x.to(engine.device)
+    loss = (engine(x) - x.sum(1, keepdim=True)).square().mean()
     engine.backward(loss)
     engine.step()
     losses.append(loss.item())
@@ -608,6 +609,7 @@ def plain_script() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.device
 def test_a_script_with_two_lines_changed_trains_what_plain_pytorch_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(SCRIPT_CONFIG))
     monkeypatch.chdir(tmp_path)
@@ -664,14 +666,15 @@ def make(config: dict[str, Any], **given: Any) -> zk.integrations.deepspeed_engi
     return engine
 
 
-@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[pytest.mark.device] * (stage > 0)) for stage in (0, 2, 3)])
 def test_accumulation_over_four_with_clipping_is_plain_pytorchs_to_the_bit(stage: int, torch_engine: None) -> None:
     torch.manual_seed(3)
     model = GPT()
     want, _, masters, _ = train_plain(
         model, adamw, dtype=torch.bfloat16, accumulation=4, steps=3, clip=0.05, forward=lambda m, ids, step: loss_of(m, ids) / 4
     )
-    engine = make({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "gradient_clipping": 0.05, "gradient_accumulation_steps": 4})
+    place = {"stage": stage, "offload_optimizer": {"device": "cpu"}} if stage else {"stage": 0}
+    engine = make({"zero_optimization": place, "bf16": {"enabled": True}, "gradient_clipping": 0.05, "gradient_accumulation_steps": 4})
     losses, boundaries = [], []
     for index in range(12):
         boundaries.append(engine.is_gradient_accumulation_boundary())
@@ -680,7 +683,7 @@ def test_accumulation_over_four_with_clipping_is_plain_pytorchs_to_the_bit(stage
         assert engine.global_steps == (index + 1) // 4
     assert losses == want and boundaries == [False, False, False, True] * 3
     found = engine.optimizer.consolidated_state_dict("fp32")
-    assert all(torch.equal(found[name], master) for (name, _), master in zip(model.named_parameters(), masters, strict=True))
+    assert all(torch.equal(found[name], master.cpu()) for (name, _), master in zip(model.named_parameters(), masters, strict=True))
     norm = engine.get_global_grad_norm()
     assert norm is not None and norm > 0.05 and engine.global_samples == 24 and engine.train_batch_size() == 8
     engine.destroy()
@@ -720,7 +723,7 @@ def test_a_static_loss_scale_changes_nothing_where_nothing_underflows(torch_engi
     assert losses[:4] == pytest.approx(losses[4:], rel=2e-3)
 
 
-@pytest.mark.parametrize("tag", (None, "best"))
+@pytest.mark.parametrize("tag", (None, pytest.param("best", marks=pytest.mark.device)))
 def test_a_run_goes_on_from_its_checkpoint(tag: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
@@ -777,6 +780,7 @@ def test_a_checkpoint_of_deepspeeds_is_to_be_imported_and_then_goes_on(tmp_path:
     engine.destroy()
 
 
+@pytest.mark.device
 def test_the_loader_has_micro_batches_of_this_ranks_part() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(11.0)[:, None])
     for drop_last, sizes in ((False, [4, 4, 3]), (True, [4, 4])):
@@ -788,12 +792,13 @@ def test_the_loader_has_micro_batches_of_this_ranks_part() -> None:
         engine.destroy()
 
 
+@pytest.mark.device
 def test_the_engine_is_the_model_where_it_is_nothing_of_its_own() -> None:
     engine = make({})
     model = engine.module
     assert isinstance(engine, nn.Module) and engine.variant == "plain" and engine.blocks is model.blocks
     assert engine.eval() is engine and not model.training and engine.train().training and model.training
-    assert engine.device == torch.device("cpu") and engine.local_rank == 0 and engine.get_global_grad_norm() is None
+    assert engine.device.type == DEVICE.type and engine.local_rank == 0 and engine.get_global_grad_norm() is None
     assert engine.gradient_accumulation_steps() == 1 and engine.get_lr() == [1e-2]
     with pytest.raises(AttributeError, match=r"GPT.*nothing_like_it"):
         engine.nothing_like_it  # noqa: B018
@@ -852,7 +857,7 @@ def run_two_ranks(stage: int) -> list[Any]:
     engine, optimizer, _, _ = zk.initialize(model, adamw, config=config)
     assert engine.gradient_accumulation_steps() == 2
     for index in range(6):
-        x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index))[optimizer.comm.rank]
+        x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index))[optimizer.comm.rank].to(engine.device)
         engine.backward(F.mse_loss(engine(x), x.sum(1, keepdim=True)))
         engine.step()
     found = [value.tolist() for value in optimizer.consolidated_state_dict().values()]
@@ -860,6 +865,7 @@ def run_two_ranks(stage: int) -> list[Any]:
     return found
 
 
+@pytest.mark.device
 def test_two_ranks_train_on_the_mean_of_their_gradients() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))

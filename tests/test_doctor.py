@@ -80,6 +80,22 @@ def test_cores_and_the_time_of_a_container(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("slow", "verdict", "said", "remedy"),
+    (
+        (set(), "ok", "fast in fp32, bf16 and fp16", ""),
+        ({torch.float16}, "note", "slower than fp32 in fp16", "dtype='bf16'"),
+        ({torch.bfloat16, torch.float16}, "note", "slower than fp32 in bf16 and fp16", "dtype='fp32'"),
+    ),
+)
+def test_precisions_that_the_cpu_is_slow_in(slow: set[torch.dtype], verdict: str, said: str, remedy: str) -> None:
+    with mock.patch.object(doctor, "has_fast_products", lambda dtype: dtype not in slow):
+        row = named(list(doctor.cores()), "matrix products")
+        assert row.verdict == verdict and said in row.found and remedy in row.remedy
+        with mock.patch.object(torch.cuda, "is_available", lambda: True):
+            assert "matrix products" not in [row.what for row in doctor.cores()]
+
+
+@pytest.mark.parametrize(
     ("limit", "cuda", "wsl", "verdict", "said"),
     (
         (8 << 20, True, False, "mend", "ulimit -l unlimited"),
@@ -139,6 +155,16 @@ def test_a_gpu_and_its_settings() -> None:
         rows = [*doctor.devices(), *doctor.environment()]
     assert "Tesla T4" in named(rows, "GPU 0").found and "fp16" in named(rows, "GPU 0").remedy
     assert named(rows, "TRITON_INTERPRET").verdict == "mend"
+
+
+@pytest.mark.device_only
+def test_each_gpu_is_named_with_its_memory() -> None:
+    rows = examine()
+    for index in range(torch.cuda.device_count()):
+        row = named(rows, f"GPU {index}")
+        assert row.part == "devices" and torch.cuda.get_device_name(index) in row.found and " free" in row.found
+    assert f"torch is built for CUDA {torch.version.cuda}" in named(rows, "driver").found
+    assert named(rows, "PYTORCH_CUDA_ALLOC_CONF").verdict == "note"
 
 
 def test_the_command_prints_rows_or_json_and_its_exit_code_says_whether_all_is_well(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
-"""What only a GPU can show. Skipped without one.
+"""Training on a device with memory of its own: a GPU, or the software GPU (``make test``).
 
-With ZK_PRETEND_GPU=1 those that need no CUDA call run on a CPU, over the link on which copies run as late as they may: that shows nothing
-about a GPU, and that the tests themselves are right. Everything runs with torch's deterministic algorithms, which also fill new memory
-with NaN, so what is used before it has arrived shows.
+Everything runs with torch's deterministic algorithms, which also fill new memory with NaN, so what is used before it has arrived shows.
 """
 
 from __future__ import annotations
@@ -10,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -21,18 +21,13 @@ import torch
 from torch import Tensor
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of
 from zk.offload import spill, transfer
 from zk.offload.pinned import Arena
 from zk.offload.streams import CudaLink, link_to
-from zk.offload.twins import AdversarialLink, pretend
 from zk.tiled_linear import TiledLinear
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask for, before the first product
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-pytestmark = pytest.mark.skipif(not ON_GPU and not os.environ.get("ZK_PRETEND_GPU"), reason="needs a GPU")
-needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 LONG = 100_000_000  # cycles: some 50 ms, in which any copy of these tests would have ended
 
 
@@ -40,8 +35,7 @@ LONG = 100_000_000  # cycles: some 50 ms, in which any copy of these tests would
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with contextlib.nullcontext() if ON_GPU else pretend(AdversarialLink()):
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -56,7 +50,7 @@ def small_pieces() -> Iterator[None]:
 def losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
     found = []
     for seed in range(steps):
-        loss = loss_of(model, batch(seed).to(DEVICE))
+        loss = loss_of(model, batch(seed))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,7 +67,6 @@ def pair(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
     return values, torch.full((numel,), float("nan"), dtype=dtype, device="cuda"), torch.full((numel,), float("nan"), dtype=dtype)
 
 
-@needs_cuda
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("numel", (1, 1009, 1 << 20))
 @pytest.mark.parametrize("pinned", (True, False))
@@ -93,7 +86,6 @@ def test_copies_of_any_size_arrive_in_both_directions(pinned: bool, numel: int, 
         assert not values.is_pinned() and torch.equal(host, values), "the pages are unlocked, and still there"
 
 
-@needs_cuda
 def test_an_offload_comes_after_what_compute_had_been_asked_to_do() -> None:
     link, (values, near, host) = link_to(DEVICE), pair(1 << 16)
     values = values.cuda()
@@ -106,7 +98,7 @@ def test_an_offload_comes_after_what_compute_had_been_asked_to_do() -> None:
     assert torch.equal(host, values.cpu())
 
 
-@needs_cuda
+@pytest.mark.races
 def test_without_its_mark_an_offload_would_have_been_too_early() -> None:
     """What the test before it would show if the mark were forgotten: otherwise it shows nothing."""
     link, (values, near, host) = link_to(DEVICE), pair(1 << 16)
@@ -119,11 +111,11 @@ def test_without_its_mark_an_offload_would_have_been_too_early() -> None:
     torch.cuda.synchronize()
 
 
-@needs_cuda
+@pytest.mark.races
 def test_compute_that_follows_an_upload_sees_it_and_compute_that_does_not_may_miss_it() -> None:
     link, (values, near, _) = link_to(DEVICE), pair(1 << 16)
     torch.cuda.synchronize()
-    with link.beside():
+    with link.beside([]):
         torch.cuda._sleep(LONG)  # uploads are held up
     event = link.upload(near, values, [link.mark()])
     early = near.clone()
@@ -132,7 +124,6 @@ def test_compute_that_follows_an_upload_sees_it_and_compute_that_does_not_may_mi
     assert early.isnan().all() and torch.equal(late.cpu(), values)
 
 
-@needs_cuda
 def test_an_upload_does_not_overwrite_what_compute_still_reads() -> None:
     link, (values, near, _) = link_to(DEVICE), pair(1 << 16)
     near.fill_(7.0)
@@ -143,7 +134,17 @@ def test_an_upload_does_not_overwrite_what_compute_still_reads() -> None:
     assert (read == 7).all() and torch.equal(near.cpu(), values)
 
 
-@needs_cuda
+def test_an_optimizer_that_is_dropped_unlocks_its_pages_after_its_copies() -> None:
+    model = GPT()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, optimizer_tier="host", dtype="bf16")
+    torch.cuda._sleep(LONG)
+    loss_of(model, batch(0)).backward()  # gradients are on their way to the host
+    dropped = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert dropped() is None
+
+
 def test_memory_that_is_being_copied_is_not_given_to_anyone_else() -> None:
     link, (values, _, host) = link_to(DEVICE), pair(1 << 20)
     near = values.cuda()
@@ -160,14 +161,12 @@ def test_memory_that_is_being_copied_is_not_given_to_anyone_else() -> None:
     del others
 
 
-@needs_cuda
 def test_work_beside_comes_after_uploads_and_not_after_compute() -> None:
     link, (values, near, _) = link_to(DEVICE), pair(1 << 16)
     torch.cuda.synchronize()
     mark = link.mark()
     torch.cuda._sleep(LONG)
-    link.upload(near, values, [mark])
-    with link.beside() as reached:
+    with link.beside([link.upload(near, values, [mark])]) as reached:
         doubled = near * 2
         event = reached()
     event.wait()
@@ -176,7 +175,6 @@ def test_work_beside_comes_after_uploads_and_not_after_compute() -> None:
     assert torch.equal(doubled.cpu(), values * 2)
 
 
-@needs_cuda
 def test_released_blocks_wait_for_the_copies_that_read_them() -> None:
     link = link_to(DEVICE)
     arena = Arena(link, 1 << 22)
@@ -194,7 +192,6 @@ def test_released_blocks_wait_for_the_copies_that_read_them() -> None:
     arena.close()
 
 
-@needs_cuda
 def test_one_link_serves_all_who_name_the_device() -> None:
     assert isinstance(link_to(DEVICE), CudaLink)
     assert link_to(torch.device("cuda")) is link_to(torch.device("cuda", torch.cuda.current_device()))
@@ -216,10 +213,10 @@ class Trained:
         **options: object,
     ) -> None:
         torch.manual_seed(0)
-        model = GPT(variant, width=96, layers=3).to(DEVICE)
+        model = GPT(variant, width=96, layers=3)
         if slow:  # compute is behind, so that copies that do not wait for it are too early
             for block in model.blocks:
-                block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(LONG // 10) if ON_GPU else None)
+                block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(LONG // 10))
         groups = [
             {"params": [param for param in model.parameters() if param.ndim > 1], "weight_decay": 0.1},
             {"params": [param for param in model.parameters() if param.ndim <= 1], "weight_decay": 0.0, "lr": 3e-3},
@@ -231,7 +228,7 @@ class Trained:
             for step in range(steps):
                 for micro in range(accumulation):
                     with offload:
-                        loss = loss_of(model, batch(100 * step + micro).to(DEVICE))
+                        loss = loss_of(model, batch(100 * step + micro))
                     optimizer.backward(loss)
                     self.losses.append(float(loss.detach()))
                 optimizer.step()
@@ -339,6 +336,32 @@ def test_clipping_by_a_norm_that_was_taken_on_either_side_is_the_same(small_piec
     assert got.losses == pytest.approx(want.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("tier", ("device", "host", "nvme", "divided"))
+def test_one_inf_among_the_gradients_skips_the_step_and_changes_nothing(tier: str, tmp_path: Path, small_pieces: None) -> None:
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = GPT(width=96, layers=3).to(DEVICE)
+        bad = model.blocks[1].up.weight
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with zk.ZeroOptimizer(model, inner, dtype="bf16", clip_grad_norm=0.1, **place(stage, tier, tmp_path)) as optimizer:  # type: ignore[arg-type]
+            losses(model, optimizer, steps=1)
+            with zk.gather(model.parameters()):
+                before = [param.detach().cpu().clone() for param in model.parameters()]
+            state = copy.deepcopy(optimizer.state_dict()["state"])
+            mark = torch.zeros(bad.shape, device=DEVICE)
+            mark[3, 5] = float("inf")
+            hook = bad.register_hook(lambda grad, mark=mark: grad + mark.to(grad.dtype))
+            losses(model, optimizer, steps=1)
+            hook.remove()
+            found = optimizer.metrics()
+            assert (found["steps"], found["skipped_steps"], found["grad_norm"]) == (1, 1, float("inf")), f"stage {stage}"
+            with zk.gather(model.parameters()):
+                assert all(torch.equal(param.detach().cpu(), old) for param, old in zip(model.parameters(), before, strict=True)), f"stage {stage}"
+            for key, values in optimizer.state_dict()["state"].items():
+                assert all(torch.equal(value, state[key][name]) for name, value in values.items()), f"stage {stage}, parameter {key}"
+            assert math.isfinite(losses(model, optimizer, steps=1)[0]) and optimizer.metrics()["steps"] == 2
+
+
 @pytest.mark.parametrize("variant", ("plain", "checkpointed", "checkpointed_reentrant"))
 def test_activations_that_were_on_the_host_come_back_as_they_were(variant: str, small_pieces: None, on_the_device: dict[str, Trained]) -> None:
     for stage, params in ((2, "device"), (3, "host")):
@@ -352,7 +375,7 @@ def test_every_tier_trains_what_plain_torch_trains(stage: int, tier: str, tmp_pa
     if tier == "nvme" and stage != 3:
         pytest.skip("the same as host below stage 3")
     torch.manual_seed(0)
-    model = GPT().to(DEVICE)
+    model = GPT()
     plain = copy.deepcopy(model)
     want = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     where = {"param_tier": tier if stage == 3 else "device", "optimizer_tier": tier, **({"nvme_path": tmp_path} if tier == "nvme" else {})}
@@ -361,7 +384,6 @@ def test_every_tier_trains_what_plain_torch_trains(stage: int, tier: str, tmp_pa
     assert got == pytest.approx(want, rel=1e-4)
 
 
-@needs_cuda
 def test_a_model_in_host_memory_goes_to_its_tiers_and_never_whole_to_the_device() -> None:
     torch.manual_seed(0)
     wide = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))  # 64 MiB
@@ -380,7 +402,6 @@ def test_a_model_in_host_memory_goes_to_its_tiers_and_never_whole_to_the_device(
         assert torch.cuda.max_memory_allocated() - before < 40 << 20, "some layers, with their gradients"
 
 
-@needs_cuda
 def test_device_memory_is_given_back_in_the_end() -> None:
     def taken_after_one_more() -> int:
         Trained(stage=3, param_tier="host", optimizer_tier="host", overlap_step=True)
@@ -395,7 +416,6 @@ def test_device_memory_is_given_back_in_the_end() -> None:
     assert last - first < 1 << 18, "less than a unit; a link keeps the last copy of each direction until the next"
 
 
-@needs_cuda
 def test_a_layer_of_64k_features_trains_where_the_whole_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 GiB of bf16 weight, its gradient, and no room for both: the cap is 12 GiB."""
     size, cap = 65536, 12 * 2**30

@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +18,12 @@ from torch import nn
 
 import zk
 from tests.models import GPT, batch, loss_of
+from tests.programs import Program, run
 from tests.test_nvme import Faults
 from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
 from zk.offload.spill import Buffers, Piece, Spill
+from zk.offload.tiers import NVMeTier
 from zk.offload.twins import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
@@ -212,16 +212,20 @@ def test_short_and_late_transfers_change_nothing(tmp_path: Path, faults: Faults)
 
 
 def test_a_drive_that_does_not_answer_ends_in_a_bounded_wait(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = File.__init__
-    monkeypatch.setattr(File, "__init__", lambda self, *args, **options: real(self, *args, **options, timeout_s=0.2, engine=Engine()))
+    real, engine = File.__init__, Engine()
+    monkeypatch.setattr(File, "__init__", lambda self, *args, **options: real(self, *args, **options, engine=engine))
     model = GPT()
     optimizer = wrap(model, tmp_path)
     step(model, optimizer)
-    faults.delay = 1.0
+    nvme = optimizer.tiers["nvme"]
+    assert isinstance(nvme, NVMeTier) and nvme.spill.file is not None
+    nvme.spill.file.wait()  # for what was asked ahead of the next step
+    nvme.spill.file.timeout_s = 0.2
+    faults.answers.clear()
     with pytest.raises(TimeoutError, match=r"the (read|write) of \d+ bytes at offset \d+ of .*state\.bin has not ended after 0\.2 s"):
         step(model, optimizer)
-    faults.delay = 0.0
-    time.sleep(1.5)
+    faults.answers.set()
+    engine.close()  # once all that was asked of it is done
     optimizer.close()
 
 
@@ -271,17 +275,14 @@ for seed in range(int(sys.argv[2])):
 
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
 def test_a_run_ended_in_mid_step_leaves_nothing_for_the_next(number: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    first = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), "100000"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-    assert first.stdout is not None
+    first = Program("-c", RUN, str(tmp_path), "100000")
     for _ in range(5):
         assert first.stdout.readline()
     first.send_signal(number)
-    assert first.wait(30) != 0
-    first.stdout.close()
+    assert first.wait() != 0
     if number == signal.SIGKILL:
         assert len(list(tmp_path.iterdir())) == 1
-    again = subprocess.run([sys.executable, "-c", RUN, str(tmp_path), "3"], capture_output=True, text=True, env=environment, timeout=60)
+    again = run("-c", RUN, str(tmp_path), "3")
     assert again.returncode == 0 and again.stdout.count("\n") == 3, again.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
 from tests.world import run_world
+from zk import precision
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 
@@ -221,6 +223,20 @@ def test_groups_added_before_the_first_step_train_and_keep_masters() -> None:
     assert model.head.weight.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="after the first step"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
+def test_groups_added_after_parameters_were_written_keep_what_was_written(dtype: str) -> None:
+    model, other = pair()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(1 / 3)
+    optimizer = wrap(model, adamw(model.blocks.parameters()), dtype=dtype, loss_scale=None)
+    model.load_state_dict(other.state_dict())
+    optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if not n.startswith("blocks")]})
+    for got, want in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(got, want.to(got.dtype))
+    optimizer.close()
 
 
 def test_parameters_written_by_the_user_are_kept() -> None:
@@ -616,6 +632,42 @@ def test_import_starts_nothing() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "[] False"
+
+
+# ---- precisions that the CPU is slow in --------------------------------------------------------------------------------------
+
+
+def warnings_of_slow_products(case: tuple[bool, list[str]]) -> list[str]:
+    """Wrap a model in each of some precisions on a CPU that is fast, or slow, in 16 bits."""
+    fast, dtypes = case
+    said: list[str] = []
+    precision.warn_of_slow_products.cache_clear()
+    with (
+        mock.patch.object(precision, "has_fast_products", lambda dtype: fast or dtype == torch.float32),
+        mock.patch.object(precision.log, "warning", lambda message, *values: said.append(message % values)),
+    ):
+        for dtype in dtypes:
+            wrap(GPT(), dtype=dtype).close()
+    precision.warn_of_slow_products.cache_clear()
+    return said
+
+
+def test_a_precision_that_the_cpu_is_slow_in_is_warned_of_once_and_on_the_first_rank_only() -> None:
+    (bf16,) = warnings_of_slow_products((False, ["bf16", "fp32", "bf16"]))
+    assert bf16.startswith("the model computes in torch.bfloat16, for which torch has no fast kernels on this CPU")
+    assert bf16.endswith("use dtype='fp32'")
+    assert warnings_of_slow_products((True, ["bf16", "fp16"])) == [] == warnings_of_slow_products((False, ["fp32"]))
+    assert run_world(2, warnings_of_slow_products, [(False, ["bf16"])]) == [[[bf16], []]]
+
+
+def test_torch_says_which_precisions_the_cpu_is_slow_in() -> None:
+    assert precision.has_fast_products(torch.float32)
+    for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
+        for answer in (True, False):
+            with mock.patch.object(torch.ops.mkldnn, name, lambda answer=answer: answer):
+                assert precision.has_fast_products(dtype) is answer
+                with mock.patch.object(torch.backends.mkldnn, "is_available", lambda: False):
+                    assert precision.has_fast_products(dtype)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------

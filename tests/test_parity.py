@@ -40,19 +40,13 @@ EXTRA = [
     )
 ] + [Case(stage=3, prefetch=prefetch, model=model) for prefetch in (0, 3) for model in ("plain", "checkpointed", "elsewhere")]
 CASES = GRID + EXTRA
-# the same on a device with memory of its own, whose copies run as late as they may: every missing wait shows
-SEPARATE = [dataclasses.replace(case, separate=True, steps=4) for case in CASES] + [
-    Case(stage=stage, dtype="bf16", separate=True, tier=tier, steps=4, **options)
-    for stage, (tier, options) in itertools.product(
-        (0, 1, 2, 3),
-        (
-            ("nvme", {}),
-            ("nvme", {"accumulation": 3, "adversary": True}),
-            ("auto", {"budgets": (("device_budget", 60_000),)}),
-            ("host", {"params": "device"}),
-        ),
-    )
-]
+# steps: one process trains ten. After five all orders are known, and all buffers were used again: that is enough of ranks, which take longer.
+# Three ranks divide units unevenly. What accumulation adds to that it adds with every model.
+BY_WORLD = {
+    1: CASES,
+    2: [dataclasses.replace(case, steps=5) for case in CASES],
+    3: [dataclasses.replace(case, steps=4) for case in CASES if case.accumulation == 1 or case.model in ("plain", "elsewhere")],
+}
 NVME = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, tier="nvme")
     for stage, dtype, accumulation in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 3))
@@ -81,44 +75,28 @@ def results() -> dict[int, dict[Case, list[object]]]:
     return {}
 
 
-@pytest.mark.parametrize("world", (1, 2, 3))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world, cases in BY_WORLD.items() for case in cases], ids=str)
 def test_trains_what_plain_torch_trains(world: int, case: Case, results: dict[int, dict[Case, list[object]]]) -> None:
     if world == 1:
         assert run_case(case) == ""
         return
-    if world not in results:  # (three ranks share two cores: what ten steps show, two ranks have shown)
-        shown = [dataclasses.replace(case, steps=5) for case in CASES] if world == 3 else CASES
-        results[world] = dict(zip(CASES, run_world(world, run_case, shown), strict=True))
+    if world not in results:
+        results[world] = dict(zip(BY_WORLD[world], run_world(world, run_case, BY_WORLD[world]), strict=True))
     assert results[world][case] == [""] * world
 
 
-@pytest.mark.parametrize("world", (1, 2))
-def test_the_latest_copies_change_no_bit(world: int) -> None:
-    table = run_world(world, run_case, SEPARATE, timeout=120)
-    assert {str(case): rows for case, rows in zip(SEPARATE, table, strict=True) if rows != [""] * world} == {}
-
-
-# the update in step() or beside training, copies and collectives waited for at once or not, in every kind of memory
+# the update in step() or in the background, collectives waited for at once or not
 OVERLAPPED = [
-    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, separate=separate, overlap=overlap, overlap_step=True)
-    for stage, (accumulation, model, tier, separate, overlap) in itertools.product(
+    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True)
+    for stage, (accumulation, model, tier, overlap) in itertools.product(
         (0, 1, 2, 3),
-        (
-            (1, "plain", "host", False, True),
-            (3, "checkpointed", "host", False, False),
-            (1, "tied", "nvme", False, True),
-            (1, "sometimes", "host", True, True),
-            (3, "elsewhere", "host", True, True),
-            (1, "plain", "host", True, False),
-            (1, "frozen", "nvme", True, True),
-        ),
+        ((1, "plain", "host", True), (3, "checkpointed", "host", False), (1, "tied", "nvme", True)),
     )
-] + [Case(stage=3, dtype="bf16", tier="auto", params="host", separate=True, overlap_step=True, budgets=(("device_budget", 20_000),))]
+]
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_an_update_beside_training_changes_no_bit(world: int) -> None:
+def test_an_update_in_the_background_changes_no_bit(world: int) -> None:
     table = run_world(world, run_case, OVERLAPPED, timeout=120)
     assert {str(case): rows for case, rows in zip(OVERLAPPED, table, strict=True) if rows != [""] * world} == {}
 
@@ -126,8 +104,9 @@ def test_an_update_beside_training_changes_no_bit(world: int) -> None:
 @pytest.mark.parametrize("world", (1, 2))
 def test_the_drive_changes_no_bit(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The NVMe tier against plain torch, also on a drive that is late and out of order; in a spawned world, as threads stay behind."""
-    table = run_world(world, run_case, NVME, timeout=120)
-    assert {str(case): rows for case, rows in zip(NVME, table, strict=True) if rows != [""] * world} == {}
+    cases = [dataclasses.replace(case, steps=10 if world == 1 else 5) for case in NVME]
+    table = run_world(world, run_case, cases, timeout=120)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
 
 
 NUMBA = [Case(stage=stage, dtype=dtype, accumulation=2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16", "fp16")]

@@ -331,12 +331,18 @@ def results() -> dict[int, list[list[object]]]:
     return {}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("world", (2, 3))
+BY_WORLD = {
+    2: CASES,
+    # what depends on how units are divided, which three ranks do unevenly
+    3: (bytes_match_the_formulas, gather_reads_and_writes, state_dict_of_the_model_is_whole, unusual_orders_are_exact, own_state_goes_back_in),
+}
+
+
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world, cases in BY_WORLD.items() for case in cases])
 def test_stage_3(world: int, case: Callable[[], None], results: dict[int, list[list[object]]]) -> None:
     if world not in results:
-        results[world] = run_world(world, call, CASES)
-    for result in results[world][CASES.index(case)]:
+        results[world] = run_world(world, call, BY_WORLD[world])
+    for result in results[world][BY_WORLD[world].index(case)]:
         assert result == "", result
 
 

@@ -7,20 +7,24 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zk
+from tests import programs
 from tests.world import run_world
 from zk.cli import app
-from zk.offload.twins import ThrottledLink, pretend
+from zk.offload.streams import Event, Joined
+from zk.offload.twins import CPU, pretend
 from zk.parallel.layout import Layout
 from zk.plan import papers, report
 from zk.plan.choose import as_dict, as_python, consider, largest, plan, shown
@@ -62,6 +66,39 @@ REAL = [
 ]
 
 
+class Copy:
+    """Training takes a copy to be in flight until it has waited for it itself, or for all of them."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def wait(self) -> None:
+        self.done |= threading.current_thread() is threading.main_thread()
+
+
+class SlowestLink(Joined):
+    """A device with memory of its own. As many copies are in flight as zk allows, however fast the machine is."""
+
+    joined = False
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.copies: list[Copy] = []
+
+    def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        host.copy_(source)
+        self.copies.append(Copy())
+        return self.copies[-1]
+
+    def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
+        return self.offload(target, host, after)
+
+    def finish(self) -> None:
+        """End all copies: the optimizer's step has waited for them, some in its threads."""
+        for copy in self.copies:
+            copy.done = True
+
+
 @pytest.mark.parametrize(("stage", "param_tier", "optimizer_tier", "size", "dtype", "state_dtype", "apart"), REAL)
 def test_bytes_are_those_of_real_optimizers(
     stage: int, param_tier: str, optimizer_tier: str, size: GPTConfig, dtype: str, state_dtype: str, apart: bool, tmp_path: Path
@@ -79,17 +116,19 @@ def test_bytes_are_those_of_real_optimizers(
         nonlocal gathered
         gathered = max(gathered, int(optimizer.metrics()["device_gathered_nbytes"]))
 
-    with pretend(ThrottledLink(1e8)) if apart else torch.enable_grad():
+    link = SlowestLink()
+    with pretend(link) if apart else torch.enable_grad():
         model = GPT(size)
         with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), config) as optimizer:
             for block in model.blocks:
                 block.up.register_forward_hook(look)
             file_nbytes = sum(file.stat().st_size for file in tmp_path.rglob("state.bin"))
             for seed in range(3):
-                ids = torch.randint(0, size.vocab, (2, 17), generator=torch.Generator().manual_seed(seed))
+                ids = torch.randint(0, size.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
                 optimizer.backward(model(ids[:, :-1], ids[:, 1:]))
                 if seed < 2:
                     optimizer.step()
+                    link.finish()
             optimizer.clip_grad_norm_(1.0)  # all gradients have arrived where they rest
             for name, nbytes in optimizer.metrics().items():
                 tier, _, kind = name.removesuffix("_nbytes").partition("_")
@@ -103,9 +142,9 @@ def test_bytes_are_those_of_real_optimizers(
     want.pop(("host", "staging"), None)
     want.pop(("device", "fresh"))  # autograd's
     used = real.pop(("host", "buffer"), 0)
-    assert {key: value for key, value in real.items() if value} == pytest.approx({key: value for key, value in want.items() if value}, rel=0.1)
-    assert gathered == pytest.approx(most_gathered, rel=0.1)
-    assert used <= buffers and (used > 0.2 * buffers or not buffers)  # made as they are needed, and counted for both tiers
+    assert +real == +want
+    assert gathered == most_gathered
+    assert 0.5 * buffers <= used <= buffers  # made as they are needed: two thirds of them also by a drive that answers at once
     assert file_nbytes == spare + sum(nbytes for (tier, _), nbytes in want.items() if tier == "nvme")  # to the byte
 
 
@@ -125,7 +164,7 @@ def on_two_ranks(case: tuple[int, str, str]) -> tuple[dict[str, float], int]:
         for block in model.blocks:
             block.up.register_forward_hook(look)  # type: ignore[union-attr, operator]
         for seed in range(3):
-            ids = torch.randint(0, WIDE.vocab, (2, 17), generator=torch.Generator().manual_seed(seed))
+            ids = torch.randint(0, WIDE.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
             model(ids[:, :-1], ids[:, 1:]).backward()
             if seed < 2:
                 optimizer.step()
@@ -450,8 +489,7 @@ def test_without_an_accelerator_the_device_is_the_host() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zk", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env={"PATH": "", "COLUMNS": "160", "PYTHONPATH": str(ROOT)})
+    return programs.run("-m", "zk", "plan", *arguments, env={"PATH": "", "COLUMNS": "160"})
 
 
 def test_the_command_prints_json_and_pictures(tmp_path: Path) -> None:
@@ -507,7 +545,7 @@ def test_on_a_narrow_terminal_what_lacks_takes_two_lines() -> None:
     report.print_plan(Console(file=file, width=80), plan(shape_of("gpt:10b"), machine, 8192))
     lines = file.getvalue().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("0     device device"))
-    assert "-104.5 GiB" in lines[first] and lines[first].rstrip().endswith("compute")
+    assert "-104.8 GiB" in lines[first] and lines[first].rstrip().endswith("compute")
     assert lines[first + 1].strip() == "GPU" and lines[first + 2].startswith("0     device host")
 
 

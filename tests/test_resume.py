@@ -7,19 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 import zk
+from tests.programs import Program, rank_of
 from tests.world import free_port
 from zk.checkpoint import CheckpointError
 from zk.cli import app
@@ -125,36 +124,44 @@ def environment() -> dict[str, str]:
 
 
 def test_a_process_that_gets_sigterm_exits_with_0(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, *command(tmp_path, "--steps", "100000")], env=environment(), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    threading.Timer(60, process.kill).start()
-    for line in process.stdout:
-        if line.startswith("zk "):
-            break
-    time.sleep(0.5)
+    process = Program(*command(tmp_path, "--steps", "100000", "--save-every", "1"), env=environment())
+    latest = tmp_path / "checkpoints" / "latest"
+    while not latest.exists() and process.returncode is None:
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate()
     assert process.returncode == 0 and "SIGTERM   saved after step" in said
     assert (tmp_path / "checkpoints" / "latest").exists()
 
 
+# the rank that ends by itself, in its first life
+KILLED = """
+import os, signal, sys
+from zk.cli import app
+from zk.train.data import Text
+
+draws, draw = [], Text.draw
+
+def counted(*arguments):
+    draws.append(arguments)
+    if len(draws) == 4 + 25:  # four to validate, then one for each step
+        os.kill(os.getpid(), signal.SIGKILL)
+    return draw(*arguments)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    Text.draw = counted
+app()
+"""
+
+
 def test_torchrun_starts_again_after_a_killed_rank_and_ends_with_the_same_model(tmp_path: Path) -> None:
+    more, port = ("--steps", "30", "--save-every", "10", "--resume", "auto"), free_port()
+    unbroken = [Program(*command(tmp_path / "a", *more), env=rank_of(2, rank, port)) for rank in range(2)]
+    (tmp_path / "killed.py").write_text(KILLED)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(free_port())]
-    more = ("--steps", "150", "--save-every", "10", "--resume", "auto")
-    subprocess.run([*launch, *command(tmp_path / "a", *more)], env=environment(), check=True, timeout=200, capture_output=True)
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([*launch, *command(tmp_path / "b", *more)], env=environment(), **pipes)
-    try:
-        until = time.monotonic() + 100
-        while not (tmp_path / "b" / "checkpoints" / "latest").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        (victim,) = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
-        victim.kill()
-        said, _ = process.communicate(timeout=150)
-    finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
-            child.kill()
-        process.kill()
-    assert process.returncode == 0 and "rank 1 ended" in said and "resume    after step" in said, said[-3000:]
+    arguments = [str(tmp_path / "killed.py"), *command(tmp_path / "b", *more)[2:]]
+    done = subprocess.run([*launch, *arguments], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    assert done.returncode == 0 and "rank 1 ended" in done.stdout and "resume    after step" in done.stdout, done.stdout[-3000:]
+    assert all(rank.communicate()[1] == "" for rank in unbroken)
     left, right = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert all(bool((left[name] == right[name]).all()) for name in left)

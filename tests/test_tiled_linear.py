@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zk
+from tests.models import DEVICE
 from tests.world import run_world
 from zk import kernels
 from zk.tiled_linear import Tile, TiledLinear, cuts
@@ -25,7 +26,7 @@ def pair(
     in_features: int, out_features: int, in_splits: int, out_splits: int, bias: bool = True, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Linear, TiledLinear]:
     torch.manual_seed(in_features * out_features)
-    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
+    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype).to(DEVICE)
     tiled = TiledLinear.from_linear(linear, in_splits, out_splits)
     if bias:
         tiled.bias = nn.Parameter(linear.bias.detach().clone())  # from_linear shares it
@@ -33,7 +34,7 @@ def pair(
 
 
 def weight_grad(tiled: TiledLinear) -> Tensor:
-    whole = torch.full((tiled.out_features, tiled.in_features), float("nan"), dtype=tiled.bias.dtype if tiled.bias is not None else torch.float32)
+    whole = tiled.tiles[0].weight.new_full((tiled.out_features, tiled.in_features), float("nan"))
     for tile in tiled.tiles:
         whole[tile.rows, tile.columns] = tile.weight.grad
     return whole
@@ -44,10 +45,21 @@ def weight_grad(tiled: TiledLinear) -> Tensor:
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("leading", [(5,), (2, 3)])
 def test_outputs_and_all_gradients_are_those_of_the_whole_layer(shape, splits, bias, leading):
+    compare(shape, splits, bias, leading)
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("splits", [(1, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("bias", (True, False))
+def test_on_a_gpu_outputs_and_all_gradients_are_those_of_the_whole_layer(splits, bias):
+    compare((23, 29), splits, bias, (2, 3))
+
+
+def compare(shape, splits, bias, leading):
     linear, tiled = pair(*shape, *splits, bias=bias)
-    x = torch.randn(*leading, shape[0])
+    x = torch.randn(*leading, shape[0], device=DEVICE)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    upstream = torch.randn(*leading, shape[1])
+    upstream = torch.randn(*leading, shape[1], device=DEVICE)
     want, got = linear(a), tiled(b)
     want.backward(upstream)
     got.backward(upstream)
@@ -60,11 +72,12 @@ def test_outputs_and_all_gradients_are_those_of_the_whole_layer(shape, splits, b
         torch.testing.assert_close(tiled.bias.grad, linear.bias.grad, **close)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("splits", [(1, 3), (3, 1), (3, 2)])
 def test_16_bit_layers_sum_over_tiles_in_fp32(splits):
     linear, tiled = pair(192, 160, *splits, dtype=BF16)
-    x = torch.randn(7, 192).bfloat16()
-    upstream = torch.randn(7, 160).bfloat16()
+    x = torch.randn(7, 192, device=DEVICE).bfloat16()
+    upstream = torch.randn(7, 160, device=DEVICE).bfloat16()
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     got = tiled(b)
     got.backward(upstream)
@@ -83,10 +96,11 @@ def test_16_bit_layers_sum_over_tiles_in_fp32(splits):
     assert error(tiled.bias.grad, exact.bias.grad) < 2**-9
 
 
+@pytest.mark.device
 def test_autocast_computes_in_16_bits_and_leaves_fp32_gradients():
     linear, tiled = pair(48, 40, 2, 3)
-    x = torch.randn(6, 48)
-    with torch.autocast("cpu", BF16):
+    x = torch.randn(6, 48, device=DEVICE)
+    with torch.autocast(DEVICE.type, BF16):
         want, got = linear(x), tiled(x)
     assert got.dtype == BF16
     want.float().square().sum().backward()
@@ -96,10 +110,11 @@ def test_autocast_computes_in_16_bits_and_leaves_fp32_gradients():
     torch.testing.assert_close(weight_grad(tiled), linear.weight.grad, rtol=3e-2, atol=3e-1)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("reentrant", (True, False))
 def test_checkpointed_layers_give_the_same_gradients(reentrant):
     _, tiled = pair(24, 20, 2, 2)
-    x = torch.randn(4, 24, requires_grad=True)
+    x = torch.randn(4, 24, device=DEVICE, requires_grad=True)
     tiled(x).square().sum().backward()
     want = [x.grad.clone(), *(param.grad.clone() for param in tiled.parameters())]
     x.grad = None
@@ -233,6 +248,7 @@ def test_a_layer_used_in_two_places_stays_one():
     assert model[0][0] is model[1][0] and isinstance(model[0][0], TiledLinear)
 
 
+@pytest.mark.device
 def test_tiles_of_a_deferred_model_have_the_values_of_plain_construction():
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 4))
@@ -245,7 +261,7 @@ def test_tiles_of_a_deferred_model_have_the_values_of_plain_construction():
     with zk.deferred_init():
         model = build()
     optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert all(torch.equal(param.cpu(), other) for param, other in zip(model.parameters(), plain.parameters(), strict=True))
     optimizer.close()
     with zk.deferred_init():
         late = nn.Sequential(nn.Linear(16, 48))
@@ -253,6 +269,7 @@ def test_tiles_of_a_deferred_model_have_the_values_of_plain_construction():
         zk.tile_linears(late, 64)
 
 
+@pytest.mark.device
 def test_safetensors_of_the_whole_layer_are_read_and_written(tmp_path):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5, bias=False))
@@ -270,11 +287,11 @@ def test_safetensors_of_the_whole_layer_are_read_and_written(tmp_path):
             model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=nvme
         ):
             x = torch.randn(2, 20)
-            torch.testing.assert_close(model(x), plain(x))
+            torch.testing.assert_close(model(x.to(next(model.parameters()).device)).cpu(), plain(x))
             save_model(model, tmp_path / "out", {}, write=True)
             saved = load_file(tmp_path / "out" / "model.safetensors")
             assert len(saved) == 3 and all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
-            assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+            assert all(torch.equal(value.cpu(), other) for value, other in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     with pytest.raises(ValueError, match=r"0.weight is \(32, 20\)"):
         zk.load_pretrained(nn.Sequential(TiledLinear(21, 32, out_splits=2)), tmp_path)
 
@@ -289,6 +306,7 @@ class Mlp(nn.Module):
             nn.Sequential(nn.LayerNorm(24), TiledLinear(24, 40, in_splits=2, out_splits=3), nn.GELU(), TiledLinear(40, 24, in_splits=3, out_splits=2))
             for _ in range(2)
         )
+        self.to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -300,7 +318,7 @@ def train(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, part: 
     draws = torch.Generator().manual_seed(5)
     losses = []
     for _ in range(steps):
-        x = torch.randn(4, 24, generator=draws)[part]
+        x = torch.randn(4, 24, generator=draws)[part].to(DEVICE)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -319,26 +337,31 @@ def tiers(case: tuple[int, str, str]) -> str:
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     place = {"param_tier": tier, "optimizer_tier": tier, **({"nvme_path": folder} if tier == "nvme" else {})}
     with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, prefetch=prefetch, **place) as optimizer:
-        train(4, model, optimizer, slice(rank, None, size))
-        train(4, plain, adam)
+        train(2, model, optimizer, slice(rank, None, size))
+        train(2, plain, adam)
         with zk.gather(model.parameters()):
             worst = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     return "" if worst < 1e-5 else f"parameters differ by {worst}"
 
 
-@pytest.mark.parametrize("case", [(prefetch, tier) for prefetch in (0, 2) for tier in ("host", "nvme")])
+CASES = ((0, "host"), (0, "nvme"), (2, "host"), (2, "nvme"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.device] * (case in CASES[1:3])) for case in CASES])
 def test_tiles_train_at_stage_3_as_the_plain_model_does(case, tmp_path):
     assert tiers((*case, str(tmp_path))) == ""
 
 
+@pytest.mark.device
 def test_tiles_train_over_two_ranks_as_the_plain_model_does(tmp_path):
-    cases = [(prefetch, tier, str(tmp_path)) for prefetch in (0, 2) for tier in ("host", "nvme")]
+    cases = [(*case, str(tmp_path)) for case in (CASES if DEVICE.type == "cpu" else CASES[2:3])]
     for case, results in zip(cases, run_world(2, tiers, cases), strict=True):
         assert results == ["", ""], case
 
 
 def test_one_tile_at_a_time_is_gathered_in_forward_and_in_backward(tmp_path, monkeypatch):
     model = nn.Sequential(TiledLinear(64, 64, bias=False, in_splits=2, out_splits=4), TiledLinear(64, 64, bias=False, in_splits=4, out_splits=2))
+    model.to(DEVICE)
     optimizer = zk.ZeroOptimizer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, prefetch=0
     )
@@ -353,7 +376,7 @@ def test_one_tile_at_a_time_is_gathered_in_forward_and_in_backward(tmp_path, mon
     monkeypatch.setattr(kernels, "tiled_matmul", watched)
     for _ in range(2):
         phase = "forward"
-        loss = model(torch.randn(3, 64)).sum()
+        loss = model(torch.randn(3, 64, device=DEVICE)).sum()
         phase = "backward"
         loss.backward()
         optimizer.step()

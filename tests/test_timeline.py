@@ -295,8 +295,19 @@ def test_a_collective_is_a_span_until_it_ends_and_not_until_it_is_waited_for(tmp
 def test_copies_over_a_throttled_link_are_spans_of_its_two_directions() -> None:
     link = ThrottledLink(64e6)
     host, device = torch.zeros(1 << 18), torch.ones(1 << 18)
-    with Recorder() as recorder:
-        arrived = [link.offload(host, device, [link.mark()]), link.upload(torch.empty_like(device), host.clone(), [])]
+    recorder = Recorder()
+
+    class Waiting:
+        """Past when this thread waits for the link."""
+
+        done = False
+
+        def wait(self) -> None:
+            while not any(phase.resource == "wait" for phase, _ in list(recorder._open.values())):
+                time.sleep(0.001)
+
+    with recorder:
+        arrived = [link.offload(host, device, [link.mark(), Waiting()]), link.upload(torch.empty_like(device), host.clone(), [])]
         for event in arrived:
             link.follow(event)
     told = {s.resource: s for s in recorder.timeline.spans}

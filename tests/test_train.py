@@ -1,18 +1,23 @@
-"""What a newcomer runs: the train command, alone and under torchrun, and the examples."""
+"""What a newcomer runs: the train command, alone and on two ranks, and the examples."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from tests import programs
+from tests.programs import Program, rank_of
+from tests.world import free_port
+from zk.cli import app
 from zk.train.data import Text, default_text
 from zk.train.gpt import GPT, GPTConfig
 
@@ -22,10 +27,16 @@ SMALL = ["--steps", "6", "--batch", "2", "--layers", "2", "--width", "32", "--he
 
 def run(*command: str, ok: bool = True) -> str:
     """The command's output; its own failure is the test's."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
+    done = programs.run(*command, env={**os.environ, "COLUMNS": "160"})
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def here(out: Path, *options: str) -> str:
+    """What `zk train` prints that runs in this process."""
+    done = CliRunner().invoke(app, ["train", *SMALL, *options, "--out", str(out)], env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def losses(output: str) -> list[str]:
@@ -44,11 +55,37 @@ def test_train_learns_reports_and_saves(tmp_path: Path) -> None:
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.device_only
+def test_a_gpu_trains_in_bf16_from_host_memory_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    shown = here(tmp_path, "--overlap-step", "--save-every", "3", "--check")
+    assert "stage 3, bfloat16, parameters on host, optimizer on host, 1 rank" in shown
+    assert re.search(r"device +grad +0\.\d\d +2\.00", shown) and re.search(r"device memory +[\d.]+ [KMG]iB at most", shown)
+    assert float(re.search(r"largest difference of any step (\S+)", shown)[1]) < 1e-3  # type: ignore[index] # plain PyTorch sums the norm in fp32
+    want = load_file(tmp_path / "model.safetensors")
+    shutil.rmtree(max((tmp_path / "checkpoints").glob("step-*")))
+    again = here(tmp_path, "--overlap-step", "--resume", "auto")
+    assert "resume    after step 3" in again and losses(again) == losses(shown)[3:]
+    got = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    assert again.split("sample after")[1].split("validation")[0] == shown.split("sample after")[1].split("validation")[0]
+
+
+@pytest.mark.device_only
+def test_a_profile_has_the_kernels_and_copies_of_the_gpu(tmp_path: Path) -> None:
+    shown = here(tmp_path, "--profile", "--optimizer-tier", "device")
+    assert "overlap in step 5" in shown and "not seen during this step: collective, read, write" in shown
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    told = {(event["cat"], event["name"]) for event in events if event["args"]["thread"].startswith("device 0 stream")}
+    copies = {("upload", "Memcpy HtoD (Pinned -> Device)"), ("offload", "Memcpy DtoH (Device -> Pinned)")}
+    assert copies | {("update", "_adam_kernel"), ("compute", "aten::bmm")} <= told
+
+
+@pytest.mark.device
 def test_two_ranks_learn_what_one_process_learns_from_twice_the_batch(tmp_path: Path) -> None:
-    options = ["--dtype", "fp32", "--out", str(tmp_path)]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--master_addr", "127.0.0.1", "--master_port", "0"]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", *rendezvous]
-    two = run(*launcher, "-m", "zk", "train", *SMALL, *options)
+    options, port = ["--dtype", "fp32", "--out", str(tmp_path)], free_port()
+    ranks = [Program("-m", "zk", "train", *SMALL, *options, env=rank_of(2, rank, port)) for rank in range(2)]
+    two, *_ = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     first = load_file(tmp_path / "model.safetensors")
     one = run("-m", "zk", "train", *SMALL, *options, "--batch", "4")
     second = load_file(tmp_path / "model.safetensors")

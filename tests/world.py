@@ -1,4 +1,4 @@
-"""Spawned ranks over gloo on loopback. Starting them is the cost: one world runs a whole list of cases, and ranks find torch imported."""
+"""Spawned ranks on loopback, over gloo or NCCL. Starting them is the cost: one world runs a whole list of cases, and ranks find torch imported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -19,7 +20,8 @@ import torch.multiprocessing as mp
 # What every rank needs, imported once by the process that ranks are forked from: 2 s of a core for each of them otherwise. Nothing of zk:
 # a mutant (tests/mutate_waits.py) has to be in place before. (A process that has asked for GPUs cannot be forked.)
 SHARED = ("torch._dynamo", "torch.distributed.fsdp", "numba.typed", "numba.np.arraymath", "triton", "hypothesis", "pytest")
-START = "spawn" if torch.cuda.is_available() else "forkserver"
+SOFTWARE_GPU = os.environ.get("ZK_SOFTGPU") == "1"
+START = "spawn" if torch.cuda.is_available() and not SOFTWARE_GPU else "forkserver"
 
 
 def free_port() -> int:
@@ -34,16 +36,33 @@ def free_port() -> int:
     raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
 
 
-def _rank_main(rank: int, world: int, rendezvous: str, environment: dict[str, str], work: bytes, results: Any, timeout: float) -> None:
+def _join(rank: int, world: int, rendezvous: str, backend: str, timeout: float) -> None:
+    """Join the ranks; each has a device of its own, and on the software GPU shares one of two."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+
+
+def _rank_main(
+    rank: int, world: int, rendezvous: str, backend: str, environment: dict[str, str], work: bytes, results: Any, timeout: float
+) -> None:
     os.environ.clear()
     os.environ.update(environment)  # the test's of now, as what ranks are forked from has that of its own start
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     torch.set_num_threads(1)
+    races: Callable[[], list[str]] = list
+    if environment.get("ZK_SOFTGPU") == "1":
+        from tests import softgpu
+
+        softgpu.install()
+        races = softgpu.found
     function, cases = pickle.loads(work)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    _join(rank, world, rendezvous, backend, timeout)
     for index, case in enumerate(cases):
         try:
-            results.put((rank, index, "ok", function(case)))
+            result = function(case)
+            raced = races()
+            results.put((rank, index, "error", "races:\n" + "\n".join(raced)) if raced else (rank, index, "ok", result))
         except BaseException:
             results.put((rank, index, "error", traceback.format_exc()))
             if len(cases) > 1:  # ranks are out of step now: what follows would fail for a reason that is not its own
@@ -53,17 +72,21 @@ def _rank_main(rank: int, world: int, rendezvous: str, environment: dict[str, st
     dist.destroy_process_group()
 
 
-def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], timeout: float = 60.0) -> list[list[Any]]:
+def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], timeout: float = 300.0, backend: str = "") -> list[list[Any]]:
     """Call ``function(case)`` for every case on every rank. Returns [case][rank]: what came back, or a RuntimeError with the traceback.
 
-    A function that catches its own assertion errors keeps the world going; one that raises ends it.
+    A function that catches its own assertion errors keeps the world going; one that raises ends it. ``backend``: NCCL where there are GPUs,
+    else gloo. Skips the test where there are fewer GPUs than ranks.
     """
+    if torch.cuda.is_available() and not SOFTWARE_GPU and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks need {world} GPUs; there are {torch.cuda.device_count()}")
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     context = mp.get_context(START)
     context.set_forkserver_preload(list(SHARED))
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         work = pickle.dumps((function, list(cases)))
-        arguments = (world, os.path.join(folder, "rendezvous"), dict(os.environ), work, results, timeout)
+        arguments = (world, os.path.join(folder, "rendezvous"), backend, dict(os.environ), work, results, timeout)
         ranks = [context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(world)]
         for process in ranks:
             process.start()

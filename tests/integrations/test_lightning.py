@@ -28,11 +28,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of
 from tests.plain import train_plain
+from tests.programs import rank_of
+from tests.world import run_world
 
 lightning = pytest.importorskip("lightning")
 
@@ -106,7 +108,8 @@ def rows(size: int = 2) -> Any:
 def trainer(strategy: Any = "auto", steps: int = STEPS, **kwargs: Any) -> Any:
     saves = any(isinstance(callback, ModelCheckpoint) for callback in kwargs.get("callbacks", ()))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": saves, "enable_model_summary": False}
-    return L.Trainer(**{"accelerator": "cpu", "devices": 1, "max_steps": steps, "strategy": strategy, "num_sanity_val_steps": 1, **quiet, **kwargs})
+    common = {"accelerator": DEVICE.type, "devices": 1, "max_steps": steps, "strategy": strategy, "num_sanity_val_steps": 1}
+    return L.Trainer(**{**common, **quiet, **kwargs})
 
 
 def fit(strategy: Any = "auto", steps: int = STEPS, module: type[Language] = Language, seed: int = 0, ckpt: Any = None, **kwargs: Any) -> Any:
@@ -142,14 +145,18 @@ def drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 # ---- training --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", zl.NAMES)
+ON_DEVICE = ("zk_stage_2_offload", "zk_stage_3_offload", "zk_stage_3_offload_nvme")
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(name, marks=[pytest.mark.device] * (name in ON_DEVICE)) for name in zl.NAMES])
 def test_every_name_trains_the_bits_of_the_stock_trainer_and_leaves_a_plain_model(strategy: str) -> None:
     reference = stock()
     module = fit(strategy)
     assert module.losses == reference.losses and len(set(module.losses)) == STEPS
     assert module.trainer.callback_metrics["val"] == reference.trainer.callback_metrics["val"]
     assert same_weights(module, reference)
-    assert torch.equal(module(batch(3)), reference(batch(3)))
+    ids = batch(3).to(next(reference.parameters()).device)  # Lightning leaves models of a GPU in host memory
+    assert torch.equal(module(ids), reference(ids))
     assert module.trainer.strategy.model is module and module.trainer.optimizers[0].closed
 
 
@@ -170,6 +177,7 @@ def test_accumulation_clipping_and_schedules_by_epoch_are_those_of_the_stock_tra
         assert module.losses == pytest.approx(reference.losses, abs=tolerance, rel=0), stage
 
 
+@pytest.mark.device
 def test_with_the_update_beside_training_the_bits_are_the_same() -> None:
     for stage in (2, 3):
         assert fit(host(stage, overlap_step=True)).losses == stock().losses
@@ -197,13 +205,14 @@ def test_where_the_whole_model_has_no_room_it_stays_partitioned_and_says_so(
     assert same_weights(fit(asked_for), stock())
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("precision", "autocast"), [("bf16-mixed", True), ("bf16-true", False)])
 def test_bf16_has_fp32_masters_and_the_bits_of_plain_pytorch_that_has_them(precision: str, autocast: bool) -> None:
     torch.manual_seed(0)
     model = GPT()
 
     def forward(plain: Any, ids: Any, step: int) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
             return loss_of(plain, ids)
 
     losses, _, masters, _ = train_plain(model, lambda params: torch.optim.AdamW(params, 1e-2), dtype=torch.bfloat16, steps=EPOCH, forward=forward)
@@ -211,6 +220,7 @@ def test_bf16_has_fp32_masters_and_the_bits_of_plain_pytorch_that_has_them(preci
         module = fit(host(stage), EPOCH, NoSchedule, precision=precision)
         assert module.losses == losses
         for param, master in zip(module.parameters(), masters, strict=True):
+            master = master.to(param.device)
             assert torch.equal(param, master if autocast else master.bfloat16())  # a mixed model is an fp32 one, as Lightning's is
     if autocast:
         assert losses == pytest.approx(fit(steps=EPOCH, module=NoSchedule, precision=precision).losses, abs=5e-3)
@@ -221,6 +231,7 @@ class NoSchedule(Language):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.device
 def test_fp16_has_one_loss_scale_which_zk_moves() -> None:
     module = fit(zl.ZeroStrategy(stage=3, loss_scale=zk.DynamicLossScale(init=2.0**24, hysteresis=1)), 8, NoSchedule, precision="16-true")
     metrics = module.trainer.optimizers[0].counters
@@ -301,9 +312,10 @@ class Configured(Language):
             self.was_deferred = self.model.norm.weight.device.type == "meta"
 
 
+@pytest.mark.device
 def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path) -> None:
     reference = fit(module=Configured)
-    for strategy in ("zk_stage_2", "zk_stage_3_offload_nvme"):
+    for strategy in ("zk_stage_2_offload", "zk_stage_3_offload_nvme"):
         module = fit(strategy, module=Configured)
         assert module.was_deferred and module.losses == reference.losses
     reference.trainer.save_checkpoint(tmp_path / "stock.ckpt")
@@ -616,7 +628,7 @@ def test_a_run_that_fails_raises_its_own_error_and_leaves_a_model_that_can_be_us
 
 def loop(strategy: Any, *, deferred: bool = False, save: Path | None = None, load: Path | None = None, **kwargs: Any) -> list[float]:
     """Two epochs of accumulation over two batches, clipped; ``load`` begins with the second."""
-    fabric = L.Fabric(**{"accelerator": "cpu", "devices": 1, "strategy": strategy, **kwargs})
+    fabric = L.Fabric(**{"accelerator": DEVICE.type, "devices": 1, "strategy": strategy, **kwargs})
     fabric.launch()
     torch.manual_seed(0)
     with fabric.init_module() if deferred else contextlib.nullcontext():
@@ -642,6 +654,7 @@ def loop(strategy: Any, *, deferred: bool = False, save: Path | None = None, loa
     return losses
 
 
+@pytest.mark.device
 def test_fabric_trains_what_it_trains_without_zk_and_resumes_at_another_stage(tmp_path: Path) -> None:
     reference = loop("auto")
     path = tmp_path / "state"
@@ -656,7 +669,7 @@ def test_fabric_trains_what_it_trains_without_zk_and_resumes_at_another_stage(tm
 
 
 def test_fabric_refuses_what_cannot_be_right(tmp_path: Path) -> None:
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="zk_stage_3")
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_3")
     fabric.launch()
     model = GPT()
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
@@ -675,7 +688,7 @@ def test_fabric_refuses_what_cannot_be_right(tmp_path: Path) -> None:
 
 
 def test_fabric_trains_two_models_each_with_its_own_optimizer_and_loss_scale() -> None:
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="zk_stage_2", precision="16-true")
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_2", precision="16-true")
     fabric.launch()
     pairs = []
     for seed in range(2):
@@ -731,6 +744,35 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_rank_goes_on_from_their_c
     assert alone.losses == [] and same_weights(alone, Language.load_from_checkpoint(tmp_path / "at-plain.ckpt"))
 
 
+def on_gpu_of_rank(strategy: str) -> tuple[list[float], str]:
+    rank = torch.distributed.get_rank()
+    os.environ.update(rank_of(2, rank, 1), TORCHELASTIC_RUN_ID="1", GROUP_RANK="0", ZK_CPU_ADAM="torch")
+    module = fit(strategy, 4, devices=2, gradient_clip_val=0.5)
+    return module.losses, str(module.trainer.strategy.root_device)
+
+
+@pytest.mark.device_only
+def test_two_ranks_train_on_their_gpus_on_the_mean_of_their_gradients() -> None:
+    """Compared with a plain loop: Lightning makes DDP on a stream that its training does not wait for."""
+    torch.manual_seed(0)
+    plain = Language()
+    configured = plain.configure_optimizers()
+    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    numbers = [list(DistributedSampler(ROWS, 2, rank)) for rank in range(2)]  # as Lightning divides training data
+    expected: list[list[float]] = [[], []]
+    for step in range(4):
+        for rank in range(2):
+            loss = loss_of(plain, ROWS.tensors[0][numbers[rank][2 * step : 2 * step + 2]])
+            (loss / 2).backward()
+            expected[rank].append(loss.item())
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step(), optimizer.zero_grad(), schedule.step()
+    for found in run_world(2, on_gpu_of_rank, ["zk_stage_1", "zk_stage_3_offload"]):
+        for rank, result in enumerate(found):
+            assert not isinstance(result, Exception), result
+            assert result == (pytest.approx(expected[rank], abs=1e-6, rel=0), f"cuda:{rank}")
+
+
 def test_pytorch_lightning_has_the_same_names_and_classes_of_its_own() -> None:
     pytest.importorskip("pytorch_lightning")
     other = zl.of("pytorch_lightning")
@@ -752,7 +794,8 @@ def test_pytorch_lightning_has_the_same_names_and_classes_of_its_own() -> None:
     torch.manual_seed(0)
     module = Tiny()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    pl.Trainer(strategy="zk_stage_3_offload", accelerator="cpu", devices=1, max_steps=4, callbacks=[other.ZeroMetrics()], **quiet).fit(module, rows())
+    common = {"strategy": "zk_stage_3_offload", "accelerator": DEVICE.type, "devices": 1, "max_steps": 4}
+    pl.Trainer(callbacks=[other.ZeroMetrics()], **common, **quiet).fit(module, rows())
     assert module.losses == fit(module=NoSchedule, steps=4).losses
     with pytest.raises(ValueError, match="invalid strategy"):
         pl.Trainer(strategy=zl.ZeroStrategy())  # the other package's

@@ -1,0 +1,153 @@
+"""Python programs, as subprocess would start them, forked from a process that has imported torch: that takes seconds of a core each time.
+
+Nothing of zk is imported before (see tests/world.py). On the software GPU a program has it too, and ends with status 86 where it raced. A program
+ends as the interpreter does, with its threads and atexit functions, but its objects are left to the system. Tests of
+imports, of peaks of memory and of the interpreter's very end start an interpreter instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from tests.world import SHARED, START
+
+ROOT = Path(__file__).parent.parent
+
+
+def _execute(arguments: tuple[str, ...]) -> None:
+    """Do what ``python *arguments`` does: ``-c program``, ``-m module`` or a path, and their arguments."""
+    if arguments[0] == "-m":
+        sys.argv = [*arguments[1:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [*arguments]
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Connection, stderr: Connection) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    for number, stream in ((1, stdout), (2, stderr)):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    if "OMP_NUM_THREADS" in environment:  # which OpenMP has read already
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    code: Any = 0
+    races: Callable[[], list[str]] = list
+    if environment.get("ZK_SOFTGPU") == "1":
+        from tests import softgpu
+
+        softgpu.install()
+        races = softgpu.found
+    try:
+        _execute(arguments)
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exception(error)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if raced := races():
+        print("\n".join(raced))
+        code = 86
+    for file in (sys.stdout, sys.stderr):
+        file.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+class Program:
+    """A running program. What of ``subprocess.Popen`` tests use, under the same names."""
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        context = mp.get_context(START)
+        context.set_forkserver_preload(list(SHARED))
+        readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
+        given = (arguments, dict(os.environ if env is None else env), *writers)
+        self.process = context.Process(target=_main, args=given, daemon=True)  # it ends with the tests, should one of them fail
+        self.process.start()
+        for writer in writers:
+            writer.close()
+        self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8", errors="replace") for reader in readers)
+        for reader in readers:
+            reader.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float = 300.0) -> int:
+        """Return its exit status, as subprocess does."""
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
+        """All that it still prints, once it has ended."""
+        said = ["", ""]
+
+        def read(number: int, stream: io.TextIOWrapper) -> None:
+            with contextlib.closing(stream):
+                said[number] = stream.read()
+
+        readers = [threading.Thread(target=read, args=one, daemon=True) for one in enumerate((self.stdout, self.stderr)) if not one[1].closed]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return said[0], said[1]
+
+
+def rank_of(world: int, rank: int, port: int) -> dict[str, str]:
+    """The environment of one of several ranks on this machine, as torchrun sets it."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    return {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
+
+
+def run(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 300.0, check: bool = False) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run``, with what the program prints."""
+    program = Program(*arguments, env=env)
+    try:
+        stdout, stderr = program.communicate(timeout)
+    finally:
+        program.kill()
+    done = subprocess.CompletedProcess(arguments, program.wait(timeout), stdout, stderr)
+    if check and done.returncode:
+        raise AssertionError(f"{arguments[:2]} ended with {done.returncode}:\n{stderr}")
+    return done

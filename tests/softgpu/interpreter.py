@@ -1,0 +1,104 @@
+"""Triton's interpreter on device memory itself: each load and store of a kernel is looked at, so what is not device memory is found."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.softgpu import native
+from tests.softgpu.memory import current_queue, find, host_view, plainly
+from tests.softgpu.streams import LOCK, Queue, race, stats, tell
+
+_running = threading.local()
+
+
+def _touch(pointers: Any, mask: Any, itemsize: int, write: bool) -> None:
+    """A kernel reads or writes elements at these addresses."""
+    queue: Queue | None = getattr(_running, "queue", None)
+    if queue is None:
+        return  # a kernel on host tensors
+    addresses = pointers[np.broadcast_to(mask, pointers.shape)] if mask is not None else pointers.reshape(-1)
+    if not addresses.size:
+        return
+    first, last = int(addresses.min()), int(addresses.max()) + itemsize
+    block = find(first, last - first)
+    if block is not None:
+        spans = [(block, first, last)]
+    else:
+        spans = []
+        for address in map(int, np.unique(addresses)):
+            found = find(address, itemsize)
+            if found is None:
+                _illegal(f"a triton kernel {'writes' if write else 'reads'} {address:#x}, which is not memory of the device")
+            else:
+                spans.append((found, address, address + itemsize))
+    for found, begin, end in spans:
+        if found.device != queue.device:
+            _illegal(f"a triton kernel that runs on cuda:{queue.device} uses memory of cuda:{found.device}")
+        if not found.taken:
+            _illegal("a triton kernel uses memory whose storage was resized to 0")
+        found.use(queue, begin - found.start, end - found.start, write, "a triton kernel")
+
+
+def _illegal(what: str) -> None:
+    race(what)
+    raise RuntimeError(f"Triton Error [CUDA]: an illegal memory access was encountered: {what}")
+
+
+def _far(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_far, value))
+    return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
+
+
+def install() -> None:
+    """Change the interpreter that is installed."""
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    call, to_host, to_device = executor.__call__, executor._init_args_hst, executor._restore_args_dev
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not any(tensor.is_cuda for tensor in given):
+            call(self, *args, **kwargs)
+            return
+        if not all(tensor.is_cuda for tensor in given):
+            race("a host tensor is given to a triton kernel")
+            raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+        with LOCK, plainly(), torch.no_grad():
+            queue = _running.queue = current_queue(native.current_device())
+            try:
+                queue.issue()
+                stats["triton"] += 1
+                begin = time.time_ns()
+                call(self, *args, **kwargs)
+                tell("kernel", self.fn.__name__, queue, begin)
+            finally:
+                _running.queue = None
+
+    def init(self: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(_running, "queue", None) is None:
+            return to_host(self, args, kwargs)
+        return [_far(value) for value in args], {name: _far(value) for name, value in kwargs.items()}
+
+    def restore(self: Any, *args: Any) -> None:
+        if getattr(_running, "queue", None) is None:
+            to_device(self, *args)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: Any) -> Any:
+        _touch(ptrs.data, mask.data, max(ptrs.get_element_ty().primitive_bitwidth // 8, 1), False)
+        return load(self, ptrs, mask, other, cache_policy, is_volatile)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+        _touch(ptrs.data, mask.data, max(ptrs.get_element_ty().primitive_bitwidth // 8, 1), True)
+        return store(self, ptrs, value, mask, cache_policy)
+
+    executor.__call__, executor._init_args_hst, executor._restore_args_dev = launch, init, restore
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store

@@ -1,0 +1,76 @@
+"""pytest plugin, given with ``-p tests.softgpu.plugin``: there are two CUDA devices, and a test in which something raced has failed.
+
+It collects the files named here and no others: those whose tests take the device that is there (tests/models.py: ``DEVICE``). Of files that
+take minutes, it takes the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import tests.threads  # isort: skip  # noqa: F401 (before OpenMP is loaded)
+import pytest
+
+from tests import softgpu
+
+TESTS = Path(__file__).resolve().parent.parent
+softgpu.install()
+os.environ.update(softgpu.environment())  # programs and ranks that tests start have them too
+
+
+FILES = (
+    "softgpu/test_softgpu.py",
+    "test_gpu.py",
+    "test_activations_device.py",
+    "test_checkpoint_device.py",
+    "test_gpu_order.py",
+    "test_gpu_placement.py",
+    "test_kernels.py",
+    "test_overlap_device.py",
+    "test_parity_device.py",
+    "test_pinned.py",
+    "test_streams.py",
+    "test_waits.py",
+)
+IN_PART = (
+    "integrations/test_accelerate.py",
+    "test_bench.py",
+    "test_dcp.py",
+    "test_doctor.py",
+    "test_tiled_linear.py",
+    "test_train.py",
+)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out test files that are for the host."""
+    name = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
+    return True if collection_path.name.startswith("test_") and collection_path.suffix == ".py" and name not in (*FILES, *IN_PART) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the other tests of files that are taken in part."""
+    in_part = {TESTS / name for name in IN_PART}
+    here = {item for item in items if item.path not in in_part or item.get_closest_marker("device") or item.get_closest_marker("device_only")}
+    config.hook.pytest_deselected(items=[item for item in items if item not in here])
+    items[:] = [item for item in items if item in here]
+
+
+@pytest.fixture(autouse=True)
+def _races(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test for each race, unless it is marked ``races`` (then it races on purpose, and must)."""
+    softgpu.races.clear()
+    yield
+    if request.node.get_closest_marker("races"):
+        assert softgpu.races, "this test is to race, and nothing was found"
+        softgpu.races.clear()
+    softgpu.check()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Nothing to run on the device is no failure: the suite runs twice, and a selection may have nothing for it."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK

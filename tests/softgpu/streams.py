@@ -1,0 +1,239 @@
+"""Streams and events of the pretended devices: what is ordered after what, and a line for everything that is not.
+
+Each stream counts its operations, and keeps a vector clock: for every stream, how many operations are known to have ended before its next
+one begins. An event is a copy of such a clock. The host has a clock too; all its threads share it. Kernels run when they are launched.
+Copies run when somebody who comes after them is about to look: on the device a later kernel or copy, in host memory the host that waits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+Clock = dict[int, int]  # serial number of a stream -> operations of it that are known to have ended
+
+LOCK = threading.RLock()  # held by whoever looks at or changes what this package keeps
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+races: list[str] = []
+stats = {"kernels": 0, "triton": 0, "copies": 0, "pageable_copies": 0, "collectives": 0, "syncs": 0}
+BEFORE: list[Callable[[], None]] = []  # what is to be done before anybody learns more
+profiles: list[list[tuple[str, str, Queue, int, int]]] = []  # of profilers that look on: category, name, stream, begin and end in ns since 1970
+_PATIENCE = 1000  # queries of one event until the device is taken to have gone on meanwhile
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Raise ``clock`` to what ``other`` knows as well."""
+    for serial, count in other.items():
+        if clock.get(serial, 0) < count:
+            clock[serial] = count
+
+
+def place() -> str:
+    """The lines of this project that led here, the innermost first; without them, the innermost line of anything but torch."""
+    lines, other = [], ""
+    frame = sys._getframe(1)
+    while frame is not None and len(lines) < 12:
+        file = frame.f_code.co_filename
+        ours = file.startswith(ROOT) and "/.venv/" not in file
+        if ours and (not file.startswith(HERE) or "/test_" in file):
+            line = f"{os.path.relpath(file, ROOT)}:{frame.f_lineno}"
+            lines += [line] * (lines[-1:] != [line])
+        elif not other and not file.startswith(HERE) and "/torch/" not in file and "/threading.py" not in file:
+            other = f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines) or other or f"thread {threading.current_thread().name}"
+
+
+def race(what: str) -> None:
+    """Note a race, and the lines it was found at."""
+    races.append(f"{what} [{place()}]")
+
+
+class Late(Protocol):
+    """An operation that has been asked for and not done."""
+
+    number: int
+    clock: Clock
+    landed: bool  # what the host must wait for has happened
+
+    def run(self) -> None:
+        """Do what comes before later operations of the device."""
+
+    def land(self) -> None:
+        """Do what comes before the host goes on."""
+
+
+class Queue:
+    """One stream of one device. Handle 0 is the default stream, of which each device has one."""
+
+    def __init__(self, device: int, handle: int) -> None:
+        self.serial, self.device, self.handle = len(_all), device, handle
+        self.count = 0
+        self.clock: Clock = {}
+        self.late: deque[Late] = deque()  # not yet run
+        self.in_flight: deque[Late] = deque()  # not yet known to be over by the host
+        self.made_at = place() if handle else ""
+        self._host_version = -1
+        _all.append(self)
+
+    def __str__(self) -> str:
+        return f"the stream of cuda:{self.device} made at {self.made_at}" if self.handle else f"the default stream of cuda:{self.device}"
+
+    def issue(self) -> int:
+        """Begin one more operation, after all that the stream waits for and all that the host knows. Returns its number."""
+        before()
+        if self._host_version != _host.version:
+            self._host_version = _host.version
+            join(self.clock, _host.clock)
+        self.count += 1
+        self.clock[self.serial] = self.count
+        complete(self.clock)
+        return self.count
+
+
+def tell(category: str, name: str, queue: Queue, begin_ns: int) -> None:
+    """An operation of a stream that began then is over, for the profilers that look on."""
+    for profile in profiles:
+        profile.append((category, name, queue, begin_ns, time.time_ns()))
+
+
+def before() -> None:
+    """Somebody is about to learn more than was known until now."""
+    for function in BEFORE:
+        function()
+
+
+class _Host:
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.version = 0
+
+
+_host = _Host()
+_all: list[Queue] = []
+_by_handle: dict[tuple[int, int], Queue] = {}
+_num_late = 0
+
+
+def make_queue(device: int, default: bool = False) -> Queue:
+    """A new stream of ``device``."""
+    with LOCK:
+        queue = Queue(device, 0 if default else 0x1000 + 16 * len(_all))
+        _by_handle[device, queue.handle] = queue
+        return queue
+
+
+def find_queue(device: int, handle: int) -> Queue:
+    """The stream of ``device`` with that handle; KeyError where there is none."""
+    return _by_handle[device, handle]
+
+
+def queue_of(serial: int) -> Queue:
+    return _all[serial]
+
+
+def queue_of_handle(handle: int) -> Queue | None:
+    """The stream with a handle other than 0, of whichever device."""
+    return next((queue for queue in _all if queue.handle == handle), None)
+
+
+def put_off(queue: Queue, operation: Late) -> None:
+    """``operation`` of ``queue`` happens when it must have."""
+    global _num_late
+    _num_late += 1
+    queue.late.append(operation)
+    queue.in_flight.append(operation)
+
+
+def in_flight() -> list[Late]:
+    """All operations that the host does not know to be over."""
+    return [operation for queue in _all for operation in queue.in_flight if not operation.landed]
+
+
+def complete(clock: Clock) -> None:
+    """Do on the device all operations that ``clock`` counts, if they have not been done."""
+    global _num_late
+    if not _num_late:
+        return
+    for queue in list(_all):
+        while queue.late and queue.late[0].number <= clock.get(queue.serial, 0):
+            operation = queue.late.popleft()
+            _num_late -= 1
+            complete(operation.clock)
+            operation.run()
+
+
+def land(operation: Late) -> None:
+    """Do ``operation`` in host memory as well."""
+    if not operation.landed:
+        operation.landed = True
+        operation.land()
+
+
+def host_learns(clock: Clock) -> None:
+    """The host has waited for all that ``clock`` counts."""
+    with LOCK:
+        before()
+        complete(clock)
+        for queue in list(_all):
+            while queue.in_flight and queue.in_flight[0].number <= clock.get(queue.serial, 0):
+                land(queue.in_flight.popleft())
+        join(_host.clock, clock)
+        _host.version += 1
+
+
+def host_knows(clock: Clock) -> bool:
+    return all(_host.clock.get(serial, 0) >= count for serial, count in clock.items())
+
+
+def host_clock() -> Clock:
+    return _host.clock
+
+
+def everything(device: int | None = None) -> Clock:
+    """A clock that counts all that was asked of a device, or of all."""
+    return {queue.serial: queue.count for queue in _all if device is None or queue.device == device}
+
+
+class Point:
+    """What an event has recorded; nothing at first."""
+
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.queries = 0
+
+    def record(self, queue: Queue) -> None:
+        with LOCK:
+            self.clock, self.queries = dict(queue.clock), 0
+
+    def block(self, queue: Queue) -> None:
+        with LOCK:
+            before()
+            join(queue.clock, self.clock)
+
+    def done(self) -> bool:
+        """Whether the host knows that it has passed. Who asks for long enough finds that it has."""
+        with LOCK:
+            if host_knows(self.clock):
+                return True
+            self.queries += 1
+            if self.queries > _PATIENCE:
+                host_learns(self.clock)
+            return self.queries > _PATIENCE
+
+    def wait(self) -> None:
+        stats["syncs"] += 1
+        host_learns(self.clock)
+
+
+def synchronize(device: int | None = None) -> None:
+    """The host waits for a device, or for all."""
+    with LOCK:
+        stats["syncs"] += 1
+        host_learns(everything(device))

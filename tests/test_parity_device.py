@@ -1,0 +1,57 @@
+"""What tests/test_parity.py shows, on devices with memory of their own: copies run as late as they may, and every missing wait shows.
+
+Plain torch trains on the same device; the comparison is bitwise, and what raced is a difference too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from tests.parity import Case, run_case
+from tests.test_parity import CASES
+from tests.world import run_world
+
+pytestmark = pytest.mark.usefixtures("torch_engine")
+
+DEVICE_CASES = [dataclasses.replace(case, steps=4) for case in CASES] + [
+    Case(stage=stage, dtype="bf16", tier=tier, steps=4, **options)
+    for stage, (tier, options) in itertools.product(
+        (0, 1, 2, 3),
+        (
+            ("nvme", {}),
+            ("nvme", {"accumulation": 3, "adversary": True}),
+            ("auto", {"budgets": (("device_budget", 60_000),)}),
+            ("host", {"params": "device"}),
+        ),
+    )
+]
+OVERLAPPED = [
+    Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True, steps=5)
+    for stage, (accumulation, model, tier, overlap) in itertools.product(
+        (0, 1, 2, 3),
+        ((1, "sometimes", "host", True), (3, "elsewhere", "host", True), (1, "plain", "host", False), (1, "frozen", "nvme", True)),
+    )
+] + [
+    Case(stage=stage, dtype="bf16", tier="auto", params="host" * (stage == 3), overlap_step=True, budgets=(("device_budget", budget),), steps=5)
+    for stage, budget in ((1, 60_000), (2, 60_000), (3, 20_000))
+]
+
+
+# two ranks: what they add to one they add in one precision, and without accumulation where the model is not about it
+IN_STEP = {
+    1: [case for case in DEVICE_CASES if case.accumulation == 1 or case.model in ("plain", "elsewhere")],
+    2: [case for case in DEVICE_CASES if case.dtype == "bf16" and (case.accumulation == 1 or case.model in ("plain", "elsewhere"))],
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    ((1, IN_STEP[1]), (2, IN_STEP[2]), (1, OVERLAPPED), (2, OVERLAPPED)),
+    ids=("in_step-1", "in_step-2", "in_the_background-1", "in_the_background-2"),
+)
+def test_the_latest_copies_change_no_bit(world: int, cases: list[Case]) -> None:
+    table = run_world(world, run_case, cases, timeout=120)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
