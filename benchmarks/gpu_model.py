@@ -1,174 +1,151 @@
-"""In: sizes. Out: a GPT for benchmarks on a GPU, as plain torch: checkpointed blocks, logits in pieces, weights that cost no random numbers.
+"""Decoders for benchmarks on a GPU, in plain torch: sizes of Qwen2.5 and GPT-2, checkpointed blocks, logits in pieces, random weights.
 
-Blocks are checkpointed whole, so a step is 8 flops per parameter and token: 6 of the model, 2 to compute each block again. The head is
-tied to the embedding, so each parameter counts once. The logits of 64K tokens over 50K words would be 6.6 GB in bf16 and 13 in fp32: they
-are made, and made again in backward, for a few thousand tokens at a time.
+Blocks are checkpointed whole, so that a step computes 8 operations for each parameter and token: 6 of the model, and 2 to compute each block
+again. The logits of 64K tokens over 152K words would take 20 GB in bf16 and 40 GB in fp32. The loss makes them for 1,024 tokens at a time, and
+again in backward.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import zk
+from zk.plan.memory import activations_nbytes
+from zk.plan.shape import Decoder, Shape
 
-_TABLE = 262_139  # a prime, and more than any matrix has rows: no two rows are alike
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Size:
-    """Sizes of a GPT."""
-
-    layers: int
-    width: int
-    heads: int
-    vocab: int = 50304
-    context: int = 2048
-    piece: int = 8192  # tokens whose logits are there at once
-
-    @property
-    def layer_numel(self) -> int:
-        """Parameters of one block: qkv, proj, up and down with their biases, two norms."""
-        return 12 * self.width**2 + 13 * self.width
-
-    @property
-    def rest_numel(self) -> int:
-        """Embeddings, which are the head too, and the last norm."""
-        return (self.vocab + self.context + 2) * self.width
-
-    @property
-    def numel(self) -> int:
-        """All parameters."""
-        return self.layers * self.layer_numel + self.rest_numel
-
-
+PIECE = 1024  # tokens whose logits exist at once
+_QWEN = Decoder(layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, vocab=152064, gated=True, qkv_bias=True, fused=True)
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm_bias": True, "fused": True, "tied": True}
+_GPT2 = Decoder(layers=50, width=4096, heads=32, kv_heads=32, head_dim=128, ffn=16384, vocab=50304, positions=1024, **_BIASES)
 SIZES = {
-    "1.3B": Size(layers=24, width=2048, heads=16),
-    "7B": Size(layers=32, width=4096, heads=32),
-    "tiny": Size(layers=3, width=64, heads=2, vocab=512, context=32, piece=64),
+    "Qwen2.5-7B": _QWEN,
+    "Qwen2.5-14B": dataclasses.replace(_QWEN, layers=48, width=5120, heads=40, kv_heads=8, ffn=13824),
+    "GPT-2 10B": _GPT2,
+    "GPT-2 1.3B": dataclasses.replace(_GPT2, layers=24, width=2048, heads=16, kv_heads=16, ffn=8192),
 }
 
 
-def of_layers(layers: int) -> Size:
-    """As wide as 7B, and ``layers`` deep."""
-    return dataclasses.replace(SIZES["7B"], layers=layers)
+def tiny(size: Decoder) -> Decoder:
+    """A decoder of the same kind for dry runs."""
+    small = dataclasses.replace(size, layers=3, width=64, heads=4, kv_heads=2, head_dim=16, ffn=160, vocab=256, positions=size.positions // 256)
+    return small if size.kv_heads < size.heads else dataclasses.replace(small, kv_heads=4)
 
 
-@functools.cache
-def _table() -> Tensor:
-    """(_TABLE,) normal numbers."""
-    return torch.randn(_TABLE, generator=torch.Generator().manual_seed(1))
+def context_of(size: Decoder, dry: bool) -> int:
+    """Tokens of a sequence: as many as there are learned positions, or 4,096 (16 in a dry run)."""
+    return size.positions or (16 if dry else 4096)
 
 
-class _Maker:
-    """Makes parameters from one table of normal numbers, row after row of it: the same on every device, at the speed of a copy.
-
-    All are rounded to bf16, so that a model in bf16 and one in fp32 begin alike.
-    """
-
-    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
-        self.table, self.dtype, self.device, self.start = table, dtype, table.device, 0
-
-    def matrix(self, rows: int, columns: int, std: float) -> nn.Parameter:
-        """(rows, columns) of standard deviation ``std``."""
-        values = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        self.start = (self.start + 65_537) % _TABLE  # each parameter begins elsewhere in the table
-        table = (torch.cat([self.table[self.start :], self.table[: self.start]]) * std).bfloat16().to(self.dtype)
-        flat, whole = values.view(-1), rows * columns // _TABLE
-        with torch.no_grad():
-            if whole:
-                flat[: whole * _TABLE].view(whole, _TABLE).copy_(table)
-            flat[whole * _TABLE :].copy_(table[: rows * columns - whole * _TABLE])
-        return nn.Parameter(values)
-
-    def zeros(self, numel: int) -> nn.Parameter:
-        """(numel,) zeros."""
-        return nn.Parameter(torch.zeros(numel, dtype=self.dtype, device=self.device))
-
-    def norm(self, width: int) -> nn.LayerNorm:
-        """Its weights are ones, its biases zeros."""
-        return nn.LayerNorm(width, dtype=self.dtype, device=self.device)
+def inputs_nbytes(size: Decoder, tokens: int) -> int:
+    """Inputs of all blocks, which checkpointing keeps."""
+    return 2 * tokens * size.width * size.layers
 
 
-class Linear(nn.Module):
-    """(..., inputs) -> (..., outputs), with a bias."""
+def working_nbytes(size: Decoder, tokens: int, keep_last: int | None = None) -> int:
+    """An estimate of activations on the device: that of ``zk plan`` with logits of one piece, and ``keep_last`` bytes of the blocks' inputs."""
+    shape = dataclasses.replace(Shape.of(size, ""), vocab=0)
+    piece = min(tokens, PIECE)
+    logits = activations_nbytes(Shape.of(size, ""), piece) - activations_nbytes(shape, piece)
+    offloaded = 0 if keep_last is None else max(0, inputs_nbytes(size, tokens) - keep_last)
+    return activations_nbytes(shape, tokens) + logits - offloaded
 
-    def __init__(self, make: _Maker, inputs: int, outputs: int, std: float) -> None:
-        super().__init__()
-        self.weight, self.bias = make.matrix(outputs, inputs, std), make.zeros(outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+def _norm(size: Decoder) -> nn.Module:
+    return nn.LayerNorm(size.width) if size.norm_bias else nn.RMSNorm(size.width, eps=1e-6)
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of (batch, heads, time, dim) by ``angles`` (time, dim / 2), half against half as Qwen does."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Block(nn.Module):
-    """Attention and MLP on the residual stream: (batch, time, width) -> the same. Keeps its input only, for backward."""
+    """Attention and MLP on the residual stream (batch, time, width)."""
 
-    def __init__(self, make: _Maker, size: Size) -> None:
+    def __init__(self, size: Decoder) -> None:
         super().__init__()
-        self.heads = size.heads
-        residual = 0.02 / (2 * size.layers) ** 0.5
-        self.norm1 = make.norm(size.width)
-        self.qkv = Linear(make, size.width, 3 * size.width, 0.02)
-        self.proj = Linear(make, size.width, size.width, residual)
-        self.norm2 = make.norm(size.width)
-        self.up = Linear(make, size.width, 4 * size.width, 0.02)
-        self.down = Linear(make, 4 * size.width, size.width, residual)
+        self.size, inside = size, size.heads * size.head_dim
+        self.norm1 = _norm(size)
+        self.qkv = nn.Linear(size.width, inside + 2 * size.kv_heads * size.head_dim, bias=size.qkv_bias)
+        self.proj = nn.Linear(inside, size.width, bias=size.out_bias)
+        self.norm2 = _norm(size)
+        self.gate = nn.Linear(size.width, size.ffn, bias=size.mlp_bias) if size.gated else None
+        self.up = nn.Linear(size.width, size.ffn, bias=size.mlp_bias)
+        self.down = nn.Linear(size.ffn, size.width, bias=size.mlp_bias)
 
-    def _compute(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        size, (batch, time, _) = self.size, x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, time, -1, size.head_dim).transpose(1, 2)
+        q, k, v = heads.split((size.heads, size.kv_heads, size.kv_heads), dim=1)
+        if angles is not None:
+            q, k = _rotate(q, angles), _rotate(k, angles)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=size.kv_heads < size.heads)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, -1))
+        y = self.norm2(x)
+        inner = F.gelu(self.up(y), approximate="tanh") if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        out: Tensor = x + self.down(inner)
         return out
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
-        return out
 
-
-class GPT(nn.Module):
+class Model(nn.Module):
     """Ids and targets (batch, time) int64 -> the mean cross entropy, fp32."""
 
-    def __init__(self, make: _Maker, size: Size) -> None:
+    def __init__(self, size: Decoder) -> None:
         super().__init__()
         self.size = size
-        self.tokens = make.matrix(size.vocab, size.width, 0.02)
-        self.positions = make.matrix(size.context, size.width, 0.02)
-        self.blocks = nn.ModuleList(Block(make, size) for _ in range(size.layers))
-        self.norm = make.norm(size.width)
+        self.tokens = nn.Embedding(size.vocab, size.width)
+        self.positions = nn.Embedding(size.positions, size.width) if size.positions else None
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = _norm(size)
+        self.head = nn.Linear(size.width, size.vocab, bias=False)
+        if size.tied:
+            self.head.weight = self.tokens.weight
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, self.tokens).float(), targets, reduction="sum")
+        return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = F.embedding(ids, self.tokens) + self.positions[: ids.shape[1]]
+        x, angles, time = self.tokens(ids), None, torch.arange(ids.shape[1], device=ids.device)
+        if self.positions is not None:
+            x = x + self.positions(time)
+        else:
+            rates = 1e6 ** -(torch.arange(0, self.size.head_dim, 2, device=ids.device) / self.size.head_dim)
+            angles = time[:, None] * rates
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)
         x = self.norm(x).flatten(0, 1)
         total = x.new_zeros((), dtype=torch.float32)
-        for piece, wanted in zip(x.split(self.size.piece), targets.flatten().split(self.size.piece), strict=True):
+        for piece, wanted in zip(x.split(PIECE), targets.flatten().split(PIECE), strict=True):
             total = total + checkpoint(self._loss, piece, wanted, use_reentrant=False, preserve_rng_state=False)
         return total / targets.numel()
 
 
-def build(size: Size, dtype: torch.dtype, device: torch.device, deferred: bool = False) -> GPT:
-    """A model on ``device``; ``deferred`` leaves its values to be made when a ZeroOptimizer takes it."""
-    make = _Maker(_table().to("cpu" if deferred else device), dtype)
-    with zk.deferred_init(device) if deferred else contextlib.nullcontext():
-        return GPT(make, size)
+def build(size: Decoder, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A model on ``device``. Its weights are drawn there, the same in every process."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Model(size)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 2:
+                param.normal_(std=0.02)
+    return model
 
 
-def batch(size: Size, num_tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random ids and targets, (rows, context) each, ``num_tokens`` in all."""
-    assert num_tokens % size.context == 0, f"{num_tokens} tokens are not whole rows of {size.context}"
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, size.vocab, (num_tokens // size.context, size.context + 1), generator=generator)
+def batch(size: Decoder, num_tokens: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random ids and targets (rows, context), ``num_tokens`` of each."""
+    if num_tokens % context:
+        raise ValueError(f"{num_tokens} tokens are not whole sequences of {context}")
+    ids = torch.randint(0, size.vocab, (num_tokens // context, context + 1), generator=torch.Generator().manual_seed(0))
     return ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)

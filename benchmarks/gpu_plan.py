@@ -1,0 +1,152 @@
+"""Plans of the jobs of `make gpu`: bytes and seconds by ``zk plan``, at the rates that the same run has measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import GIB
+from gpu_model import SIZES, tiny, working_nbytes
+from gpu_step import CLIP, Job
+
+from zk.config import ZeroConfig
+from zk.plan.choose import consider, shown
+from zk.plan.memory import USABLE, Machine
+from zk.plan.shape import Decoder, Shape
+from zk.plan.speed import step_of
+
+Row = dict[str, Any]
+TIERS: dict[str, dict[str, Any]] = {
+    "zk_stage2": {"stage": 2, "optimizer_tier": "host"},
+    "zk_stage3": {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
+    "zk_auto": {"stage": 3, "param_tier": "auto", "optimizer_tier": "auto"},
+    "zk_nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+}
+_WORTH = 0.95  # of a step: what an update beside training must save, as in zk plan
+
+
+@dataclasses.dataclass(slots=True)
+class Planned:
+    """What a job is expected to need."""
+
+    numel: int
+    device_nbytes: int
+    host_nbytes: int
+    missing: dict[str, int]  # memory -> bytes that it has too few, of the share that training may take
+    seconds: dict[str, float]  # tokens -> a step
+    zero: dict[str, Any] = dataclasses.field(default_factory=dict)
+    note: str = ""
+    refused: str = ""  # why it is not tried
+
+
+def of(rows: Sequence[Row], kind: str, **values: Any) -> list[Row]:
+    """Rows of a kind with these values."""
+    return [row for row in rows if row["kind"] == kind and all(row.get(name) == value for name, value in values.items())]
+
+
+def size_of(job: Job, dry: bool) -> Decoder:
+    """Sizes of a job's model."""
+    return tiny(SIZES[job.model]) if dry else SIZES[job.model]
+
+
+def machine_of(rows: Sequence[Row], nvme: Path, host_nbytes: int | None = None) -> Machine:
+    """The machine, with measured rates, or the defaults of ``zk plan`` where there are none yet."""
+    drive = next(folder for folder in (nvme, *nvme.parents) if folder.is_dir())
+    rates: dict[str, float] = {}
+    here = of(rows, "machine")[-1]
+    if found := of(rows, "matmul"):
+        rates["tflops"] = found[-1]["tflops"]
+    if found := [row for row in of(rows, "copy", system="zk, pinned") if row["direction"] != "both at once"]:
+        rates["link_gbps"] = min(row["gbps"] for row in found)
+    if found := of(rows, "cpu adam"):
+        rates["cpu_adam"] = max(row["billion_per_s"] for row in found)
+    if found := of(rows, "drive"):
+        rates["disk_gbps"] = statistics.harmonic_mean([row["gbps"] for row in found])
+    sizes = {"gpu_nbytes": here["device_nbytes"], "ram_nbytes": host_nbytes or here["host_nbytes"], "nvme_nbytes": shutil.disk_usage(drive).free}
+    return Machine(**sizes, **rates)
+
+
+def tflops_of(job: Job, tokens: int, rows: Sequence[Row], machine: Machine) -> float:
+    """Operations that plain torch reached with the same model and tokens, in 1e12 per second, or those of the floor."""
+    names = {row["name"] for row in of(rows, "plan", system="torch", model=job.model)}
+    found = [row for row in of(rows, "step", tokens=tokens) if row["name"] in names]
+    return 8 * Shape.of(size_of(job, found[-1]["dry"]), "").num_params * tokens / found[-1]["median"] / 1e12 if found else machine.tflops
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()
+
+
+def _of_torch(job: Job, size: Decoder, machine: Machine) -> Planned:
+    """All on the device: parameters, gradients and both moments in bf16."""
+    numel = Shape.of(size, "").num_params
+    device = 8 * numel + working_nbytes(size, max(job.tokens))
+    seconds = {str(tokens): 8 * numel * tokens / machine.tflops / 1e12 for tokens in job.tokens}
+    note = f"bf16 moments, no fp32 master (with it and fp32 moments, state alone would take {16 * numel / GIB:.0f} GiB of device memory)"
+    return Planned(numel, device, 0, {}, seconds, note=note)
+
+
+def _of_fsdp2(job: Job, size: Decoder, machine: Machine) -> Planned:
+    """Parameters and gradients in pinned host memory, each rounded up to a power of two by torch's allocator; moments in ordinary memory."""
+    numel, block, rest = Shape.of(size, "").num_params, sum(size.block()), sum(size.rest())
+    numels = (*size.block() * size.layers, *size.rest())
+    pinned, wide = (2 * sum(_power_of_two(width * count) for count in numels) for width in (2, 4))
+    device = 2 * 2 * (2 * block + rest) + working_nbytes(size, max(job.tokens))
+    note = f"bf16 parameters and moments, no fp32 master (with fp32 ones host memory would need {(wide + 8 * numel) / GIB:.0f} GiB)"
+    return Planned(numel, device, pinned + 4 * numel, {}, {}, note=note)
+
+
+def _of_zk(job: Job, size: Decoder, machine: Machine, rows: Sequence[Row], nvme: Path) -> Planned:
+    """A ZeroConfig and its footprint. "auto" gets budgets that leave room for activations, and bf16 moments where fp32 ones find none."""
+    shape = Shape.of(size, job.model)
+    working = working_nbytes(size, max(job.tokens), job.keep_last)
+    inputs = working_nbytes(size, max(job.tokens)) - working  # in host memory
+    gpu, ram = machine.gpu_nbytes, machine.ram_nbytes
+    assert gpu is not None
+    room = dataclasses.replace(machine, gpu_nbytes=gpu - int(working / USABLE["device"]), ram_nbytes=ram - int(inputs / USABLE["host"]))
+    given = {"dtype": "bf16", "clip_grad_norm": CLIP, **TIERS[job.system], **job.zero}
+    given |= {"nvme_path": str(nvme)} if "nvme" in given.values() else {}
+    option = None
+    for state_dtype in ("fp32", "bf16") if job.system == "zk_auto" else (given.pop("state_dtype", "fp32"),):
+        option = consider(shape, ZeroConfig(**given, state_dtype=state_dtype), room, 0)
+        if option is not None and option.fits:
+            break
+    if option is None:
+        return Planned(shape.num_params, 0, 0, {}, {}, refused="zk plan finds no room for it")
+    beside = bool(given.get("overlap_step"))
+
+    def step_s(tokens: int, overlap_step: bool) -> float:
+        rates = dataclasses.replace(machine, tflops=tflops_of(job, tokens, rows, machine))
+        return step_of(shape, option.found, rates, tokens, overlap_step).seconds
+
+    if job.system == "zk_auto":
+        beside = step_s(max(job.tokens), True) < _WORTH * step_s(max(job.tokens), False)
+    config = dataclasses.replace(option.config, overlap_step=beside)
+    zero = shown(config)
+    words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget")] + ["overlap_step"] * beside
+    words += ["bf16 moments"] * ("state_dtype" in zero) + ["blocks' inputs on the host"] * (job.keep_last is not None)
+    seconds = {str(tokens): step_s(tokens, beside) for tokens in job.tokens}
+    on = option.found.on
+    return Planned(shape.num_params, on("device") + working, on("host") + inputs, option.missing, seconds, zero, ", ".join(words))
+
+
+def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: int | None = None) -> Planned:
+    """Plan a job on the machine that ``rows`` describe."""
+    machine, size = machine_of(rows, nvme, host_nbytes), size_of(job, dry)
+    assert machine.gpu_nbytes is not None
+    here = dataclasses.replace(machine, gpu_nbytes=min(job.cap or machine.gpu_nbytes, machine.gpu_nbytes))
+    plans = {"torch": _of_torch, "fsdp2": _of_fsdp2}
+    found = plans[job.system](job, size, here) if job.system in plans else _of_zk(job, size, here, rows, nvme)
+    if job.system in plans:
+        needed = {"device": found.device_nbytes, "host": found.host_nbytes}
+        found.missing = {tier: nbytes - here.capacity(tier) for tier, nbytes in needed.items() if nbytes > here.capacity(tier)}
+    if found.host_nbytes > machine.ram_nbytes:
+        found.refused = f"it needs {found.host_nbytes / GIB:.1f} GiB of host memory, and there are {machine.ram_nbytes / GIB:.1f}"
+    if dry and job.system == "fsdp2" and torch.cuda.is_available() and not torch.backends.cuda.is_built():  # the GPU is pretended
+        found.refused = "FSDP2 on a GPU needs NCCL, and this torch is built without CUDA"
+    return found
