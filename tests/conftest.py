@@ -43,9 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist's own order, by the number of tests
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _collect_quickly() -> None:
-    """Take what is there before a test out of the collector's sight: a million objects of torch, and half a second for each ``gc.collect()``."""
+    """Take what other files left out of the collector's sight: a million objects of torch, and half a second for each ``gc.collect()``.
+
+    Not before each test: what one of them still holds then (an error's frames, say) would never be collected.
+    """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -856,6 +856,7 @@ def run_two_ranks(stage: int) -> list[Any]:
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
     engine, optimizer, _, _ = zk.initialize(model, adamw, config=config)
     assert engine.gradient_accumulation_steps() == 2
+    assert engine.device.index == (optimizer.comm.rank if DEVICE.type == "cuda" else None)  # the device chosen: there is no LOCAL_RANK
     for index in range(6):
         x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index))[optimizer.comm.rank].to(engine.device)
         engine.backward(F.mse_loss(engine(x), x.sum(1, keepdim=True)))

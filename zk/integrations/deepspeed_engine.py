@@ -260,8 +260,11 @@ def initialize(
 
 
 def _local_rank(args: Any) -> int:
-    """This rank's number on its machine."""
-    return int(os.environ.get("LOCAL_RANK", max(0, getattr(args, "local_rank", 0) or 0)))
+    """This rank's number on its machine: the launcher's, or else that of the device which the program has chosen."""
+    given = os.environ.get("LOCAL_RANK", getattr(args, "local_rank", None))
+    if given is not None and int(given) >= 0:
+        return int(given)
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def _loader(data: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None, drop_last: bool) -> DataLoader[Any]:
