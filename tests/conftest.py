@@ -43,23 +43,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist's own order, by the number of tests
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_quickly() -> None:
-    """Take what other files left out of the collector's sight: a million objects of torch, and half a second for each ``gc.collect()``.
-
-    Not before each test: what one of them still holds then (an error's frames, say) would never be collected.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out, without a GPU, what is for one; begin with the longest files."""
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("device_only")])
         items[:] = [item for item in items if not item.get_closest_marker("device_only")]
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of the collector's sight: a million objects of torch, and half a second for each ``gc.collect()``.
+
+    Once, before any test: what one of them still holds must be collected later.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

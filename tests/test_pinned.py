@@ -32,6 +32,7 @@ from tests.softgpu import memory
 from zk.offload import nvme, pinned
 from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.pinned import Arena, Record
+from zk.offload.stash import POOLS
 from zk.offload.streams import PAST, CudaLink, Joined, link_to
 
 if not softgpu.installed():
@@ -79,6 +80,8 @@ def locked() -> dict[int, int]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_locked_at_first() -> None:
+    for link, pool in POOLS.items():
+        pool.trim(link, 0)  # what activations of other tests were copied to is kept for the next
     if locked():
         gc.collect()  # arenas of other tests that went round in a circle
     assert not locked()
