@@ -172,7 +172,7 @@ def test_the_link_to_a_gpu_and_its_kernels_are_measured() -> None:
 
 @pytest.mark.device_only
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
-def test_a_step_on_a_gpu_has_the_losses_of_plain_torch_and_a_peak_of_its_memory(dtype: str) -> None:
+def test_a_step_on_a_gpu_has_the_losses_of_plain_torch_and_a_peak_of_its_memory(dtype: str, one_thread: None) -> None:
     zero = zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", dtype=dtype)
     job = step.Job(GPTConfig(vocab=32, width=16, layers=2, heads=2, context=8), zero, 2, 1, 1)
     plain = step._run(job, True, [])

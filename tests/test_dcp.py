@@ -157,7 +157,7 @@ def in_world(cases: list[Callable[[], None]], backend: str = "") -> None:
 
 @pytest.mark.parametrize(
     "job",
-    (Job(0), Job(3, "tied"), Job(3, "frozen")),
+    (Job(0), Job(3, "tied"), Job(3, "frozen"), pytest.param(Job(3, "plain", "fp32", "nvme"), marks=pytest.mark.device)),
     ids=str,
 )
 def test_the_number_of_ranks_may_change(job: Job, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ ALIKE = (StateDictOptions(), StateDictOptions(cpu_offload=True), FULL, FULL_ON_C
 WAYS = (*((options, options) for options in ALIKE), (FULL_ON_CPU, BROADCAST))
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", (0, 1, 2, pytest.param(3, marks=pytest.mark.device)))
 def test_options_of_get_and_set(stage: int) -> None:
     job = Job(stage, "tied")
     want = finished(job)
