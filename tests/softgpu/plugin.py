@@ -17,7 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from tests import softgpu  # noqa: E402
+from tests import softgpu
 
 TESTS = Path(__file__).resolve().parent.parent
 softgpu.install()
