@@ -20,13 +20,14 @@ test-host: $(READY)
 test-device: $(READY)
 	$(BIN)/python $(PYTEST) -p tests.softgpu.plugin $(ARGS)
 
-# the share of the CUDA path's lines that the tests on the software GPU execute
+# the share of the CUDA path's lines that the tests on the software GPU execute, with what kernels and groups do in host memory
 CUDA_PATH := zk/offload/streams.py,zk/offload/pinned.py,zk/offload/transfer.py,zk/kernels/*.py,zk/parallel/comm.py
 
 coverage: $(READY)
 	rm -rf runs/coverage
 	mkdir -p runs/coverage
 	$(BIN)/coverage run $(PYTEST) -p tests.softgpu.plugin $(ARGS)
+	$(BIN)/coverage run $(PYTEST) tests/test_tiled_linear.py tests/test_partitioned.py $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include='$(CUDA_PATH)'
 

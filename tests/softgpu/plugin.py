@@ -43,6 +43,7 @@ IN_PART = (
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
     "test_bench.py",
+    "test_benchmarks_gpu.py",
     "test_dcp.py",
     "test_deepspeed_config.py",
     "test_doctor.py",
