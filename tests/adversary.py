@@ -1,4 +1,7 @@
-"""A drive at its worst: transfers run late and in any order, and memory that is being read into holds NaN until they have."""
+"""A drive and a worker thread at their worst.
+
+Transfers run late and in any order, and memory that is being read into holds NaN until they have. Jobs begin when somebody waits for one.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from torch import Tensor
 
 from zk.offload import nvme
 from zk.offload.nvme import Engine, File, Request
+from zk.offload.worker import Ticket, Worker
+
+_LATE_S = 0.02
 
 
 class LateEngine(Engine):
@@ -58,4 +64,25 @@ def adversarial_drive(seed: int = 0) -> Iterator[None]:
         return start(self, tensor, offset, write)
 
     with mock.patch.object(nvme, "default_engine", lambda: engine), mock.patch.object(File, "_start", poisoned):
+        yield
+
+
+@contextlib.contextmanager
+def late_worker() -> Iterator[None]:
+    """Jobs submitted inside begin when somebody waits for one of them, or a little later: who does not wait goes on before they are done."""
+    asked, submit, join = threading.Event(), Worker.submit, Ticket.join
+
+    def submit_late(self: Worker, job: Callable[[], None]) -> Ticket:
+        def late() -> None:
+            asked.wait(_LATE_S)
+            job()
+
+        asked.clear()
+        return submit(self, late)
+
+    def ask(self: Ticket) -> None:
+        asked.set()
+        join(self)
+
+    with mock.patch.object(Worker, "submit", submit_late), mock.patch.object(Ticket, "join", ask):
         yield

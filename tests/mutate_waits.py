@@ -310,7 +310,10 @@ def _grid(file: str) -> Iterator[Check]:
     yield from map(runner, order)
 
 
-_RANKS = ("zk/held.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py")
+_RANKS = (
+    *("zk/held.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
+    "zk/offload/transfer.py",
+)
 
 
 def _on_device(file: str) -> Iterator[Check]:
@@ -333,7 +336,7 @@ def _on_device(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
     if file in ("zk/held.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap_device.py")
-    if file in ("zk/parallel/comm.py", "zk/held.py"):
+    if file in ("zk/parallel/comm.py", "zk/held.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zk
 from tests import softgpu
-from tests.adversary import adversarial_drive
+from tests.adversary import adversarial_drive, late_worker
 from tests.models import GPT, batch, loss_of
 from tests.plain import train_plain
 from zk.offload import spill, transfer
@@ -142,7 +142,8 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
 def _run(case: Case, engine: str) -> str:
     with drive(case) as options, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
         copies, pinned = softgpu.stats["copies"], softgpu.pinned_nbytes() if softgpu.installed() else 0
-        lines = [_run_on(case, engine, options)]
+        with late_worker():
+            lines = [_run_on(case, engine, options)]
     if softgpu.installed():
         lines += ["no copies between device and host"] * (case.tier == "host" and softgpu.stats["copies"] == copies)
         lines += softgpu.found() + [f"{nbytes} bytes are still page-locked" for nbytes in [softgpu.pinned_nbytes() - pinned] if nbytes > 0]

@@ -27,7 +27,7 @@ DEVICE_CASES = [dataclasses.replace(case, steps=4) for case in CASES] + [
             ("host", {"params": "device"}),
         ),
     )
-]
+] + [Case(stage=3, dtype="bf16", tier="device", params="host", prefetch=prefetch, steps=4) for prefetch in (0, 1)]
 OVERLAPPED = [
     Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True, steps=5)
     for stage, (accumulation, model, tier, overlap) in itertools.product(
