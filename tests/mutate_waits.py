@@ -64,6 +64,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes)"): (
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),
+    ("zk/parallel/partitioned.py", "PartitionedParams.start", "beside(after self.uploaded)"): "the upload is on the same stream",
     ("zk/held.py", "_arrive", "landing.done.wait()"): "a unit that is gone has no update under way: the thread's job keeps it, and an error does",
     ("zk/checkpoint/save.py", "_finish_all", "ticket.join()"): (
         "alone, the thread is joined a little later anyway; ranks lose their connections before (tests/test_rank_killed.py, in processes of its own)"
@@ -338,6 +339,8 @@ def _on_device(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_overlap_device.py")
     if file in ("zk/parallel/comm.py", "zk/held.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
+    if file == "zk/parallel/partitioned.py":
+        yield _pytest("tests/test_parity_device.py", "-k", "in_step-2")
 
 
 _SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not other_precisions"
