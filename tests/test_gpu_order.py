@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
+from zk.parallel.comm import Group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Bits = tuple[list[float], list[bytes]]
@@ -56,6 +57,22 @@ def test_forward_waits_for_the_gather_also_where_collectives_are_waited_for_at_o
     options = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
     overlapped, at_once = of_ranks([options, {**options, "overlap": False}])
     assert at_once == overlapped
+
+
+def gathered_at_once(_: None) -> list[float]:
+    """What a collective gives whose result nobody waits for."""
+    group = Group(None, overlap=False)
+    mine = torch.full((4,), 1.0 + dist.get_rank(), device=rank_device())
+    full = torch.zeros(8, device=rank_device())
+    pending = group.all_gather(0, full, mine)
+    found = full.tolist()
+    pending.wait()
+    group.close()
+    return found
+
+
+def test_without_overlap_a_collective_is_over_where_it_has_been_started() -> None:
+    assert run_world(2, gathered_at_once, [None], backend="nccl") == [[[1.0] * 4 + [2.0] * 4] * 2]
 
 
 @pytest.mark.parametrize("stage", (1, 2))

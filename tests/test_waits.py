@@ -273,6 +273,17 @@ def checkpoints_right_after_steps(model: nn.Module, optimizer: zk.ZeroOptimizer)
     return found
 
 
+def a_checkpoint_loaded_after_a_forward_with_other_values(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer.save_checkpoint(folder)
+        with zk.gather(model.parameters(), write=True), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        found = [evaluate(model, 0)]
+        optimizer.load_checkpoint(folder)
+    return [*found, evaluate(model, 0)]
+
+
 def a_model_saved_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
     train(model, optimizer, 0)
     file = io.BytesIO()
@@ -397,8 +408,9 @@ def test_host_buffers_of_the_drive_are_not_used_again_while_uploads_read_them(pr
     check(several_evaluations_after_a_step, "frozen", "nvme", "bf16", tmp_path, prefetch=prefetch)
 
 
-def test_frozen_parameters_written_while_their_upload_may_still_read() -> None:
-    check(parameters_written_after_a_step, "frozen", "partitioned", "bf16", None)
+@pytest.mark.parametrize("scenario", (parameters_written_after_a_step, a_checkpoint_loaded_after_a_forward_with_other_values))
+def test_frozen_parameters_written_while_their_upload_may_still_read(scenario: Scenario) -> None:
+    check(scenario, "frozen", "partitioned", "bf16", None)
 
 
 def test_a_step_begins_when_the_one_before_has_ended_though_no_forward_came_between(tmp_path: Any) -> None:

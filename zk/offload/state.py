@@ -57,12 +57,8 @@ class Section:
         chunk = self.param.chunks[index]
         here = self.param.fields["param"][chunk]
         there = self.home.shard[self.start + chunk.start : self.start + chunk.stop]
-        if self.home.memory == "device":
-            event = self.transfer.upload(there, here, mark)
-        else:
-            self.home.guard.reader.wait()
-            event = self.home.guard.writer = self.transfer.offload_to(there, here, mark)
-        self.param.readers[index] = event
+        copy = self.transfer.upload if self.home.memory == "device" else self.transfer.offload_to
+        event = self.param.readers[index] = copy(there, here, mark)
         return event
 
 

@@ -92,10 +92,9 @@ class Grads(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Guard:
-    """The last copies from and to some memory; who writes it waits for the one, who reads it for the other."""
+    """The last copy from some memory: the host waits for it before it writes there."""
 
     reader: Event = PAST
-    writer: Event = PAST
 
 
 class MemoryStore:
@@ -127,7 +126,7 @@ class MemoryStore:
 
 
 class MemoryHome:
-    """A rank's slice of a unit's parameters (numel,) in device or host memory."""
+    """A rank's slice of a unit's parameters (numel,) in device or host memory. Copies to and from it come in the order of compute."""
 
     def __init__(self, shard: Tensor, chunks: Sequence[slice], memory: str) -> None:
         self.shard, self.memory, self.guard = shard, memory, Guard()
@@ -137,7 +136,6 @@ class MemoryHome:
         return True
 
     def open(self) -> Tensor:
-        self.guard.writer.wait()
         return self.shard
 
     def close(self, after: Event = PAST) -> None:
@@ -145,7 +143,7 @@ class MemoryHome:
 
     def write(self, values: Tensor) -> None:
         self.guard.reader.wait()
-        self.open().copy_(values)
+        self.shard.copy_(values)
 
     @property
     def nbytes(self) -> int:

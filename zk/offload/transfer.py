@@ -63,7 +63,6 @@ class Transfer:
 
     def __init__(self, link: Link, arena: Arena | None, overlap: bool) -> None:
         self.link, self.arena, self.overlap = link, arena, overlap
-        self.last: dict[str, Event] = {}  # copy of each direction
 
     @property
     def joined(self) -> bool:
@@ -83,14 +82,13 @@ class Transfer:
 
     def offload_to(self, host: Tensor, source: Tensor, mark: Event | None = None) -> Event:
         """Start to copy ``source`` to ``host``; after ``mark``, or after what compute has been asked to do so far."""
-        return self._started("offload", self.link.offload(host, source, [mark or self.link.mark()]))
+        return self._started(self.link.offload(host, source, [mark or self.link.mark()]))
 
     def upload(self, target: Tensor, host: Tensor, mark: Event | None = None) -> Event:
         """Start to copy ``host`` to ``target``; after ``mark``, or after what compute has been asked to do so far."""
-        return self._started("upload", self.link.upload(target, host, [mark or self.link.mark()]))
+        return self._started(self.link.upload(target, host, [mark or self.link.mark()]))
 
-    def _started(self, direction: str, event: Event) -> Event:
-        self.last[direction] = event
+    def _started(self, event: Event) -> Event:
         if not self.overlap:
             event.wait()
         return event
@@ -113,9 +111,6 @@ class Transfer:
         return self.arena.nbytes if self.arena is not None else 0
 
     def close(self) -> None:
-        """Wait for what is under way and give page-locked memory back."""
-        for event in self.last.values():
-            event.wait()
-        self.last.clear()
+        """Give page-locked memory back, once what is under way is over."""
         if self.arena is not None:
             self.arena.close()
