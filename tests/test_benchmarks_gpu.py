@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -56,9 +57,12 @@ def test_all_systems_train_the_same_model(parts: dict[str, ModuleType], tmp_path
             continue
         job = dataclasses.replace(run.job, tokens=(tokens,), timeline=run.section == recorded)
         planned = parts["gpu_plan"].plan_job(job, [machine()], True, tmp_path)
-        parts["gpu_step"].run(dataclasses.replace(job, zero=planned.zero), dry=True)
-        if torch.cuda.is_available():
-            torch.cuda.set_per_process_memory_fraction(1.0)  # the job's cap is not for those after it
+        gc.collect()  # a job has a process of its own, and a cap on all that the process has on the device
+        try:
+            parts["gpu_step"].run(dataclasses.replace(job, zero=planned.zero), dry=True)
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.set_per_process_memory_fraction(1.0)  # the job's cap is not for those after it
         rows = printed(capsys)
         found = next(row for row in rows if row["kind"] == "step")
         assert found["sound"] and found["tokens"] == tokens and len(found["seconds"]) == 3, found

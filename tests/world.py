@@ -65,10 +65,9 @@ def _rank_main(
             results.put((rank, index, "error", "races:\n" + "\n".join(raced)) if raced else (rank, index, "ok", result))
         except BaseException:
             results.put((rank, index, "error", traceback.format_exc()))
-            if len(cases) > 1:  # ranks are out of step now: what follows would fail for a reason that is not its own
-                results.put((rank, None, "stopped", f"after case {case}"))
-                break
-    dist.barrier() if len(cases) > 1 else None
+            break  # ranks are out of step now: what follows would fail for a reason that is not its own, and its peers are told at once
+    else:
+        dist.barrier() if len(cases) > 1 else None
     dist.destroy_process_group()
 
 
@@ -97,8 +96,7 @@ def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], 
                     process.join(0.02)
                 continue
             rank, index, status, value = results.get()
-            if index is not None:
-                table[index][rank] = value if status == "ok" else RuntimeError(value)
+            table[index][rank] = value if status == "ok" else RuntimeError(value)
         for process in ranks:
             process.join()
     return table
