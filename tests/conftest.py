@@ -12,23 +12,12 @@ import pytest
 import tests.threads  # isort: skip  # noqa: F401 (before OpenMP is loaded)
 import torch
 
+from tests.device_files import WHOLE
+
 collect_ignore: list[str] = []
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    collect_ignore += [  # `make test` runs them on devices that are software
-        "softgpu",
-        "test_activations_device.py",
-        "test_checkpoint_device.py",
-        "test_gpu.py",
-        "test_gpu_order.py",
-        "test_gpu_placement.py",
-        "test_kernels.py",
-        "test_overlap_device.py",
-        "test_parity_device.py",
-        "test_pinned.py",
-        "test_streams.py",
-        "test_waits.py",
-    ]
+    collect_ignore += WHOLE  # `make test` runs them on devices that are software
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 

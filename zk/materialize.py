@@ -82,7 +82,7 @@ class Recording:
         return self  # a copied tensor remembers the same construction
 
     def place_of(self, tensor: Tensor) -> torch.device:
-        """Where plain construction would have ``tensor``."""
+        """The device on which plain construction would have ``tensor``."""
         return self.places.get(_storage(tensor), _CPU) if _is_meta(tensor) else tensor.device
 
     def add(self, op: _Op, writes: Iterable[Tensor]) -> None:
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         return self.recording.make(tensor) if _is_meta(tensor) else tensor
 
     def _place(self, tensors: list[Tensor], asked: torch.device | None) -> torch.device:
-        """Where plain construction would run an operation on ``tensors``: numbers that a GPU draws are other ones than the CPU's."""
+        """The device on which plain construction would run an operation on ``tensors``: numbers that a GPU draws are other ones than the CPU's."""
         if asked is None:
             return next((place for place in map(self.recording.place_of, tensors) if place.type == "cuda"), _CPU)
         return parse_device(asked) if asked.type == "cuda" else _CPU
@@ -309,7 +309,7 @@ class Source(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model will compute."""
+        """The device that the model will compute on."""
 
     def make(self, tensor: Tensor) -> Tensor:
         """The values, in host memory or on a GPU."""
@@ -402,12 +402,12 @@ def _source(tensor: Tensor) -> Source | None:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where the model computes, also if its parameters do not exist yet."""
+    """The device that the model computes on, also if its parameters do not exist yet."""
     return next((device_of(param) for param in model.parameters() if not _is_meta(param) or can_make(param)), default_device())
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where a tensor is, or will be once its values are made."""
+    """The device that a tensor is on, or will be once its values are made."""
     source = _source(tensor) if _is_meta(tensor) else None
     return tensor.device if source is None else source.device
 

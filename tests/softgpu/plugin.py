@@ -1,7 +1,6 @@
 """pytest plugin, given with ``-p tests.softgpu.plugin``: there are two CUDA devices, and a test in which something raced has failed.
 
-It collects the files named here and no others: those whose tests take the device that is there (tests/models.py: ``DEVICE``). Of files that
-take minutes, it takes the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does.
+It collects the files of tests/device_files.py and no others: those whose tests take the device that is there (tests/models.py: ``DEVICE``).
 """
 
 from __future__ import annotations
@@ -15,47 +14,20 @@ import pytest
 # Before torch is loaded, here and in what inherits these: autograd's thread of a device keeps the number of threads that it began with,
 # whatever a test sets later, and another number sums in another order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import tests.threads  # noqa: F401
 from tests import softgpu
+from tests.device_files import IN_PART, WHOLE
 
 TESTS = Path(__file__).resolve().parent.parent
 softgpu.install()
 os.environ.update(softgpu.environment())  # programs and ranks that tests start have them too
 
 
-FILES = (
-    "softgpu/test_softgpu.py",
-    "test_gpu.py",
-    "test_activations_device.py",
-    "test_checkpoint_device.py",
-    "test_gpu_order.py",
-    "test_gpu_placement.py",
-    "test_kernels.py",
-    "test_overlap_device.py",
-    "test_parity_device.py",
-    "test_pinned.py",
-    "test_streams.py",
-    "test_waits.py",
-)
-IN_PART = (
-    "integrations/test_accelerate.py",
-    "integrations/test_huggingface.py",
-    "integrations/test_lightning.py",
-    "test_bench.py",
-    "test_benchmarks_gpu.py",
-    "test_dcp.py",
-    "test_deepspeed_config.py",
-    "test_doctor.py",
-    "test_tiled_linear.py",
-    "test_train.py",
-)
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out test files that are for the host."""
     name = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
-    return True if collection_path.name.startswith("test_") and collection_path.suffix == ".py" and name not in (*FILES, *IN_PART) else None
+    return True if collection_path.name.startswith("test_") and collection_path.suffix == ".py" and name not in (*WHOLE, *IN_PART) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,29 @@
+"""Test files for devices: those that the software GPU's plugin collects, and a run without a GPU leaves out."""
+
+WHOLE = (
+    "softgpu/test_softgpu.py",
+    "test_gpu.py",
+    "test_activations_device.py",
+    "test_checkpoint_device.py",
+    "test_gpu_order.py",
+    "test_gpu_placement.py",
+    "test_kernels.py",
+    "test_overlap_device.py",
+    "test_parity_device.py",
+    "test_pinned.py",
+    "test_streams.py",
+    "test_waits.py",
+)
+# the tests marked ``device`` or ``device_only``: those that execute lines for CUDA which no other does. The rest of these files takes minutes
+IN_PART = (
+    "integrations/test_accelerate.py",
+    "integrations/test_huggingface.py",
+    "integrations/test_lightning.py",
+    "test_bench.py",
+    "test_benchmarks_gpu.py",
+    "test_dcp.py",
+    "test_deepspeed_config.py",
+    "test_doctor.py",
+    "test_tiled_linear.py",
+    "test_train.py",
+)
