@@ -64,7 +64,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes)"): (
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),
-    ("zk/parallel/partitioned.py", "PartitionedParams.start", "beside(after self.uploaded)"): "the upload is on the same stream",
     ("zk/held.py", "_arrive", "landing.done.wait()"): "a unit that is gone has no update under way: the thread's job keeps it, and an error does",
     ("zk/checkpoint/save.py", "_finish_all", "ticket.join()"): (
         "alone, the thread is joined a little later anyway; ranks lose their connections before (tests/test_rank_killed.py, in processes of its own)"

@@ -113,7 +113,7 @@ class Held:
         """
         if isinstance(self.params, PartitionedParams) or self.params.is_whole:
             return uploaded
-        with self.transfer.beside(uploaded, mark) as reached:
+        with self.transfer.beside(mark) as reached:
             comm.all_gather(self.params.index, self.params.full, self.params.shard).wait()
             return reached()
 

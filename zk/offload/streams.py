@@ -71,7 +71,7 @@ class Link(Protocol):
         """Copy ``host`` to ``target`` (device), after ``after`` and earlier uploads."""
 
     def beside(self, after: Sequence[Event]) -> AbstractContextManager[Callable[[], Event]]:
-        """Start device work, such as a collective, after ``after`` and not after compute.
+        """Start device work, such as a collective, after ``after`` and earlier uploads, and not after compute.
 
         What it yields returns, while inside, the event of what has been started.
         """

@@ -101,9 +101,9 @@ class Transfer:
         """As for Link."""
         self.link.follow(event)
 
-    def beside(self, uploaded: Event, mark: Event | None = None) -> AbstractContextManager[Callable[[], Event]]:
-        """Start collectives after ``uploaded`` and ``mark``, or what compute has been asked to do so far. Yields as for Link."""
-        return self.link.beside([uploaded, mark or self.link.mark()])
+    def beside(self, mark: Event | None = None) -> AbstractContextManager[Callable[[], Event]]:
+        """Start collectives after all uploads so far, and after ``mark`` or what compute has been asked to do so far. Yields as for Link."""
+        return self.link.beside([mark or self.link.mark()])
 
     @property
     def nbytes(self) -> int:

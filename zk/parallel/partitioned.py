@@ -67,8 +67,8 @@ class Uploads(Protocol):
     def follow(self, event: Any) -> None:
         """Compute comes after it."""
 
-    def beside(self, uploaded: Any) -> contextlib.AbstractContextManager[Any]:
-        """Start collectives after a copy, and after what compute has been asked to do so far."""
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Start collectives after all copies, and after what compute has been asked to do so far."""
 
 
 class PartitionedParams:
@@ -130,7 +130,7 @@ class PartitionedParams:
             mine = self.full[self.held]
             self.uploaded = self.uploads.upload(mine, source)
             if self.comm.world > 1:
-                with self.uploads.beside(self.uploaded):
+                with self.uploads.beside():
                     self.pending = self.comm.all_gather(self.index, self.full, mine)
         self.state = State.GATHERING
 
