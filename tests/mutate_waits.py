@@ -312,7 +312,7 @@ def _grid(file: str) -> Iterator[Check]:
 
 _RANKS = (
     *("zk/held.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
-    "zk/offload/transfer.py",
+    *("zk/offload/transfer.py", "zk/access.py"),
 )
 
 
@@ -353,7 +353,7 @@ def _on_host(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
     if file == "zk/offload/spill.py":
         yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/held.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/held.py", "zk/access.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap.py")
     if file == "zk/optimizer.py":
         yield _pytest("tests/test_export.py", "-k", "not ranks")

@@ -208,6 +208,19 @@ def test_whoever_uses_a_parameter_sees_it_updated(use: str) -> None:
         assert result == expected and result.startswith("Parameter containing")
 
 
+def test_in_a_gather_memory_that_was_taken_from_a_parameter_before_the_step_is_updated() -> None:
+    model, optimizer = make(dtype="fp32")
+    weight = model.head.weight
+    memory = weight.detach().numpy()  # who reads it asks nobody
+    with gated() as gate:
+        train(model, optimizer)
+        before = memory.copy()
+        gate.through.release(10_000)
+        with zk.gather(weight):
+            assert (memory != before).any()
+    optimizer.close()
+
+
 def test_threads_that_read_parameters_do_not_disturb_training() -> None:
     model, optimizer = make(overlap_step=False)
     want = train(model, optimizer, 12), values(model)

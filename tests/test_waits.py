@@ -216,6 +216,14 @@ def a_gather_for_writing_in_which_nothing_is_touched(model: nn.Module, optimizer
     return [evaluate(model, 3)]
 
 
+def one_parameter_gathered_for_writing_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
+    for seed in range(2):
+        train(model, optimizer, seed)
+        with zk.gather(next(model.parameters()), write=True):
+            pass
+    return [evaluate(model, 3)]
+
+
 def a_model_loaded_after_a_step(model: nn.Module, optimizer: zk.ZeroOptimizer) -> list[Tensor]:
     saved = copy.deepcopy(model.state_dict())
     train(model, optimizer, 0)
@@ -336,6 +344,7 @@ GPTS: tuple[Scenario, ...] = (
     the_state_right_after_a_step,
     parameters_written_after_a_step,
     a_gather_for_writing_in_which_nothing_is_touched,
+    one_parameter_gathered_for_writing_after_a_step,
     a_model_loaded_after_a_step,
     a_file_loaded_after_a_step,
     a_file_and_a_state_loaded_after_a_forward,
@@ -731,6 +740,7 @@ def test_two_ranks_wait_for_the_link_and_for_each_other(monkeypatch: pytest.Monk
     table = [
         (several_evaluations_after_a_step.__name__, tier, beside) for tier in ("host", "partitioned", "full") for beside in (False, True)
     ] + [
+        (one_parameter_gathered_for_writing_after_a_step.__name__, "host", True),
         (a_file_loaded_after_a_step.__name__, "host", False),
         (a_state_loaded_right_after_a_step.__name__, "host", False),
         (a_state_loaded_right_after_a_step.__name__, "host", True),

@@ -409,9 +409,8 @@ class ActivationOffload:
             if block.read is not None and not self._read(block, needed):
                 return False
             assert block.host is not None
-            block.event.wait()  # the host is to know of what it has received before it sends it
             target = torch.empty(block.nbytes, dtype=torch.uint8, device=self.link.device)
-            block.event = self.link.upload(target, block.host.memory[: block.nbytes], after=[self.link.mark()])
+            block.event = self.link.upload(target, block.host.memory[: block.nbytes], after=[self.link.mark(), block.event])
             if block.slot is not None and block not in self.landed:
                 self._give_host(block)
         block.device, block.used, block.wanted = target, False, self.clock
@@ -435,10 +434,8 @@ class ActivationOffload:
         return True
 
     def _let_go(self, block: _Block) -> None:
-        """The device's memory is not needed any more. (A file's transfers hold what they need.)"""
+        """The device's memory is not needed any more. What still copies it, or moves it to a file, holds it."""
         self.here.drop(block)
-        if not self.link.joined:
-            self.link.follow(block.event)
         block.device = None
 
     # ---- the end of a block --------------------------------------------------------------------------------------------------

@@ -105,9 +105,8 @@ class HostPool:
 
     def _free(self, link: Link, hosts: list[HostBuffer]) -> None:
         for host in hosts:
-            host.settle()
             if host.pinned:
-                link.unpin(host.memory)
+                link.unpin(host.memory)  # which waits for copies; a file's transfers hold what they need
 
 
 # for each link, as contexts come and go with every step
