@@ -26,6 +26,7 @@ from zk.offload.twins import ThrottledLink, pretend
 from zk.parallel.layout import Layout
 from zk.plan import needs
 from zk.plan.memory import Kind, footprint_of
+from zk.precision import stored_dtypes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WIDTH, LAYERS = 64, 6
@@ -207,7 +208,8 @@ def test_gradients_are_given_back_with_their_unit_unless_they_have_its_precision
         assert needed(one, dtype="bf16")["host"] == (12 + 4 - 4 - 4) * one.weight.numel()
 
 
-def test_buffers_that_are_deferred_are_yet_to_be_made() -> None:
+@pytest.mark.parametrize(("cast_buffers", "nbytes_of_one"), ((False, 4), (True, 2)))
+def test_buffers_that_are_deferred_are_yet_to_be_made(cast_buffers: bool, nbytes_of_one: int) -> None:
     class Buffered(nn.Module):
         def __init__(self, numel: int) -> None:
             super().__init__()
@@ -221,22 +223,23 @@ def test_buffers_that_are_deferred_are_yet_to_be_made() -> None:
             with free(apart), zk.deferred_init():
                 net = Buffered(numel)
             with free(apart):
-                nbytes[numel] = needed(net, dtype="bf16")[name]
-        assert nbytes[1 << 20] - nbytes[0] == (2 + 8) << 20, name
+                nbytes[numel] = needed(net, dtype="bf16", cast_buffers=cast_buffers)[name]
+        assert nbytes[1 << 20] - nbytes[0] == (nbytes_of_one + 8) << 20, name
 
 
 def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> None:
     """Also where some of them stay in memory and others do not."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + (index % 3 == 2))) for index in range(12)))
     adam = torch.optim.AdamW(net.parameters())
-    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), torch.bfloat16, [nn.Linear])
+    stored = stored_dtypes(net, torch.bfloat16)
+    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
     layouts = [Layout.of([param.numel() for param in unit.params], 2) for unit in units]
     drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
     for config in (
         zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host"),
         zk.ZeroConfig(stage=3, dtype="bf16", **drive, host_budget="400KiB"),  # type: ignore[arg-type]
     ):
-        case = needs.Case(net, units, layouts, rule_for(adam), adam, torch.device("cpu"), True, 2, 2)
+        case = needs.Case(net, stored, units, layouts, rule_for(adam), adam, torch.device("cpu"), True, 2, 2)
         each = [Kind(unit, layout, 1, False) for unit, layout in zip(units, layouts, strict=True)]
         found = case.footprint(config, True, 2)[1]
         apart = footprint_of(each, config, 2, True, case.rule, adam.param_groups, at_least=True)
@@ -336,7 +339,7 @@ def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: 
     for joined in (True, False):
         for world in (1, 2, 3):
             net = model()
-            units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), torch.bfloat16)
+            units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16))
             kinds = [Kind(unit, Layout.of([p.numel() for p in unit.params], world), 1, unit.anchors[0] is net) for unit in units]
             adam = torch.optim.AdamW(net.parameters())
             for stage in range(4):

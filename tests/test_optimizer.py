@@ -272,16 +272,6 @@ def test_stepping_between_forward_and_backward_is_caught_as_torch_does() -> None
         early.backward()
 
 
-def test_floating_inputs_are_cast_and_buffers_follow() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    optimizer = wrap(model, dtype="bf16")
-    assert model[1].running_mean.dtype == torch.bfloat16
-    assert model[1].num_batches_tracked.dtype == torch.int64
-    loss = model(torch.randn(4, 8)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-
-
 def test_a_model_too_small_for_units_and_one_parameter_work() -> None:
     for model in (nn.Linear(1, 1), nn.Linear(3, 1, bias=False), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))):
         optimizer = wrap(model, stage=3)

@@ -32,6 +32,7 @@ from zk.plan.memory import Machine, footprint
 from zk.plan.picture import draw
 from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
 from zk.plan.speed import length, step_of
+from zk.precision import stored_dtypes
 from zk.train.gpt import GPT, GPTConfig
 from zk.units import find_units
 
@@ -197,7 +198,7 @@ def test_a_trillion_parameters_on_512_ranks_are_laid_out_as_the_formula_says() -
         model = nn.Sequential(*(Large() for _ in range(64)))
     num_params = sum(param.numel() for param in model.parameters())
     assert num_params > 1e12
-    units = find_units(model, dict.fromkeys(model.parameters(), 0), torch.bfloat16)
+    units = find_units(model, dict.fromkeys(model.parameters(), 0), stored_dtypes(model, torch.bfloat16))
     layouts = [Layout.of([param.numel() for param in unit.params], 512) for unit in units]
     shard = sum(layout.shard_numel for layout in layouts)
     config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zk.held import Held, owner_of
 from zk.materialize import can_make, device_of
@@ -39,8 +39,8 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already:
             )
 
 
-def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: bool, moved: bool) -> None:
-    """Every trained parameter is the model's, floating point (of a dtype we train, if not ``converted``), and shares memory with no other.
+def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], stored: Mapping[Tensor, torch.dtype], moved: bool) -> None:
+    """Every trained parameter is the model's, will be ``stored`` in a dtype that zk trains, and shares memory with no other.
 
     All parameters are on one device, if they are not ``moved`` to one.
     """
@@ -55,9 +55,11 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], converted: 
             name = names[param]
             if nn.parameter.is_lazy(param):
                 raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model before wrapping it")
-            known = param.is_floating_point() if converted else param.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            if param.requires_grad and not known:
-                raise ValueError(f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: pass dtype= or convert it")
+            if param.requires_grad and stored[param] not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, convert it, or pass dtype= (which casts "
+                    "fp64, fp32, bf16 and fp16 but for what keep_dtype= names)"
+                )
     check_one_device(names, moved)
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)

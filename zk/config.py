@@ -94,6 +94,17 @@ def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
     return dtype
 
 
+def parse_modules(value: object, field: str) -> tuple[str | type[nn.Module], ...]:
+    """One name or class of modules, or a sequence of them. TypeError names ``field``."""
+    if not isinstance(value, (str, type, Sequence)):
+        raise TypeError(f"{field} must be a sequence of module names or nn.Module classes; got {value!r}")
+    entries = (value,) if isinstance(value, (str, type)) else tuple(value)
+    for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"{field} must hold module names or nn.Module classes; got {entry!r}")
+    return entries
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicLossScale:
     """How a dynamic loss scale moves. The scale halves on overflow (after ``hysteresis`` of them) and doubles after a clean window.
@@ -136,7 +147,13 @@ class ZeroConfig:
     stage: int = 2
     """0: nothing is partitioned (data parallel); 1: optimizer state; 2: and gradients; 3: and parameters."""
     dtype: str | torch.dtype | None = None
-    """Parameters and floating point buffers are cast to it ("bf16", "fp16", "fp32"); None: they keep their own."""
+    """Parameters are cast to it ("bf16", "fp16", "fp32"); None: they keep their own. Buffers keep their own, and with them the parameters of
+    BatchNorm and its kind; so does what the model names in ``_keep_in_fp32_modules``, and what is not fp64, fp32, bf16 or fp16."""
+    cast_buffers: bool = False
+    """With ``dtype``: cast floating point buffers too, as ``model.to(dtype)`` does. Rotary frequencies and running statistics lose by it."""
+    keep_dtype: Sequence[str | type[nn.Module]] | None = None
+    """With ``dtype``: what keeps its own: module classes, and names of modules, parameters and buffers, or whole parts of them ("router" is in
+    "layers.0.router.weight")."""
     device: str | torch.device | None = None
     """Where the model computes ("cuda", "cuda:1"); None: where its parameters are. For a model in host memory that is larger than the device's:
     it goes from there to its tiers, unit by unit."""
@@ -219,14 +236,14 @@ class ZeroConfig:
             raise ValueError(f"prefetch={self.prefetch} has no effect at stage {self.stage}, where parameters are never gathered; remove it")
         if self.num_threads is not None and (isinstance(self.num_threads, bool) or not isinstance(self.num_threads, int) or self.num_threads < 1):
             raise ValueError(f"num_threads must be at least 1, or None for cores / local ranks; got {self.num_threads!r}")
-        if self.units is not None:
-            if not isinstance(self.units, (str, type, Sequence)):
-                raise TypeError(f"units must be a sequence of module names or nn.Module classes; got {self.units!r}")
-            entries = (self.units,) if isinstance(self.units, (str, type)) else tuple(self.units)
-            for entry in entries:
-                if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-                    raise TypeError(f"units must hold module names or nn.Module classes; got {entry!r}")
-            normalize("units", entries)
+        for name in ("units", "keep_dtype"):
+            if getattr(self, name) is not None:
+                normalize(name, parse_modules(getattr(self, name), name))
+        if not isinstance(self.cast_buffers, bool):
+            raise TypeError(f"cast_buffers must be True or False; got {self.cast_buffers!r}")
+        for name in ("cast_buffers", "keep_dtype"):
+            if getattr(self, name) and self.dtype is None:
+                raise ValueError(f"{name} has no effect without dtype=, as nothing is cast; give a dtype, or remove it")
 
     @classmethod
     def from_deepspeed(

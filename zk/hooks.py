@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +41,28 @@ class CastInputs:
             return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+_TWO_DTYPES = re.compile(r"same d?type|scalar type|type .* should be the same")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainDtypes:
+    """Forward hook that is always called: an error of torch about two dtypes is told which buffers kept theirs. Copies of the model keep it."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, RuntimeError) or not _TWO_DTYPES.search(str(error)) or hasattr(error, "__notes__"):
+            return
+        kept = [name for name, buffer in module.named_buffers() if buffer.is_floating_point() and buffer.dtype != self.dtype]
+        if kept:
+            more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+            error.add_note(
+                f"zk: the model computes in {self.dtype}, and its buffers keep their dtype ({', '.join(kept[:3])}{more}). If forward mixes them with "
+                "activations, cast them where they are used, or pass cast_buffers=True (with keep_dtype= for those that must not be rounded)"
+            )
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

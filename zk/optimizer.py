@@ -24,7 +24,7 @@ from zk.checkpoint.shown import Shown
 from zk.checks import check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
-from zk.hooks import CastInputs, Hook, weakly
+from zk.hooks import CastInputs, ExplainDtypes, Hook, weakly
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import trim
 from zk.offload import pipeline
@@ -40,7 +40,7 @@ from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
 from zk.plan.check import refuse_what_cannot_fit
-from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, warn_of_slow_products
+from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.torch_calls import watch_torch
 from zk.units import find_units
 
@@ -56,7 +56,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         model: any module, on the device where it computes, or in host memory with ``device`` saying where. With ``dtype`` set it is cast
-            (floating point buffers too), and so are floating point inputs of its forward; fp32 values it holds now become the masters.
+            (``cast_buffers`` and ``keep_dtype`` say what else and what not), and so are floating point inputs of its forward; fp32
+            values it holds now become the masters.
         optimizer: torch.optim.AdamW, Adam or SGD over parameters of ``model``, in any number of groups. State that it already
             has is taken over.
         config: a ZeroConfig; None takes the defaults.
@@ -85,7 +86,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
         self.state: Shown = Shown(weakly(self._state_names))
-        check_params(model, self.param_groups, self.config.dtype is not None, self.config.device is not None)
+        assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
+        self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
+        check_params(model, self.param_groups, self.stored, self.config.device is not None)
         if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
             raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
@@ -126,18 +129,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _build(self) -> None:
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
-        config, dtype, device = self.config, self.config.dtype, self.device
-        assert dtype is None or isinstance(dtype, torch.dtype)
+        config, device = self.config, self.device
         moved = config.device is not None or self._built  # masters of a model that was held before are where their tier is
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        units = find_units(self.model, number, dtype, config.units, device, moved)
+        units = find_units(self.model, number, self.stored, config.units, device, moved)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
         if config.check_memory and not self._built:
-            refuse_what_cannot_fit(self.model, self.inner, units, layouts, config, self.comm, device, self.transfer.joined)
+            refuse_what_cannot_fit(self.model, self.stored, self.inner, units, layouts, config, self.comm, device, self.transfer.joined)
         assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
         self.tiers = assembly.tiers
         assembly.place(units, layouts)
@@ -149,7 +151,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # the update publishes from its own thread: all of it comes before the next reduction, so every rank launches both in one order
         before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
-        self._place_buffers(device, dtype)
+        self._place_buffers(device)
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
             held = assembly.hold(index, unit, layout, self.partition, self.grads)
             self.held.append(held)
@@ -160,8 +162,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
         ends_save = weakly(self._end_save)
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
-        if dtype is not None:
-            self.handles.append(self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
+        if config.dtype is not None:
+            assert isinstance(config.dtype, torch.dtype)
+            self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
+            if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
+                self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
         if self.partition.params:
             self.partition.attach()
             if len(units) == 1:
@@ -188,15 +193,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.forward_order[number] = None
         self.held[number].arrive()
 
-    def _place_buffers(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """The model's buffers: made if they were deferred, cast with the parameters, the first rank's values on all."""
+    def _place_buffers(self, device: torch.device) -> None:
+        """The model's buffers: made if they were deferred, on the device, in their dtype, the first rank's values on all."""
         for name, buffer in self.model.named_buffers():
+            dtype = self.stored.get(buffer, buffer.dtype)  # (one that came later keeps its own)
             if buffer.is_meta:
                 give_memory(buffer, values_of(buffer, name).to(device, buffer.dtype))
-            if self.config.device is not None or (dtype is not None and buffer.is_floating_point()):
-                buffer.data = buffer.data.to(device, dtype if buffer.is_floating_point() else None)
+            if self.config.device is not None or dtype != buffer.dtype:
+                buffer.data = buffer.data.to(device if self.config.device is not None else buffer.device, dtype)
             if isinstance(self.comm, Group):
-                self.comm.broadcast(-1, buffer.data)
+                values = buffer.data.contiguous()
+                self.comm.broadcast(-1, values)
+                if values.data_ptr() != buffer.data_ptr():
+                    buffer.data.copy_(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that no group has yet. Only before the first step."""
@@ -208,7 +217,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
         super().add_param_group(param_group)
         try:
-            check_params(self.model, self.param_groups, self.config.dtype is not None, self.config.device is not None)
+            check_params(self.model, self.param_groups, self.stored, self.config.device is not None)
         except BaseException:
             self.param_groups.pop()
             raise

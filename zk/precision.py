@@ -1,19 +1,91 @@
-"""The number that gradients are multiplied by: loss scale, norm, clip. The precisions that a CPU is slow in."""
+"""Precision: what ``dtype`` casts and what keeps its own, the loss scale, the norm and the clip, the dtypes that a CPU is slow in."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from zk.config import DynamicLossScale
 
 log = logging.getLogger("zk")
 # torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+# what a cast changes: a tensor of another dtype holds codes or scales, whose values are lost in a cast
+_CAST = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _matching(model: nn.Module, words: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors whose name has one of ``words`` among its dotted parts: "norm" and "layers.0" match "layers.0.norm.weight"."""
+    for name, tensor in _named(model):
+        for word in words:
+            if f".{word}." in f".{name}.":
+                yield word, tensor
+
+
+def _statistics(module: nn.Module, cast_buffers: bool) -> bool:
+    """Whether a module computes with its parameters and with statistics that keep their dtype: torch wants both in one."""
+    kind = nn.modules.batchnorm._NormBase
+    return isinstance(module, kind) and module.running_mean is not None and not cast_buffers
+
+
+def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]], cast_buffers: bool = False) -> set[Tensor]:
+    """Parameters and buffers that keep their dtype where the model is cast.
+
+    Args:
+        model: any module.
+        keep: module classes, and names as for ``_matching``.
+        cast_buffers: False keeps every buffer, and the parameters of normalizations that compute with buffers.
+
+    What the model names in ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict``, as those of transformers do, is kept too.
+    Raises ValueError for an entry of ``keep`` that matches nothing.
+    """
+    kept = set() if cast_buffers else set(model.buffers())
+    words = [entry for entry in keep if isinstance(entry, str)]
+    classes = tuple(entry for entry in keep if isinstance(entry, type))
+    found = dict.fromkeys(keep, False)
+    for word, tensor in _matching(model, words):
+        found[word] = True
+        kept.add(tensor)
+    for module in model.modules():
+        for cls in classes:
+            found[cls] |= isinstance(module, cls)
+        if isinstance(module, classes) or _statistics(module, cast_buffers):
+            kept.update((*module.parameters(), *module.buffers()))
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            named = getattr(module, attribute, None)
+            if isinstance(named, (list, tuple, set)):
+                kept.update(tensor for _, tensor in _matching(module, named))
+    missing = [entry if isinstance(entry, str) else entry.__name__ for entry, was_found in found.items() if not was_found]
+    if missing:
+        raise ValueError(
+            f"keep_dtype: the model has no module, parameter or buffer {', '.join(map(repr, missing))}; names are those of "
+            "model.named_modules() and model.named_parameters(), or whole parts of them"
+        )
+    return kept
+
+
+def stored_dtypes(
+    model: nn.Module, dtype: torch.dtype | None, keep: Sequence[str | type[nn.Module]] = (), cast_buffers: bool = False
+) -> dict[Tensor, torch.dtype]:
+    """The dtype that each parameter and buffer has once it is held; all keep their own without ``dtype``."""
+    kept = kept_in_dtype(model, keep, cast_buffers) if dtype is not None else set()
+    return {
+        tensor: dtype if dtype is not None and tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)
+    }
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zk.tiled_linear import Tile
 
@@ -58,7 +58,7 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
 def find_units(
     model: nn.Module,
     groups: Mapping[nn.Parameter, int],
-    dtype: torch.dtype | None = None,
+    stored: Mapping[Tensor, torch.dtype] | None = None,
     wanted: Sequence[str | type[nn.Module]] | None = None,
     device: torch.device | None = None,
     moved: bool = False,
@@ -68,7 +68,7 @@ def find_units(
     Args:
         model: any module.
         groups: the parameters that the optimizer updates, and the index of each one's group: members of a group lie side by side.
-        dtype: what floating point parameters are to be stored in; None keeps their own.
+        stored: the dtype that each parameter will have; None keeps their own.
         wanted: names or classes of the modules that become units; None takes the blocks of the model's outermost ModuleLists.
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
     """
@@ -86,14 +86,14 @@ def find_units(
         for name, param in module.named_parameters(recurse=False):
             if param not in home:
                 is_trained = param in groups and param.requires_grad
-                stored = dtype if dtype is not None and param.is_floating_point() else param.dtype
+                dtype = param.dtype if stored is None else stored[param]
                 place = device if (param.is_meta or moved) and device is not None else param.device
-                key = (path, is_trained, stored, place)
+                key = (path, is_trained, dtype, place)
                 if key not in units:
                     label = path or "rest"
                     if any(unit.name == label for unit in units.values()):
-                        label += f" ({'trained' if is_trained else 'frozen'}, {str(stored).removeprefix('torch.')})"
-                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, stored, place)
+                        label += f" ({'trained' if is_trained else 'frozen'}, {str(dtype).removeprefix('torch.')})"
+                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place)
                 units[key].params.append(param)
                 units[key].names.append(f"{module_path}.{name}" if module_path else name)
                 home[param] = units[key]

@@ -541,3 +541,36 @@ def test_a_second_train_begins_without_the_gradients_of_one_that_was_interrupted
         trainer.train()
         runs.append(history(trainer))
     assert_alike(runs[1], runs[0])
+
+
+def test_bf16_has_the_logits_of_from_pretrained_in_bf16_at_positions_far_apart(tmp_path: Path) -> None:
+    """Rotary frequencies are a buffer that transformers leaves in fp32: rounded to bf16, they are off by whole turns at such a distance."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16384,
+    )
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    ids = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    positions = torch.cat([torch.arange(8), torch.arange(8000, 8008)])[None].to(DEVICE)
+    stock = tf.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).to(DEVICE).eval()
+    with torch.no_grad():
+        want = stock(input_ids=ids, position_ids=positions).logits
+    for stage in (2, 3):
+        model = tf.LlamaForCausalLM.from_pretrained(tmp_path).to(DEVICE).eval()
+        optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=stage, dtype="bf16", **(HOST if stage == 3 else {}))
+        with optimizer, torch.no_grad():
+            assert torch.equal(model(input_ids=ids, position_ids=positions).logits, want)
+
+
+def test_what_a_model_of_transformers_keeps_in_fp32_is_kept() -> None:
+    config = tf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    model = tf.T5ForConditionalGeneration(config)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="fp16", loss_scale=None):
+        in_fp32 = {name for name, param in model.named_parameters() if param.dtype == torch.float32}
+        assert in_fp32 == {name for name, _ in model.named_parameters() if ".wo." in name} and len(in_fp32) == 2

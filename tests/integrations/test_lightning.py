@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zk
-from tests.models import DEVICE, GPT, batch, loss_of
+from tests.models import DEVICE, GPT, VOCAB, batch, loss_of
 from tests.plain import train_plain
 from tests.programs import rank_of
 from tests.world import run_world
@@ -229,6 +229,28 @@ def test_bf16_has_fp32_masters_and_the_bits_of_plain_pytorch_that_has_them(preci
 class NoSchedule(Language):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Normalized(NoSchedule):
+    """Also: statistics that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(VOCAB)
+        self.norm.running_mean.fill_(64.0)  # whose steps bf16 cannot take from here
+
+    def forward(self, ids: Any) -> Any:
+        logits = self.model(ids)
+        return self.norm(logits.flatten(0, 1)).view(logits.shape)
+
+
+def test_running_statistics_are_fp32_under_bf16_mixed_as_without_a_strategy() -> None:
+    plain = fit(module=Normalized, precision="bf16-mixed").norm
+    for strategy in ("zk_stage_2_offload", "zk_stage_3"):
+        norm = fit(strategy, module=Normalized, precision="bf16-mixed").norm
+        for name, buffer in plain.named_buffers():
+            assert getattr(norm, name).dtype == buffer.dtype
+            assert getattr(norm, name).tolist() == pytest.approx(buffer.tolist(), abs=5e-2, rel=5e-3), name
 
 
 @pytest.mark.device

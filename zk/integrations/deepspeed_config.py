@@ -205,17 +205,31 @@ def _precision(settings: Settings) -> dict[str, Any]:
     if bf16 and fp16:
         raise ValueError(f"{settings.source}: 'bf16' and 'fp16' are both enabled; enable one of them")
     if not fp16:
-        return {"dtype": "bf16"} if bf16 else {}
+        return {"dtype": "bf16", **_keeps(settings, torch.bfloat16)} if bf16 else {}
+    fields = {"dtype": "fp16", **_keeps(settings, torch.float16)}
     constant = settings.number("fp16.loss_scale", 0)
     if constant:
-        return {"dtype": "fp16", "loss_scale": constant}
+        return {**fields, "loss_scale": constant}
     scale = DynamicLossScale(
         init=2.0 ** settings.number("fp16.initial_scale_power", 16),
         window=settings.count("fp16.loss_scale_window", 1000),
         hysteresis=settings.count("fp16.hysteresis", 2),
         minimum=float(settings.number("fp16.min_loss_scale", 1)),
     )
-    return {"dtype": "fp16", "loss_scale": scale}
+    return {**fields, "loss_scale": scale}
+
+
+def _keeps(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """What is cast beside the parameters, and which of those are not."""
+    fields: dict[str, Any] = {}
+    buffers = settings.get("data_types.buffer_dtype", None)
+    if buffers is not None:
+        asked = parse_dtype(buffers, "data_types.buffer_dtype")
+        if asked not in (dtype, torch.float32):
+            raise ValueError(f"{settings.source}: 'data_types.buffer_dtype' must be that of training, or fp32, which keeps them; got {buffers!r}")
+        fields["cast_buffers"] = asked == dtype
+    names = settings.get("data_types.keep_in_fp32_modules", None)
+    return {**fields, "keep_dtype": names} if names else fields
 
 
 def from_deepspeed(config: Config, auto: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> ZeroConfig:

@@ -101,8 +101,8 @@ _ROWS: list[Key] = [
         "data_types.grad_accum_dtype", _R, 'write "fp32", or remove it', "gradients are always accumulated in fp32", (None, "fp32", "float32"), "bf16"
     ),
     Key("data_types.param_dtype", _R, _NOT_HERE, '"bf16" and "fp16" set the dtype', (None,), "bf16"),
-    Key("data_types.buffer_dtype", _R, _NOT_HERE, "floating point buffers are cast with the parameters", (None,), "fp32"),
-    Key("data_types.keep_in_fp32_modules", _R, _NOT_HERE, "all of the model is cast; keep a buffer out by making it no buffer", (None,), ["rotary"]),
+    Key("data_types.buffer_dtype", _T, "the dtype of training: `cast_buffers=True`", "buffers keep their own by default", (None,), "bf16"),
+    Key("data_types.keep_in_fp32_modules", _T, "`keep_dtype`", "", (None,), ["rotary"]),
     # gradients over ranks
     Key("prescale_gradients", _A, "", "the mean over ranks is summed in fp32, which does not overflow"),
     Key("gradient_predivide_factor", _A, "", "as prescale_gradients", (None, 1, 1.0), 2.0),

@@ -221,7 +221,7 @@ class Group:
         """
         label, check = self._announce(GATHER, unit)
         if not self.gloo and full.device.type != "cpu":
-            return self._launch(label, check, lambda: [_all_gather(full, shard, self.group)], None)
+            return self._launch(label, check, lambda: [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), self.group)], None)
         parts = full.chunk(self.world)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
@@ -261,10 +261,11 @@ class Group:
         return self._launch(label, check, start, mean)
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
-        """Overwrite ``tensor`` on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
+        """Overwrite ``tensor`` (contiguous) on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
         label, check = self._announce(operation, unit)
         group = self.group if tensor.device.type != "cpu" else self.control
-        self._launch(label, check, lambda: [dist.broadcast(tensor, self.ranks[0], group=group, async_op=True)], None).wait()
+        as_bytes = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL knows all dtypes
+        self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], None).wait()
 
     def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place."""

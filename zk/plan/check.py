@@ -6,10 +6,10 @@ What is refused could not have run: counted is what cannot be done without (zk/p
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zk.config import ZeroConfig
 from zk.memory import ranks_here
@@ -26,6 +26,7 @@ _UNKNOWN = -1
 
 def refuse_what_cannot_fit(
     model: nn.Module,
+    stored: Mapping[Tensor, torch.dtype],
     inner: torch.optim.Optimizer,
     units: Sequence[Unit],
     layouts: Sequence[Layout],
@@ -35,7 +36,7 @@ def refuse_what_cannot_fit(
     joined: bool,
 ) -> None:
     """Raise MemoryError, on all ranks, if what the optimizer is about to take is more than there is on any of them. Nothing is changed."""
-    case = Case(model, units, layouts, rule_for(inner), inner, device, joined, comm.world, ranks_here(comm.world))
+    case = Case(model, stored, units, layouts, rule_for(inner), inner, device, joined, comm.world, ranks_here(comm.world))
     paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
     needed, free = case.needed(config, at_least=True), needs.free_memory(device, joined, paths)
     everywhere = torch.zeros(comm.world, 2, len(MEMORIES), dtype=torch.int64)

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,13 +54,14 @@ class Case:
     """A model that is about to be taken over.
 
     Args:
-        model, units, layouts, rule: what ZeroOptimizer makes of the user's.
+        model, stored, units, layouts, rule: what ZeroOptimizer makes of the user's.
         inner: the user's optimizer.
         device, joined: where the model computes, and whether that memory is the host's.
         world, local: ranks, and those of them that share this machine's host memory and drive.
     """
 
     model: nn.Module
+    stored: Mapping[Tensor, torch.dtype]
     units: Sequence[Unit]
     layouts: Sequence[Layout]
     rule: Rule
@@ -109,13 +110,13 @@ class Case:
         kept = [grad for grad, dtype in pairs if grad is not None and grad.dtype == dtype]
         return {one for tensor in (*state, *kept) for one in self._storages(tensor)}
 
-    def freed_late(self, config: ZeroConfig) -> Counter[str]:
+    def freed_late(self) -> Counter[str]:
         """Memory -> bytes of what else the model and its optimizer may give back: old state and gradients, buffers that are cast."""
         freed: Counter[str] = Counter()
         for _, memory, nbytes in self._late():
             freed[memory] += nbytes
         for buffer in self.model.buffers():
-            if config.dtype is not None and not buffer.is_meta:
+            if not buffer.is_meta and self.stored[buffer] != buffer.dtype:
                 freed[self._memory_of(buffer)] += buffer.nbytes
         return freed
 
@@ -162,8 +163,7 @@ class Case:
         net, peak = Counter[str](), Counter[str]()
         for buffer in self.model.buffers():
             if buffer.is_meta:  # made before any unit, then cast
-                becomes_dtype = config.dtype if isinstance(config.dtype, torch.dtype) and buffer.is_floating_point() else buffer.dtype
-                stays = buffer.numel() * becomes_dtype.itemsize
+                stays = buffer.numel() * self.stored[buffer].itemsize
                 net[here] += stays
                 made = buffer.numel() * buffer.dtype.itemsize
                 peak[here] = max(peak[here], ranks[here] * (net[here] - stays) + made)
@@ -184,7 +184,7 @@ class Case:
                     # when one rank is at its fullest, others may be there, or just before or after
                     peak[memory] = max(peak[memory], ranks[memory] * before, most + (ranks[memory] - 1) * min(before, after, most))
                 net[memory] += count * grows
-        late = self.freed_late(config)
+        late = self.freed_late()
         for memory in ranks:
             settled = sum(n for rests in found.settled for tier, n in rests.items() if (tier if tier != "device" else here) == memory)
             peak[memory] = max(peak[memory], ranks[memory] * (net[memory] + found.on(memory) - settled - late[memory]))
