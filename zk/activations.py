@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import logging
 import os
 import threading
 from collections import OrderedDict, deque
@@ -29,7 +28,6 @@ from zk.memory import aligned
 from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
 from zk.offload.streams import PAST, Awaited, Event, Link, link_to
 
-log = logging.getLogger("zk")
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 _SPARSE = 4  # a view of less than 1/4 of its storage does not make it move
 _PATIENCE = 16  # unpacked tensors after which what came ahead of use, and is not next any more, goes again

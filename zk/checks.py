@@ -17,7 +17,9 @@ from zk.offload.rules import Rule
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already: type) -> None:
     """``already`` is what a wrapped optimizer is an instance of."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+        swapped = isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module)
+        hint = "; the two arguments are swapped: ZeroOptimizer(model, optimizer)" if swapped else ""
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}{hint}")
     if isinstance(optimizer, already):
         raise ValueError("the optimizer is a ZeroOptimizer already; wrap the torch optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,10 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+# other words for a tier
+_CALLED = {"cpu": "host", "ram": "host", "gpu": "device", "cuda": "device", "none": "device", "disk": "nvme", "ssd": "nvme"}
 
 
 def parse_device(value: object) -> torch.device:
@@ -193,6 +198,15 @@ class ZeroConfig:
     units: Sequence[str | type[nn.Module]] | None = None
     """What travels together: names or classes of modules; None: the blocks of the model's ModuleLists."""
 
+    def __new__(cls, **fields: Any) -> ZeroConfig:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1, 0.5)
+                hint = f"the closest one is {close[0]!r}" if close else f"there are {', '.join(known)}"
+                raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         def normalize(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -269,7 +283,8 @@ class ZeroConfig:
         for name in ("param_tier", "optimizer_tier"):
             tier = getattr(self, name)
             if tier not in ("device", "host", "nvme", "auto"):
-                raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}")
+                meant = f"; what others call {tier!r} is {_CALLED[tier]!r} here" if isinstance(tier, str) and tier in _CALLED else ""
+                raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}{meant}")
         tiers = (self.param_tier, self.optimizer_tier)
         if "nvme" in tiers and not self.nvme_path:
             raise ValueError("a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive (or several, to stripe over)")

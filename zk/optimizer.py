@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 import os
 import weakref
@@ -25,6 +24,7 @@ from zk.checks import check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, ExplainDtypes, Hook, weakly
+from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import trim
 from zk.offload import pipeline
@@ -43,8 +43,6 @@ from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.torch_calls import watch_torch
 from zk.units import find_units
-
-log = logging.getLogger("zk")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -796,7 +794,7 @@ def _logged() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        log.error("while closing: %s: %s", type(error).__name__, error)
+        rank_log.error("while closing: %s: %s", type(error).__name__, error)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zk.config import DynamicLossScale
+from zk.logs import log
 
-log = logging.getLogger("zk")
 # torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 

@@ -45,7 +45,9 @@ def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is None:
-            raise FileNotFoundError(f"{path} has neither model.safetensors.index.json nor model.safetensors")
+            checkpoint = (path / "manifest.json").exists() or any(path.glob("step-*/manifest.json"))
+            hint = "; it has a checkpoint, which optimizer.load_checkpoint reads, and python -m zk export makes weights of" if checkpoint else ""
+            raise FileNotFoundError(f"{path} has neither model.safetensors.index.json nor model.safetensors{hint}")
         path = found
     if not path.exists():
         raise FileNotFoundError(f"no such file: {path}")

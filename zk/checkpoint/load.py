@@ -30,7 +30,9 @@ def find(path: Path) -> Path:
         return path
     found = save.latest(path)
     if found is None:
-        raise CheckpointError(f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one")
+        weights = path.is_dir() and any(path.glob("*.safetensors*"))
+        hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there" if weights else ""
+        raise CheckpointError(f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}")
     return found
 
 

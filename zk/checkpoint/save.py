@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import shutil
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from zk.checkpoint import manifest
 from zk.checkpoint.files import Entry, Writer, Written, sync_folder, write_durably
+from zk.logs import rank_log
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.streams import PAST
 from zk.offload.tiers import free_nbytes
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from zk.offload.pipeline import Task
     from zk.optimizer import ZeroOptimizer
 
-log = logging.getLogger("zk")
 LATEST = "latest"
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
 _NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short
@@ -436,7 +435,7 @@ def refuse(error: BaseException, quiet: bool) -> None:
     """Raise ``error``, or log it if it is the drive's, and ``quiet``."""
     if not (quiet and isinstance(error, OSError)):
         raise error
-    log.warning("a checkpoint was not saved, and training goes on: %s", error)
+    rank_log.warning("a checkpoint was not saved, and training goes on: %s", error)
 
 
 def room_for_copies(optimizer: ZeroOptimizer) -> int:
@@ -467,4 +466,4 @@ def _finish_all() -> None:
         if ticket is not None and ticket.process == os.getpid():  # a forked process has no thread that saves
             ticket.join()
             if ticket.error is not None:
-                log.error("a checkpoint was not saved: %s", ticket.error)
+                rank_log.error("a checkpoint was not saved: %s", ticket.error)

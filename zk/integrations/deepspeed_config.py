@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import logging
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
@@ -19,8 +18,7 @@ from zk.config import DynamicLossScale, ZeroConfig, parse_dtype
 from zk.integrations.deepspeed_schedules import SCHEDULES, Schedule, WarmupCosineLR
 from zk.integrations.deepspeed_table import ALIASES, KEYS, SECTIONS, Kind
 from zk.integrations.json_file import read_object
-
-log = logging.getLogger("zk")
+from zk.logs import log
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +17,9 @@ from zk.checkpoint import load, save
 from zk.checkpoint.manifest import Manifest
 from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
+from zk.logs import log
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import world_to_join
-
-log = logging.getLogger("zk")
 
 
 class Engine(nn.Module):

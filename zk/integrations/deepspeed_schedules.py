@@ -5,7 +5,6 @@ DeepSpeed counts from -1: the first step of training has the value of iteration 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-log = logging.getLogger("zk")
+from zk.logs import log
 
 
 class Schedule(LRScheduler):

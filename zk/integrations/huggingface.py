@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
+from zk.logs import log
 from zk.memory import host_memory
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -28,7 +28,6 @@ except ImportError:
     PeftModel = None
 
 
-log = logging.getLogger("zk")
 
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # as the Trainer calls them
 

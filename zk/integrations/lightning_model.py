@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from zk.logs import log
 from zk.memory import host_memory, ranks_here
 from zk.offload.tiers import readable
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.released import is_released, unmark
-
-log = logging.getLogger("zk")
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,10 +20,10 @@ from zk.integrations import lightning_checkpoint as checkpoints
 from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, will_be_on
 from zk.integrations.lightning_options import Processes, split_options, with_precision
 from zk.integrations.lightning_precision import LightningZeroOptimizer, TrainerPrecision, through_forward
+from zk.logs import log, rank_log
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 
-log = logging.getLogger("zk")
 _REFUSED = {  # callback -> what to do instead
     "ModelPruning": "prune the plain model after fit",
     "StochasticWeightAveraging": "stages 0, 1 and 2 take it",
@@ -302,7 +301,7 @@ class TrainerStrategy(Processes):
         except Exception as error:
             if not self._failed:
                 raise
-            log.error("after the error that ended the run the model could not be made whole: %s: %s", type(error).__name__, error)
+            rank_log.error("after the error that ended the run the model could not be made whole: %s: %s", type(error).__name__, error)
             return False  # the error that ended it is the one to hear of
         finally:
             zero.close()

@@ -23,7 +23,6 @@ import bisect
 import contextlib
 import errno
 import functools
-import logging
 import mmap
 import os
 import queue
@@ -35,10 +34,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zk.logs import rank_log
 from zk.memory import aligned
 from zk.timeline import phase
 
-log = logging.getLogger("zk")
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096
 __all__ = ["Engine", "File", "Request", "aligned"]
@@ -72,7 +71,9 @@ def can_bypass_cache(directory: str) -> bool:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
             raise
-        log.warning("%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory and time", directory, error.strerror)
+        rank_log.warning(
+            "%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory and time", directory, error.strerror
+        )
         return False
     finally:
         if descriptor >= 0:

@@ -18,7 +18,6 @@ Blocks are page-aligned, so the same memory serves O_DIRECT (nvme.py).
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import resource
 import threading
@@ -28,11 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zk.logs import rank_log
 from zk.memory import aligned
 from zk.offload.nvme import round_up
 from zk.offload.streams import PAST, Event, Link
 
-log = logging.getLogger("zk")
 Gap = tuple[int, int]  # start, stop: bytes from the region's beginning, whole pages
 
 
@@ -209,7 +208,7 @@ class Arena:
                 region.pinned = True
             except OSError as error:
                 self.is_pinned = False
-                log.warning("%s", _refusal(region.memory.nbytes, error))
+                rank_log.warning("%s", _refusal(region.memory.nbytes, error))
 
 
 def _unlock(link: Link, regions: list[_Region], pending: list[_Block], pid: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import secrets
 import socket
@@ -20,7 +19,8 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-log = logging.getLogger("zk")
+from zk.logs import rank_log
+
 PREFIX = "zk-scratch-"
 _MAKING_S = 60.0  # a folder that is not locked yet is somebody's who is just making it, or was, if it is older than this
 _MARK = "zk scratch folder; removed by the run that made it, or by the next one\n"
@@ -104,7 +104,7 @@ def _remove_folder(folder: Path) -> None:
     except FileNotFoundError:
         return  # another rank swept it at the same time
     except OSError as error:
-        log.warning("scratch folder %s stays: %s", folder, error.strerror)
+        rank_log.warning("scratch folder %s stays: %s", folder, error.strerror)
 
 
 def sweep(path: str) -> list[str]:
@@ -114,7 +114,7 @@ def sweep(path: str) -> list[str]:
         if entry.name.removeprefix(".").startswith(PREFIX) and _is_abandoned(entry):
             _remove_folder(Path(entry.path))
             removed.append(entry.name)
-            log.info("removed %s, left over from a run that has ended", entry.path)
+            rank_log.info("removed %s, left over from a run that has ended", entry.path)
     return removed
 
 

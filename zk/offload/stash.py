@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import logging
 import threading
 import weakref
 from collections import deque
@@ -17,12 +16,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zk.logs import rank_log
 from zk.memory import aligned
 from zk.offload.nvme import File, Request, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.streams import PAST, Awaited, Event, Link
 
-log = logging.getLogger("zk")
 _AGE = 8  # contexts for which an idle host buffer is kept
 _SEGMENT_NBYTES = 64 << 20, 4 << 30  # files grow from, to
 
@@ -47,7 +46,7 @@ class HostBuffer:
 
 @functools.cache
 def _warn_pageable(reason: str) -> None:
-    log.warning("host memory for activations is not pinned (%s): copies will hold up compute", reason)
+    rank_log.warning("host memory for activations is not pinned (%s): copies will hold up compute", reason)
 
 
 class HostPool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zk.logs import rank_log
 from zk.memory import aligned, host_memory, zeros
 from zk.offload.cpu_adam import squares
 from zk.offload.nvme import File
@@ -25,7 +25,6 @@ from zk.offload.streams import PAST, Event
 from zk.offload.transfer import Arrival, Transfer, pieces_of
 from zk.offload.worker import Ticket, Worker
 
-log = logging.getLogger("zk")
 # chunks of the update in host buffers at once, on NVMe: being read, worked on, written, and kept for the next step
 CHUNKS_IN_MEMORY = 6
 # of these, kept: the last ones of a step are the first ones of the next, which goes the other way
@@ -392,7 +391,7 @@ class NVMeTier:
         try:
             self.spill.close()
         except OSError as error:
-            log.warning("while closing the nvme tier: %s", error)
+            rank_log.warning("while closing the nvme tier: %s", error)
         finally:
             self.scratch.close()
 

@@ -1,0 +1,35 @@
+"""In: what zk has to say. Out: log records that begin with ``zk:``, and with the rank where there are several; once, where all ranks say the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+
+def _ranks() -> tuple[int, int]:
+    """This rank, and how many there are or will be."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(world)) if rank.isdigit() and world.isdigit() else (0, 1)
+
+
+class _Signed(logging.Filter):
+    """Puts ``zk:`` and the rank in front; ``everywhere`` False drops what another rank than the first says."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.everywhere = everywhere
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        rank, world = _ranks()
+        record.msg = f"zk: rank {rank}: {record.msg}" if world > 1 else f"zk: {record.msg}"
+        return self.everywhere or rank == 0
+
+
+log = logging.getLogger("zk")  # what all ranks say
+rank_log = logging.getLogger("zk.rank")  # what is this rank's own
+log.addFilter(_Signed(everywhere=False))
+rank_log.addFilter(_Signed(everywhere=True))
