@@ -24,6 +24,7 @@ IN_PART = (
     "test_dcp.py",
     "test_deepspeed_config.py",
     "test_doctor.py",
+    "test_precision.py",
     "test_tiled_linear.py",
     "test_train.py",
 )

@@ -480,7 +480,7 @@ def test_bad_options_are_refused_with_rule_value_and_remedy(options: dict[str, o
 
 def test_wrong_types_are_refused() -> None:
     model, _ = pair()
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match="no option 'stages'"):
         wrap(model, stages=3)
     with pytest.raises(TypeError, match="host_budget must be"):
         wrap(model, host_budget=True)

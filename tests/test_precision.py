@@ -12,9 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
+from tests.models import DEVICE
 from tests.world import run_world
+from zk import kernels
+from zk.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+
+
+@pytest.fixture(autouse=True)
+def torch_updates_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel multiplies and adds in one."""
+    monkeypatch.setattr(kernels, "adam", reference.adam)
+
 
 TIERS: tuple[dict[str, Any], ...] = (
     *({"stage": stage} for stage in (0, 1, 2, 3)),
@@ -34,12 +44,12 @@ def wrap(model: nn.Module, path: Path | None = None, **options: Any) -> zk.ZeroO
 
 def convolutional() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6, 3))
+    return nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6, 3)).to(DEVICE)
 
 
 def drawn(step: int) -> Tensor:
     """(16, 4, 8), far from zero: a running mean in 16 bits stops on its way there."""
-    return torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step)) - 50.0
+    return (torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step)) - 50.0).to(DEVICE)
 
 
 class Master(nn.Module):
@@ -69,6 +79,7 @@ class Master(nn.Module):
         return loss.item()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("options", TIERS, ids=lambda options: "-".join(map(str, options.values())))
 def test_batch_norm_trains_as_beside_parameters_in_bf16_that_were_cast_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
     initial = convolutional()
@@ -123,6 +134,7 @@ class Zoo(nn.Module):
         self.register_buffer("table", torch.randn(5))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("eighths", (codes.float() / 3).to(torch.float8_e5m2))
+        self.to(DEVICE)
 
 
 def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -144,6 +156,7 @@ def test_what_is_cast_and_what_is_not() -> None:
     optimizer.close()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("options", TIERS[2:], ids=lambda options: "-".join(map(str, options.values())))
 def test_codes_and_scales_that_are_frozen_stay_as_they_are_on_every_tier(options: dict[str, Any], tmp_path: Path) -> None:
     model = Zoo()
@@ -266,18 +279,18 @@ def test_a_model_with_buffers_can_be_compiled(stage: int) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
 def buffers_of_the_first_rank(_: None) -> list[str]:
     torch.manual_seed(dist.get_rank())
     model = Zoo()
-    model.register_buffer("yes", torch.tensor(dist.get_rank() == 0))
-    model.register_buffer("slanted", torch.randn(3, 4).T)
+    model.register_buffer("yes", torch.tensor(dist.get_rank() == 0, device=DEVICE))
+    model.register_buffer("slanted", torch.randn(3, 4).to(DEVICE).T)
     torch.manual_seed(0)
     first = Zoo()
-    first.register_buffer("yes", torch.tensor(True))
-    first.register_buffer("slanted", torch.randn(3, 4).T)
+    first.register_buffer("yes", torch.tensor(True, device=DEVICE))
+    first.register_buffer("slanted", torch.randn(3, 4).to(DEVICE).T)
     optimizer = wrap(model, dtype="bf16", stage=3)
     found = [
         name
@@ -290,5 +303,6 @@ def buffers_of_the_first_rank(_: None) -> list[str]:
     return found
 
 
+@pytest.mark.device
 def test_ranks_have_the_first_ranks_buffers_in_their_dtype() -> None:
     assert run_world(2, buffers_of_the_first_rank, [None]) == [[[], []]]
