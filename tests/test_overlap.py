@@ -137,6 +137,24 @@ def test_what_a_scheduler_writes_after_step_belongs_to_the_next_one() -> None:
 # ---- who waits for what ------------------------------------------------------------------------------------------------------
 
 
+def test_a_learning_rate_that_is_a_tensor_is_the_value_that_it_had_at_step() -> None:
+    found = []
+    for overlap_step in (False, True):
+        model, optimizer = make(overlap_step=overlap_step)
+        rate = torch.tensor(1e-2)
+        optimizer.param_groups[0]["lr"] = rate
+        with gated() if overlap_step else contextlib.nullcontext() as gate:
+            optimizer.backward(loss_of(model, batch(0)))
+            optimizer.step()
+            rate.fill_(1.0)
+            if gate is not None:
+                gate.through.release(10_000)
+            optimizer.synchronize()
+        found.append(values(model))
+        optimizer.close()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
 def test_forward_waits_for_the_units_it_has_reached_and_for_no_other() -> None:
     model, optimizer = make()
     reached: list[int] = []

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -383,7 +383,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit."""
         beside = self.config.overlap_step
         # as they are now: what is updated beside training must not see what schedulers write meanwhile
-        group_of = {param: group for group in map(dict, self.param_groups) for param in group["params"]}
+        group_of = {param: group for group in map(_as_now, self.param_groups) for param in group["params"]}
         for held in self._trained:
             held.adopt_writes()  # may refuse, before anything is changed
         tasks: dict[int, Task] = {}
@@ -795,6 +795,15 @@ def _logged() -> Iterator[None]:
         yield
     except Exception as error:
         rank_log.error("while closing: %s: %s", type(error).__name__, error)
+
+
+def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on beside training."""
+
+    def value(option: Any) -> Any:
+        return option.item() if isinstance(option, Tensor) else tuple(map(value, option)) if isinstance(option, tuple) else option
+
+    return {name: option if name == "params" else value(option) for name, option in group.items()}
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
