@@ -478,6 +478,59 @@ def test_bad_options_are_refused_with_rule_value_and_remedy(options: dict[str, o
     wrap(model)  # and the model can still be wrapped
 
 
+def _aliased(kind: str) -> nn.Module:
+    """Two layers, the second of which keeps something of the first one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = model
+    flat = torch.randn(32)
+    match kind:
+        case "transposed":
+            second.weight = nn.Parameter(first.weight.T)
+        case "no parameter":
+            del second._parameters["weight"]
+            second.weight = first.weight.T
+        case "attribute":
+            second._seen = first.weight.data
+        case "list":
+            second.seen = [torch.ones(1), first.weight[1:]]
+        case "dict":
+            second.seen = {"rows": first.weight.view(-1)}
+        case "buffer":
+            second.register_buffer("seen", first.bias.detach())
+        case "itself":
+            second.weight, second.seen, second.also = first.weight, first.bias, [first.bias]
+        case "parts of one":
+            first.weight, second.weight = (nn.Parameter(part.view(4, 4)) for part in flat.chunk(2))
+    return model
+
+
+@pytest.mark.parametrize("device", (None, "cpu"))
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    (
+        ("transposed", "parameters '[01].weight' and '[01].weight' share memory"),
+        ("no parameter", "'1.weight' shares memory with parameter '0.weight'"),
+        ("attribute", "'1._seen' shares memory with parameter '0.weight'"),
+        ("list", "'1.seen' shares memory with parameter '0.weight'"),
+        ("dict", "'1.seen' shares memory with parameter '0.weight'"),
+        ("buffer", "'1.seen' shares memory with parameter '0.bias'"),
+        ("itself", ""),
+        ("parts of one", ""),
+    ),
+)
+def test_what_shares_memory_with_a_parameter_is_refused_with_both_names(kind: str, names: str, device: str | None) -> None:
+    model = _aliased(kind)
+    before = [param.data_ptr() for param in model.parameters()]
+    if names:
+        with pytest.raises(ValueError, match=names):
+            wrap(model, device=device)
+        assert [param.data_ptr() for param in model.parameters()] == before
+        return
+    with wrap(model, device=device) as optimizer:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
 def test_wrong_types_are_refused() -> None:
     model, _ = pair()
     with pytest.raises(TypeError, match="no option 'stages'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zk.held import Held, owner_of
 from zk.materialize import can_make, device_of
 from zk.offload.rules import Rule
+from zk.parallel.released import is_released
 
 
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already: type) -> None:
@@ -63,17 +64,56 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], stored: Map
                     "fp64, fp32, bf16 and fp16 but for what keep_dtype= names)"
                 )
     check_one_device(names, moved)
-    spans = sorted(
-        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
-        for param, name in names.items()
-        if owner_of(param) is None and not param.is_meta and param.is_contiguous() and param.numel()
-    )
-    for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
-        if start < stop:
-            raise ValueError(
-                f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
-                f"assigning one object to both modules"
-            )
+    free: dict[Tensor, str] = {param: name for param, name in names.items() if owner_of(param) is None}
+    for param, other in _sharing(free, free):
+        raise ValueError(
+            f"parameters {free[param]!r} and {free[other]!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
+            f"assigning one object to both modules"
+        )
+
+
+def check_aliases(model: nn.Module) -> None:
+    """No buffer or attribute of a module is a view of a parameter: parameters move to other memory, and it would keep the old values."""
+    params: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    others: dict[Tensor, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        others |= {buffer: prefix + name for name, buffer in module._buffers.items() if buffer is not None}
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers"):
+                continue
+            for leaf in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,):
+                if isinstance(leaf, Tensor) and leaf not in params:
+                    others[leaf] = prefix + name
+    for param, other in _sharing(params, others):
+        raise ValueError(
+            f"{others[other]!r} shares memory with parameter {params[param]!r}, which zk moves to other memory, so it would keep the values of now; "
+            "assign the parameter itself, or take the view of it in forward"
+        )
+
+
+def _extent(tensor: Tensor) -> tuple[str, int, int] | None:
+    """The device, and the bytes there from the first element to the last; None where it has no memory."""
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel() or is_released(tensor):
+        return None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+def _sharing(params: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a parameter and another tensor that have memory in common."""
+    mine = {id(param) for param in params}
+    tensors = {id(tensor): tensor for tensor in (*params, *others)}
+    spans = sorted((extent, id(tensor)) for tensor in tensors.values() if (extent := _extent(tensor)) is not None)
+    where, reach, last = "", 0, 0
+    for (device, start, stop), this in spans:
+        if device != where:
+            where, reach = device, 0
+        if start < reach and not mine.isdisjoint((this, last)):
+            first, second = (this, last) if this in mine else (last, this)
+            yield tensors[first], tensors[second]
+        if stop > reach:
+            reach, last = stop, this
 
 
 def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from zk.assemble import Assembly
 from zk.checkpoint import load, save
 from zk.checkpoint.shown import Shown
-from zk.checks import check_arguments, check_group, check_groups, check_params
+from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig, parse_dtype
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, ExplainDtypes, Hook, weakly
@@ -87,6 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
         self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(model, self.param_groups, self.stored, self.config.device is not None)
+        check_aliases(model)
         if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
             raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
