@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -531,6 +534,60 @@ def test_what_shares_memory_with_a_parameter_is_refused_with_both_names(kind: st
         optimizer.step()
 
 
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_hooks_of_the_users_optimizer_run_around_steps_and_states(when: str) -> None:
+    model, _ = pair()
+    inner, calls = adamw(model.parameters()), []
+
+    def register() -> None:
+        inner.register_step_pre_hook(lambda *_: calls.append("before a step"))
+        inner.register_step_post_hook(lambda *_: calls.append("after a step"))
+        inner.register_state_dict_pre_hook(lambda *_: calls.append("before a state"))
+        inner.register_state_dict_post_hook(lambda optimizer, state: {**state, "mine": 1})
+        inner.register_load_state_dict_pre_hook(lambda optimizer, state: calls.append(state["mine"]))
+        inner.register_load_state_dict_post_hook(lambda *_: calls.append("after a load"))
+
+    if when == "before":
+        register()
+    optimizer = wrap(model, inner)
+    if when == "after":
+        register()
+    step(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before a step", "after a step", "before a state", 1, "after a load"]
+
+
+def test_a_step_that_the_user_replaced_is_refused_and_one_that_a_scheduler_counts_is_not() -> None:
+    model, other = pair()
+    inner = adamw(model.parameters())
+    inner.step = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"the step\(\) of this optimizer was replaced"):
+        wrap(model, inner)
+    inner = adamw(other.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    optimizer = wrap(other, inner)
+    step(other, optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    (
+        (copy.deepcopy, "cannot be copied"),
+        (copy.copy, "pickled or copied"),
+        (pickle.dumps, "pickled"),
+        (lambda o: torch.save(o, io.BytesIO()), "pickled"),
+    ),
+)
+def test_an_optimizer_is_not_copied_or_pickled(call: Any, message: str) -> None:
+    model, _ = pair()
+    optimizer = wrap(model)
+    with pytest.raises(TypeError, match=message):
+        call(optimizer)
+    step(model, optimizer)
+
+
 def test_wrong_types_are_refused() -> None:
     model, _ = pair()
     with pytest.raises(TypeError, match="no option 'stages'"):
@@ -669,10 +726,7 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
 
 
 def test_import_starts_nothing() -> None:
-    program = (
-        "import sys, torch, zk; "
-        "print([m for m in ('numba', 'triton', 'cupy', 'matplotlib') if m in sys.modules], torch.cuda.is_initialized())"
-    )
+    program = "import sys, torch, zk; print([m for m in ('numba', 'triton', 'cupy', 'matplotlib') if m in sys.modules], torch.cuda.is_initialized())"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "[] False"
 

@@ -25,6 +25,12 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already:
         raise ValueError("the optimizer is a ZeroOptimizer already; wrap the torch optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler counts calls that way
+        raise ValueError(
+            "the step() of this optimizer was replaced, and a ZeroOptimizer never calls it; wrap the optimizer as torch made it, and register what "
+            "is to run around a step with register_step_pre_hook or register_step_post_hook"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("model is wrapped in DistributedDataParallel, which would reduce gradients a second time; pass model.module")
     if next(model.parameters(), None) is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import weakref
@@ -43,6 +44,9 @@ from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.torch_calls import watch_torch
 from zk.units import find_units
+
+# what torch's optimizers keep hooks in
+_HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -83,6 +87,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rule = rule_for(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
+        for hooks in _HOOKS:  # and the same hooks
+            setattr(self, hooks, getattr(optimizer, hooks))
         self.state: Shown = Shown(weakly(self._state_names))
         assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
         self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
@@ -123,6 +129,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if optimizer.state:
             self.load_state_dict(optimizer.state_dict())
             optimizer.state.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied: its model's parameters are in its memory, files and threads. Copy the model, which gives a plain "
+            "one, and load optimizer.state_dict() into an optimizer of its own"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ZeroOptimizer cannot be pickled or copied: its state is in its memory, files and threads. Use optimizer.state_dict(), or "
+            "optimizer.save_checkpoint(folder)"
+        )
 
     # ---- construction --------------------------------------------------------------------------------------------------------
 
