@@ -159,6 +159,11 @@ def a_released_parameter_is_an_error_outside_and_a_gather_inside() -> None:
         with pytest.raises(RuntimeError, match=r"unit 'blocks.0'.*zk.gather"):
             use()
     assert "released" in repr(weight) and isinstance(weight, nn.Parameter)
+    for like in (torch.zeros_like, torch.rand_like, lambda param: param.new_zeros(param.shape), lambda param: torch.full_like(param, 2.0)):
+        assert type(like(weight)) is Tensor and like(weight).shape == weight.shape and is_released(weight)
+    assert model.to(weight.device, weight.dtype).float().cpu() is model and is_released(weight)
+    with pytest.raises(RuntimeError, match=r"unit .*zk.gather"):
+        model.double()
     assert (weight.shape, weight.dtype, weight.requires_grad, weight.grad, weight.numel()) == (torch.Size([37, 24]), torch.float32, True, None, 888)
     step(model, optimizer)
     optimizer.close()

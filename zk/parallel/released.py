@@ -76,6 +76,24 @@ _METHODS = frozenset(
         "_has_compatible_shallow_copy_type",
     )
 )
+# what makes a tensor of the same shape, and reads no value
+_LIKE = frozenset(
+    (
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_tensor",
+    )
+)
 # released parameter -> what to call with its name when values are needed
 _on_use: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _own_class: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -85,7 +103,7 @@ def _is_metadata(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(function, "__self__", None), "__name__", "") in _PROPERTIES
-    return name in _METHODS
+    return name in _METHODS or name in _LIKE
 
 
 # what takes parameters as the places where gradients go
@@ -93,11 +111,15 @@ _ENGINE = (torch.autograd.grad, torch.autograd.backward)
 _DATA = Tensor.data
 
 
-def _stays(param: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether ``param.to(*args, **kwargs)`` is ``param``."""
+# what converts or moves a tensor, and gives back the tensor itself where it is that already
+_CONVERT = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.cuda, Tensor.contiguous)
+
+
+def _stays(func: Callable[..., Tensor], param: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether ``func(param, *args, **kwargs)`` is ``param``."""
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty(0, dtype=param.dtype, device=param.device)
-        return like.to(*args, **kwargs) is like
+        return func(like, *args, **kwargs) is like
 
 
 class Released(nn.Parameter):
@@ -106,7 +128,7 @@ class Released(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.to and isinstance(args[0], Released) and _stays(args[0], args[1:], kwargs):
+        if func in _CONVERT and isinstance(args[0], Released) and _stays(func, args[0], args[1:], kwargs):
             return args[0]  # model.to(where it is): nothing to do
         if getattr(func, "__self__", None) is _DATA and len(args) == 2 and args[1] is args[0]:
             return None
