@@ -502,6 +502,10 @@ def _aliased(kind: str) -> nn.Module:
             second.register_buffer("seen", first.bias.detach())
         case "itself":
             second.weight, second.seen, second.also = first.weight, first.bias, [first.bias]
+        case "made anew":
+            model[0] = nn.utils.spectral_norm(first)
+        case "nested":
+            second.seen = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         case "parts of one":
             first.weight, second.weight = (nn.Parameter(part.view(4, 4)) for part in flat.chunk(2))
     return model
@@ -518,6 +522,8 @@ def _aliased(kind: str) -> nn.Module:
         ("dict", "'1.seen' shares memory with parameter '0.weight'"),
         ("buffer", "'1.seen' shares memory with parameter '0.bias'"),
         ("itself", ""),
+        ("made anew", ""),
+        ("nested", ""),
         ("parts of one", ""),
     ),
 )

@@ -168,6 +168,27 @@ def test_codes_and_scales_that_are_frozen_stay_as_they_are_on_every_tier(options
     optimizer.close()
 
 
+def test_a_checkpoint_has_them_all_but_scales_that_safetensors_does_not_know(tmp_path: Path) -> None:
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = Zoo()
+        del model.scales, model.fp4
+        model.register_buffer("turns", torch.polar(torch.ones(3), torch.randn(3)))
+        model.register_buffer("repeated", torch.randn(3, 1).expand(3, 4))
+        model.register_buffer("words", torch.randint(0, 9, (3,)).to(torch.uint16))
+        model.fp8.data = torch.randn(16).to(torch.float8_e4m3fn)
+        return model
+
+    model, other = made(0), made(1)
+    optimizer = wrap(model, dtype="bf16", stage=3)
+    optimizer.save_checkpoint(tmp_path)
+    optimizer.close(gather=True)
+    with wrap(other, dtype="bf16", stage=2) as optimizer:
+        optimizer.load_checkpoint(tmp_path)
+        for (name, mine), theirs in zip((*other.named_parameters(), *other.named_buffers()), (*model.parameters(), *model.buffers()), strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(as_bytes(mine), as_bytes(theirs)), name
+
+
 @pytest.mark.parametrize(
     ("keep", "kept"),
     (
@@ -285,10 +306,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def buffers_of_the_first_rank(_: None) -> list[str]:
     torch.manual_seed(dist.get_rank())
     model = Zoo()
+    model.register_buffer("repeated", torch.full((3, 1), float(dist.get_rank()), device=DEVICE).expand(3, 4))
     model.register_buffer("yes", torch.tensor(dist.get_rank() == 0, device=DEVICE))
     model.register_buffer("slanted", torch.randn(3, 4).to(DEVICE).T)
     torch.manual_seed(0)
     first = Zoo()
+    first.register_buffer("repeated", torch.zeros(3, 4, device=DEVICE))
     first.register_buffer("yes", torch.tensor(True, device=DEVICE))
     first.register_buffer("slanted", torch.randn(3, 4).to(DEVICE).T)
     optimizer = wrap(model, dtype="bf16", stage=3)

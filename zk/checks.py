@@ -89,18 +89,18 @@ def check_aliases(model: nn.Module) -> None:
             if name in ("_parameters", "_buffers"):
                 continue
             for leaf in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,):
-                if isinstance(leaf, Tensor) and leaf not in params:
+                if isinstance(leaf, Tensor) and leaf not in params and f"{name}_orig" not in module._parameters:  # (spectral_norm makes it anew)
                     others[leaf] = prefix + name
     for param, other in _sharing(params, others):
         raise ValueError(
             f"{others[other]!r} shares memory with parameter {params[param]!r}, which zk moves to other memory, so it would keep the values of now; "
-            "assign the parameter itself, or take the view of it in forward"
+            "assign the parameter itself, or take the view of it in forward; if forward does, set what is left of an earlier one to None"
         )
 
 
 def _extent(tensor: Tensor) -> tuple[str, int, int] | None:
     """The device, and the bytes there from the first element to the last; None where it has no memory."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel() or is_released(tensor):
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or not tensor.numel() or is_released(tensor):
         return None
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()

@@ -43,7 +43,9 @@ class CastInputs:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
 
-_TWO_DTYPES = re.compile(r"same d?type|scalar type|type .* should be the same")
+_TWO_DTYPES = re.compile(
+    r"same d?type|scalar type|type .* should be the same|dtypes? (match|must be)|be equal to src.dtype|expected dtype|[Tt]ype promot"
+)
 
 
 @dataclasses.dataclass(frozen=True)

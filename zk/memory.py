@@ -74,6 +74,15 @@ class Lease:
             self.tensor.untyped_storage().resize_(0)
 
 
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Write ``values`` to ``tensor``; where its elements share memory, as those of an expanded one do, it gets memory of its own."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor.data = values.to(tensor.device, tensor.dtype, copy=True)
+    else:
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
 def trim() -> None:
     """Give back what malloc keeps of freed memory, where the C library can (glibc): it holds on to blocks of up to 32 MiB."""
     with contextlib.suppress(OSError, AttributeError):  # another C library

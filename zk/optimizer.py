@@ -27,7 +27,7 @@ from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, ExplainDtypes, Hook, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
-from zk.memory import trim
+from zk.memory import overwrite, trim
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
@@ -222,7 +222,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 values = buffer.data.contiguous()
                 self.comm.broadcast(-1, values)
                 if values.data_ptr() != buffer.data_ptr():
-                    buffer.data.copy_(values)
+                    overwrite(buffer, values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that no group has yet. Only before the first step."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from zk.checkpoint import save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
 from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, names_of_groups, revived, set_random_state, sources_of
+from zk.memory import overwrite
 from zk.parallel.partitioned import PartitionedParams
 
 if TYPE_CHECKING:
@@ -84,10 +85,9 @@ def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[
         for held in optimizer.held:
             _fill(held, sources, readers)
         buffers = dict(save.buffers_of(optimizer))
-        with torch.no_grad():
-            for name in manifest.ranks[0]["buffers"]:
-                value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
-                buffers[name].copy_(value.view(buffers[name].shape))
+        for name in manifest.ranks[0]["buffers"]:
+            value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
+            overwrite(buffers[name], value.view(buffers[name].shape))
 
 
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> dict[str, int]:
