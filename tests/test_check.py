@@ -421,6 +421,6 @@ def test_what_is_needed_at_least_is_no_more_than_a_real_run_takes(tmp_path: Path
     done = run("-c", REAL, str(tmp_path))
     assert done.returncode == 0, done.stderr
     (least, took), (least_graded, took_graded), (least_drive, took_drive) = [map(int, line.split()) for line in done.stdout.splitlines()]
-    assert 0.9 * took < least <= took + 2 * MIB  # near, and not above
+    assert 0.8 * took < least <= took + 2 * MIB  # near, and not above; what malloc keeps beside it differs by 20 MB
     assert 0.8 * took_graded < least_graded <= took_graded + 8 * MIB < took  # gradients of the old precision go unit by unit
     assert least_drive <= took_drive + 2 * MIB
