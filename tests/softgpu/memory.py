@@ -117,13 +117,14 @@ def collect() -> None:
     """Take freed memory back. Comes before anything that could let a stream, or the host, know more than it did when it was freed."""
     if _freed.taken == _freed.count.value:
         return
-    for address in _freed.take():
-        _, key, block = _managed.pop(address)
-        if _blocks.get(key) is block:  # else a new storage has its address already
-            del _blocks[key]
-        del _starts[bisect.bisect_left(_starts, block.start)], _at[block.start]
-        accounts[block.device].add(-block.taken, block.device)
-        block.check_free()
+    with LOCK:  # who waits for a collective may not have it, and two threads would take the same memory back
+        for address in _freed.take():
+            _, key, block = _managed.pop(address)
+            if _blocks.get(key) is block:  # else a new storage has its address already
+                del _blocks[key]
+            del _starts[bisect.bisect_left(_starts, block.start)], _at[block.start]
+            accounts[block.device].add(-block.taken, block.device)
+            block.check_free()
 
 
 BEFORE.append(collect)
