@@ -1,4 +1,4 @@
-"""In: what zk has to say. Out: log records that begin with ``zk:``, and with the rank where there are several; once, where all ranks say the same."""
+"""In: messages. Out: log records that begin with ``zk:``, and with the rank where there are several; once, where all ranks say the same."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _matching(model: nn.Module, words: Iterable[str]) -> Iterator[tuple[str, Ten
 
 
 def _statistics(module: nn.Module, cast_buffers: bool) -> bool:
-    """Whether a module computes with its parameters and with statistics that keep their dtype: torch wants both in one."""
+    """Check that a module computes with running statistics that keep their dtype: torch wants its parameters in the same one."""
     kind = nn.modules.batchnorm._NormBase
     return isinstance(module, kind) and module.running_mean is not None and not cast_buffers
 

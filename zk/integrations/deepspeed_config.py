@@ -218,7 +218,7 @@ def _precision(settings: Settings) -> dict[str, Any]:
 
 
 def _keeps(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
-    """What is cast beside the parameters, and which of those are not."""
+    """Options that say which buffers are cast with the parameters, and what keeps its dtype."""
     fields: dict[str, Any] = {}
     buffers = settings.get("data_types.buffer_dtype", None)
     if buffers is not None:

@@ -116,7 +116,7 @@ _CONVERT = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16
 
 
 def _stays(func: Callable[..., Tensor], param: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether ``func(param, *args, **kwargs)`` is ``param``."""
+    """Check that ``func(param, *args, **kwargs)`` gives back ``param`` itself."""
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty(0, dtype=param.dtype, device=param.device)
         return func(like, *args, **kwargs) is like
