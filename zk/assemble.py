@@ -230,7 +230,7 @@ class Assembly:
         if unit.trained:
             held.shard = self._shard(unit, room, home)
             held.shard.start(initial[params.held])
-            held.grads = UnitGrads(unit, index, layout, params.held, held.shard.add)
+            held.grads = UnitGrads(unit, index, layout, params.held, held.take_in)
             held.recycle = reducer.recycle
             reducer.add(held.grads)
         elif isinstance(params, PartitionedParams):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zk.memory import zeros
 from zk.offload.pipeline import Landing, Run, Task
 from zk.offload.state import OptimizerShard
 from zk.offload.streams import PAST, Awaited, Event
@@ -23,7 +25,7 @@ from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import PartitionedParams
-from zk.parallel.released import Updating, mark, unmark
+from zk.parallel.released import Updating, grad_gone, grad_left, mark, unmark
 from zk.parallel.replicated import ReplicatedParams
 from zk.timeline import phase
 from zk.units import Unit
@@ -54,6 +56,9 @@ class Held:
     shard: OptimizerShard | None = None
     grads: UnitGrads | None = None
     used: set[int] = dataclasses.field(default_factory=set)  # parameters with a gradient, on any rank, since the last step
+    shown: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)  # gradients that the user looked at, or replaced, or dropped
+    spent: float | None = None  # the gradient was used in a step, and is what was stored times this
+    loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes now
     steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of the parameters that were updated: how often
     versions: list[int] = dataclasses.field(default_factory=list)  # of the parameters, when zk last wrote them
     recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
@@ -139,8 +144,12 @@ class Held:
                 task.done.wait()
             self.forget_update()
             self.transfer.follow(task.landing.arriving)
-            if self.recycle is not None and self.grads is not None:
-                self.recycle(self.grads, task.memory)
+            assert self.shard is not None
+            if task.keep:
+                self.shard.give_back(task.taken)
+                self.spent = task.grad_scale
+            else:
+                self._recycle(task.taken.drop())
             if isinstance(self.params, PartitionedParams):
                 self.params.publish()
 
@@ -157,6 +166,97 @@ class Held:
         if wait:
             self.arrive()
         return self.underway is not None and not self.underway.done.done
+
+    # ---- the gradient between backward and zero_grad ------------------------------------------------------------------------
+
+    def take_in(self, grad: Tensor) -> Event | None:
+        """A reduced gradient arrives, as for OptimizerShard.add; it comes on top of what ``param.grad`` is."""
+        assert self.shard is not None
+        if self.underway is not None and self.underway.keep:
+            self.arrive()
+        self.renew()
+        return self.shard.add(grad)
+
+    def bring_back(self) -> None:
+        """Every gradient becomes a tensor in ``shown``. On all ranks."""
+        self.arrive()
+        mine = self._bring()
+        full = self.full(lambda _: mine)
+        for index in self.used - self.shown.keys():
+            self.shown[index] = full[self.layout.whole(index)].view(self.unit.params[index].shape).clone()
+
+    def only_here(self) -> bool:
+        """Whether nobody else has what was brought back, or a part of its memory."""
+        for index in self.shown:
+            grad = self.shown[index]
+            if grad is None:
+                continue
+            in_python, in_torch = sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined]
+            memory = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)  # type: ignore[attr-defined]
+            # (shown, grad and the argument of getrefcount; the storage asked for is one more)
+            if in_python > 3 or in_torch > 1 or memory > 2:
+                return False
+        return True
+
+    def renew(self) -> None:
+        """What ``param.grad`` is becomes what the next step works with: changes of the user count, and a gradient that was used counts again."""
+        scale = self.loss_scale()
+        if not self.shown and (self.spent is None or self.spent * scale == 1):
+            self.spent = None
+            return
+        assert self.shard is not None
+        shown, self.shown = self.shown, {}
+        rest = self._bring() if self.used - shown.keys() else None
+        self.used -= {index for index, grad in shown.items() if grad is None}
+        parts = {}
+        for index in self.used:
+            mine, piece = self.layout.part(index, self.params.held)
+            grad = shown.get(index)
+            if grad is not None:
+                parts[index] = mine, grad.detach().reshape(-1)[piece]
+            elif rest is not None:
+                parts[index] = mine, rest[mine]
+        if not parts:
+            return
+        dtype = functools.reduce(torch.promote_types, (values.dtype for _, values in parts.values()))
+        flat = zeros(self.params.held.stop - self.params.held.start, dtype if scale == 1 else torch.float32, self.unit.device)
+        for mine, values in parts.values():
+            flat[mine] = values if scale == 1 else values.float() * scale
+        self.shard.add(flat)
+
+    def _bring(self) -> Tensor:
+        """Take this rank's slice of what ``param.grad`` is from its tier."""
+        assert self.shard is not None
+        by = self.spent if self.spent is not None else 1 / self.loss_scale()
+        self.spent = None
+        grad, memory = self.shard.bring(self.unit.device)
+        self._recycle(memory)
+        return grad if by == 1 else grad.float() * by
+
+    def drop_gradient(self) -> None:
+        """There is no gradient any more; an update under way keeps what it works with."""
+        with self.lock:
+            if self.underway is not None:
+                self.underway.keep = False
+            self.used.clear()
+            self.shown.clear()
+            self.spent = None
+            if self.shard is not None:
+                self._recycle(self.shard.clear())
+        for param in self.unit.params:
+            grad_gone(param)
+
+    def zero_gradient(self, used: set[int]) -> None:
+        """The gradients of these parameters become zeros, and there are no others."""
+        assert self.shard is not None
+        self.used |= used
+        self.shard.add(zeros(self.params.held.stop - self.params.held.start, self.unit.dtype, self.unit.device))
+        for index in used:
+            grad_left(self.unit.params[index])
+
+    def _recycle(self, memory: Tensor | None) -> None:
+        if self.recycle is not None and self.grads is not None:
+            self.recycle(self.grads, memory)
 
     # ---- values from outside -------------------------------------------------------------------------------------------------
 

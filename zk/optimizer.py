@@ -23,6 +23,7 @@ from zk.checkpoint import load, save
 from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_params
 from zk.config import ZeroConfig, parse_dtype
+from zk.gradients import Gradients
 from zk.held import OWNERS, Held
 from zk.hooks import CastInputs, ExplainDtypes, Hook, weakly
 from zk.logs import log, rank_log
@@ -40,6 +41,7 @@ from zk.parallel.comm import Group, Solo, connect
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
+from zk.parallel.released import own_grad, watch_grad
 from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.torch_calls import watch_torch
@@ -176,7 +178,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.units[param] = (held, position)
                 OWNERS[param] = weakref.ref(self)
             trim()
+        self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle))
+        for held in self._trained:
+            held.loss_scale = weakly(self._loss_scale)
+            for param in held.unit.params:
+                watch_grad(param, self.gradients)
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
+        self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self.gradients.forward_begins))))
+        self.handles.append(self.model.register_forward_hook(Hook(weakly(self.gradients.forward_ended)), always_call=True))
         ends_save = weakly(self._end_save)
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
         if config.dtype is not None:
@@ -313,8 +322,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.counters["steps"] += 1
         else:
             self._report_skip()
+        for held in self._trained:
+            if not held.used or not math.isfinite(self.last_norm):
+                held.drop_gradient()
         self.scaler.update(overflow=not math.isfinite(self.last_norm))
-        self._clear()
+        self._between_steps()
         self.partition.prefetcher.between_passes()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
         return loss
@@ -327,11 +339,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those on their way. After ``step()`` there are none, so calling it there is free."""
+        """Drop all gradients, also those on their way; or make zeros of them, as torch does.
+
+        Until then they are what they were in the last step, and the next backward adds to them.
+        """
         self._check_open()
-        self.grads.forget()
-        self._clear()
-        super().zero_grad(set_to_none)
+        had = {id(held): held.used | held.grads.used for held in self._trained if held.grads is not None}
+        self._drop_gradients()
+        for held in self._trained:
+            for param in held.unit.params:
+                grad = own_grad(param)
+                if grad is not None and set_to_none:
+                    param.grad = None
+                elif grad is not None:
+                    grad.detach_().zero_()
+            if had[id(held)] and not set_to_none:
+                held.zero_gradient(had[id(held)])
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context: gradients of backward passes inside stay on their rank until the next backward outside, or the step."""
@@ -380,11 +403,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [held for held in self.held if held.shard is not None]
 
     def _reduce(self) -> None:
-        """grads -> flatten -> reduce -> shard, for what backward has not reduced yet."""
+        """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
         check_groups(self.held, self.param_groups, self.rule)
         for held, used in zip(self._trained, self.grads.finish(), strict=True):
             held.used |= used
+        self.gradients.put_back()
         self.partition.reset()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """All gradients are what user code may look at: reduced, and clipped by what was asked for."""
+        self._check_open()
+        if not self.grads.settled:
+            check_groups(self.held, self.param_groups, self.rule)
+            for held, used in zip(self._trained, self.grads.finish(), strict=True):
+                held.used |= used
+        if not math.isinf(self.asked_norm):
+            by = clip_coefficient(self._global_norm(), self.max_norm)
+            for held in self._trained:
+                if by != 1 and held.used:
+                    held.spent = by / self.scaler.scale
+                    held.renew()
+            self.max_norm, self.asked_norm = None, math.inf
+
+    def _loss_scale(self) -> float:
+        return self.scaler.scale
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
@@ -411,11 +454,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if held.shard is not None and held.used:
                     held.count_step()
                     publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, held.shard.take(), list(held.runs(group_of)), publish)
+                    tasks[number] = Task(held.unit.name, held.shard, held.shard.take(), list(held.runs(group_of)), publish, grad_scale)
             if beside:
-                self._update_beside(tasks, grad_scale)
+                self._update_beside(tasks)
             else:
-                self._update_now(tasks, grad_scale)
+                self._update_now(tasks)
                 for number, task in tasks.items():
                     self.held[number].updated()
                     self.held[number].underway = task
@@ -434,20 +477,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return trained, self.counters["steps"] % 2 == 1
         return [trained[position] for position in self.grads.order], False  # in which gradients have left
 
-    def _update_now(self, tasks: dict[int, Task], grad_scale: float) -> None:
+    def _update_now(self, tasks: dict[int, Task]) -> None:
         """Update in this thread."""
         order, backwards = self.update_order()
-        options = Options(grad_scale, self.num_threads, keep="nvme" in self.tiers, backwards=backwards)
+        options = Options(self.num_threads, keep="nvme" in self.tiers, backwards=backwards)
         pipeline.update([tasks[number] for number in order if number in tasks], options)
 
-    def _update_beside(self, tasks: dict[int, Task], grad_scale: float) -> None:
+    def _update_beside(self, tasks: dict[int, Task]) -> None:
         """Hand the update over to the worker."""
         order = [number for number in self.update_order()[0] if number in tasks]
         ordered = [tasks[number] for number in order]
         # one thread is left for this one, which launches what the device computes
         threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
-        pipeline.update(ordered, Options(grad_scale, threads), beside=False)
-        options = Options(grad_scale, threads, mark=self.transfer.mark())
+        pipeline.update(ordered, Options(threads), beside=False)
+        options = Options(threads, mark=self.transfer.mark())
         self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop))
         for number in order:
             self.held[number].updated()
@@ -470,12 +513,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._end_save()
         self.held[params.index].keep_written(indices)
 
-    def _clear(self) -> None:
+    def _drop_gradients(self) -> None:
+        self.grads.forget()
+        for held in self._trained:
+            held.drop_gradient()
+        self._between_steps()
+
+    def _between_steps(self) -> None:
         self.grads.flushed = False
-        for held in self.held:
-            held.used.clear()
-            if held.shard is not None and held.grads is not None:
-                self.grads.recycle(held.grads, held.shard.clear())
         self.max_norm, self.asked_norm = self.config.clip_grad_norm, math.inf
 
     def _report_skip(self) -> None:
@@ -661,8 +706,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self._end_save()
         self._end_update()
-        self.grads.forget()
-        self._clear()
+        self._drop_gradients()
         extra = load.load(self, Path(directory), scheduler)
         self.torn = ""
         return extra
@@ -768,6 +812,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._end_update()
         for param in self.units:
             OWNERS.pop(param, None)
+            watch_grad(param, None)
         self._close_memory()
         self.comm.close()
         self.publisher.close()

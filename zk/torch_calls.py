@@ -1,14 +1,13 @@
-"""In: calls of torch that look at ``param.grad``. Out: what they mean for parameters whose gradients a ZeroOptimizer has taken away.
+"""In: calls of torch that go through all gradients. Out: what they mean for parameters of which a ZeroOptimizer has these.
 
-There is nothing in ``param.grad`` any more, so clipping would return 0 and clip nothing, ``model.zero_grad()`` would drop nothing, and another
-optimizer over the model would train nothing, all without a word. So the first ZeroOptimizer puts these functions in front of torch's own;
-what belongs to none goes on to torch as it came.
+Clipping by the norm of all of them, and dropping them, need not bring them back to ``param.grad``. Another optimizer over the model would
+train nothing. So the first ZeroOptimizer puts these functions in front of torch's own; what belongs to none goes on to torch as it came.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zk.held import owner_of
+from zk.parallel.released import own_grad
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
@@ -25,17 +25,26 @@ if TYPE_CHECKING:
 @functools.cache
 def watch_torch() -> None:
     """From now on torch's functions know of gradients that have left. Done once; later calls do nothing."""
-    for name, ours in (("clip_grad_norm_", _clip_norm), ("clip_grad_value_", _clip_value), ("_clip_grads_with_norm_", _clip_with_norm)):
-        _put_before(name, ours)
-    of_torch = nn.Module.zero_grad
+    _put_before("clip_grad_norm_", _clip_norm)
+    for kind, params_of in ((nn.Module, nn.Module.parameters), (torch.optim.Optimizer, _grouped)):
+        _drop_before(kind, params_of)
+    register_optimizer_step_pre_hook(_step_begins)
+
+
+def _grouped(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _drop_before(kind: type[Any], params_of: Callable[[Any], Iterator[nn.Parameter]]) -> None:
+    """Let ``zero_grad`` of a class first do to the gradients that have left what it is for."""
+    of_torch = kind.zero_grad
 
     @functools.wraps(of_torch)
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        of_torch(self, set_to_none)
-        _drop_gradients(self)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if _drop_gradients(list(params_of(self)), set_to_none):
+            of_torch(self, set_to_none)
 
-    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(_step_begins)
+    kind.zero_grad = zero_grad
 
 
 def _put_before(name: str, ours: Callable[..., Any]) -> None:
@@ -47,21 +56,15 @@ def _put_before(name: str, ours: Callable[..., Any]) -> None:
     inner.cell_contents = functools.partial(ours, inner.cell_contents)
 
 
-def _owner(params: list[Tensor], asked: str) -> ZeroOptimizer | None:
-    """Whose gradients these are; None if they are torch's. ValueError for a part of them, which cannot be clipped alone."""
-    owners = {id(owner): owner for param in params if (owner := owner_of(param)) is not None and _is_trained(owner, param)}
-    if not owners:
+def _owner_of_all(params: list[Tensor]) -> ZeroOptimizer | None:
+    """The ZeroOptimizer that trains these parameters, all that it trains, and no others with a gradient; None for anything else."""
+    owner = next((owner for param in params if (owner := owner_of(param)) is not None and _is_trained(owner, param)), None)
+    if owner is None:
         return None
-    owner = next(iter(owners.values()))
     given = {id(param) for param in params}
-    left_out = [name for held in owner._trained for name, param in zip(held.unit.names, held.unit.params, strict=True) if id(param) not in given]
-    if left_out or len(owners) > 1 or any(param.grad is not None for param in params):
-        others = f"without {left_out[0]!r}" if left_out else "together with parameters that are not in it"
-        raise ValueError(
-            f"{asked} was given parameters of a ZeroOptimizer {others}: it clips all of its gradients by their common norm; "
-            "call it with the parameters of that model, alone"
-        )
-    return owner
+    if any(id(param) not in given for held in owner._trained for param in held.unit.params):
+        return None
+    return owner if all(owner_of(param) is owner or param.grad is None for param in params) else None
 
 
 def _is_trained(owner: ZeroOptimizer, param: Tensor) -> bool:
@@ -81,53 +84,28 @@ def _clip_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     params = _listed(parameters)
-    owner = _owner(params, "clip_grad_norm_")
+    owner = _owner_of_all(params) if float(norm_type) == 2.0 and max_norm > 0 else None
     if owner is None:
         return of_torch(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    if float(norm_type) != 2.0:
-        raise ValueError(f"a ZeroOptimizer clips by the 2-norm; got norm_type={norm_type!r}; leave it out")
     norm = owner.clip_grad_norm_(float(max_norm))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True asks for an error; the step would be skipped")
     return norm
 
 
-def _clip_value(of_torch: Callable[..., None], parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    params = _listed(parameters)
-    if _owner(params, "clip_grad_value_") is not None:
-        raise ValueError(
-            f"clip_grad_value_({clip_value}) cannot reach gradients that a ZeroOptimizer has taken away; clip by norm, with clip_grad_norm=1.0 or "
-            "torch.nn.utils.clip_grad_norm_"
-        )
-    of_torch(params, clip_value, foreach)
-
-
-def _clip_with_norm(
-    of_torch: Callable[..., None], parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
-) -> None:
-    params = _listed(parameters)
-    if _owner(params, "clip_grads_with_norm_") is not None:
-        raise ValueError(
-            "clip_grads_with_norm_ cannot reach gradients that a ZeroOptimizer has taken away, and get_total_norm does not see them; "
-            "torch.nn.utils.clip_grad_norm_ does both"
-        )
-    of_torch(params, max_norm, total_norm, foreach)
-
-
-def _drop_gradients(module: nn.Module) -> None:
-    """Those of the module's parameters that have left. ValueError if others would go with them."""
-    params = {id(param) for param in module.parameters()}
-    owners = {id(owner): owner for param in module.parameters() if (owner := owner_of(param)) is not None}
+def _drop_gradients(params: list[nn.Parameter], set_to_none: bool) -> bool:
+    """Those of ``params`` that have left are dropped, or become zeros. False if that was all that there is to do."""
+    owners = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
+    given = {id(param) for param in params}
     for owner in owners.values():
         pending = owner.with_gradients()
-        other = next((name for name, param in pending.items() if id(param) not in params), None)
-        if pending and other is None:
-            owner.zero_grad()
-        elif any(id(param) in params for param in pending.values()):
-            raise ValueError(
-                f"zero_grad() of a part of a model cannot drop gradients that a ZeroOptimizer has taken, without those of {other!r}; call it of "
-                "the model, or of the optimizer"
-            )
+        if all(id(param) in given for param in pending.values()):
+            owner.zero_grad(set_to_none)
+        else:
+            for param in pending.values():
+                if id(param) in given:
+                    param.grad = None if set_to_none else torch.zeros_like(param.grad)  # type: ignore[arg-type]
+    return any(owner_of(param) is None or own_grad(param) is not None for param in params)
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard, TakenGradient
 from zk.offload.streams import PAST, Awaited, Event
@@ -42,8 +40,9 @@ class Task:
     runs: Sequence[Run]
     # brings the updated slice to the other ranks, after its last copy home and a mark, as for Transfer; returns what compute must follow
     publish: Callable[[Event, Event | None], Awaited]
+    grad_scale: float  # what the gradient is multiplied by on the way
     landing: Landing = dataclasses.field(default_factory=Landing)
-    memory: Tensor | None = None  # set when done: what the gradient was in, to be used again
+    keep: bool = True  # the gradient stays where it is when this is done, until zero_grad()
     left: int = dataclasses.field(init=False)  # chunks to be updated
     unread: Unread | None = dataclasses.field(init=False)  # what a save that began before still has to read
 
@@ -58,7 +57,6 @@ class Task:
     def end(self, mark: Event | None) -> None:
         """All chunks are updated, by what compute had been asked to do at ``mark`` and by the host."""
         self.landing.arriving = self.publish(self.shard.arriving, mark)
-        self.memory = self.taken.drop()
         self.done.finish()
 
 
@@ -66,7 +64,6 @@ class Task:
 class Options:
     """How one step is done."""
 
-    grad_scale: float  # what gradients are multiplied by on the way
     num_threads: int
     keep: bool = False  # the last chunks stay in memory for the next step, which must then go the other way
     backwards: bool = False  # from the last chunk of the last unit to the first; all ranks alike
@@ -104,7 +101,7 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
             asked += 1
         keep = options.keep and position >= len(work) - CHUNKS_KEPT
         with phase("update", task.name):
-            task.shard.update(index, task.taken, task.runs, options.grad_scale, options.num_threads, keep, options.mark, task.unread)
+            task.shard.update(index, task.taken, task.runs, task.grad_scale, options.num_threads, keep, options.mark, task.unread)
         task.left -= 1
         if not task.left:
             task.end(options.mark)

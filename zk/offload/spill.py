@@ -467,6 +467,10 @@ class FileGrads:
         pieces = [self._piece(chunk, dtype) for chunk in self.chunks]
         return TakenFile(self.parts, pieces, [chunk.stop - chunk.start for chunk in self.chunks], dtype)
 
+    def give_back(self, taken: TakenFile) -> None:
+        """Have it again: no other was written."""
+        self.dtype = taken.dtype
+
     def clear(self) -> None:
         """Forget the gradient."""
         self._settle()

@@ -176,6 +176,19 @@ class OptimizerShard:
         """Hand the gradient to the update: the next one may come in."""
         return TakenGradient([section.grads.take() for section in self.sections])
 
+    def give_back(self, taken: TakenGradient) -> None:
+        """Have the gradient again that the update was given, as no other came in."""
+        for section, part in zip(self.sections, taken.parts, strict=True):
+            section.grads.give_back(part)
+
+    def bring(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Take the gradient out: (n,) on ``device``, in memory of its own; and memory that was taken."""
+        taken, pieces = self.take(), []
+        for _, which, index in self.places:
+            pieces.append(taken.parts[which].open(index).to(device, copy=True))
+            taken.parts[which].close(index)
+        return torch.cat(pieces) if len(pieces) != 1 else pieces[0], taken.drop()
+
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
         return _first([section.grads.clear() for section in self.sections])

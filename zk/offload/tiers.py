@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,9 @@ class Grads(Protocol):
 
     def take(self) -> Taken:
         """Hand the gradient to the update: the next one may come in."""
+
+    def give_back(self, taken: Any) -> None:
+        """Have again what ``take`` gave, as no other came in."""
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
@@ -192,6 +195,9 @@ class MemoryGrads:
     def take(self) -> Taken:
         return TakenTensor(self.clear(), self.chunks, lent=True)
 
+    def give_back(self, taken: TakenTensor) -> None:
+        self.flat = taken.flat
+
     def clear(self) -> Tensor | None:
         flat, self.flat = self.flat, None
         return flat
@@ -258,6 +264,12 @@ class HostGrads:
         self._settle()
         (first, self.first), (total, self.total) = (self.first, None), (self.total, None)
         return TakenArrival(first) if first is not None else TakenTensor(total, self.chunks, lent=False)
+
+    def give_back(self, taken: TakenArrival | TakenTensor) -> None:
+        if isinstance(taken, TakenArrival):
+            self.first = taken.arrival
+        else:
+            self.total = taken.flat
 
     def clear(self) -> Tensor | None:
         self._settle()

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zk.memory import zeros
 from zk.parallel.comm import STATE, Done, Group, Pending, Solo
 from zk.parallel.layout import Layout
+from zk.parallel.released import grad_left, own_grad
 from zk.units import Unit
 
 _DONE = Done()
@@ -137,7 +138,10 @@ class GradReducer:
         unit = self.units[position]
         if not unit.arrived:
             unit.expected = sum(p.requires_grad for p in unit.unit.params)
-        self.collect(unit, index, param)
+        grad = own_grad(param)
+        # what the user's hooks work on, and what is part of a graph, stays where it is until the step
+        if grad is not None and not grad.requires_grad and len(param._post_accumulate_grad_hooks) == 1:  # type: ignore[attr-defined]
+            self.collect(unit, index, param, grad)
         unit.arrived.add(index)
         if len(unit.arrived) < unit.expected:
             return
@@ -149,11 +153,9 @@ class GradReducer:
                         break
                     self._reduce(following)
 
-    def collect(self, unit: UnitGrads, index: int, param: nn.Parameter) -> None:
-        """Move ``param.grad`` into the unit's bucket and clear it."""
-        grad = param.grad
-        if grad is None:
-            return
+    @torch.no_grad()
+    def collect(self, unit: UnitGrads, index: int, param: nn.Parameter, grad: Tensor) -> None:
+        """Move ``grad`` from ``param.grad`` into the unit's bucket."""
         self.check(param)
         name = unit.unit.names[index]
         if grad.layout is not torch.strided:
@@ -171,7 +173,25 @@ class GradReducer:
                 self._give(unit, narrow)
             unit.bucket[where].view(grad.shape).add_(grad)
         unit.used.add(index)
-        param.grad = None
+        grad_left(param)
+
+    def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
+        """Forget what the bucket has of some parameters."""
+        unit.present.difference_update(indices)
+        unit.used.difference_update(indices)
+        if unit.bucket is not None and not unit.present:
+            self._give(unit, unit.bucket)
+            unit.bucket, unit.accumulated = None, False
+
+    @property
+    def settled(self) -> bool:
+        """Whether ``finish`` has seen all gradients that have left."""
+        return not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
+
+    def pass_on(self, unit: UnitGrads) -> None:
+        """Alone, in backward: what there is of a unit goes on now, the rest of it after."""
+        if unit.bucket is not None:
+            self._reduce(self.units.index(unit))
 
     def _take(self, unit: UnitGrads) -> Tensor:
         """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
@@ -257,21 +277,22 @@ class GradReducer:
 
     def finish(self) -> list[set[int]]:
         """Reduce whatever is left. Returns, for each unit, which parameters have a gradient on any rank."""
-        for unit in self.units:  # gradients that no backward brought: assigned by hand
+        for unit in self.units:  # gradients that no backward brought, or that hooks of the user work on
             for index, param in enumerate(unit.unit.params):
-                if param.grad is not None:
-                    self.collect(unit, index, param)
-        leftover = any(unit.bucket is not None for unit in self.units)  # of no_sync, of a backward that was interrupted, or by hand
-        used = torch.tensor([float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))] + [float(leftover)])
-        self.comm.all_reduce(used)
-        flags = [flag > 0 for flag in used.tolist()]
-        for position in self.order if flags.pop() else ():
-            unit = self.units[position]
-            if self.comm.world > 1 or unit.bucket is not None:
+                grad = own_grad(param)
+                if grad is not None:
+                    self.collect(unit, index, param, grad)
+        left = [float(unit.bucket is not None) for unit in self.units]  # of no_sync, of a backward that was interrupted, or by hand
+        used = [float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))]
+        everywhere = torch.tensor(left + used)
+        self.comm.all_reduce(everywhere)
+        flags = [flag > 0 for flag in everywhere.tolist()]
+        for position in self.order:
+            if flags[position]:
                 self._reduce(position)
         while self.queue:
             self._complete()
-        result, start = [], 0
+        result, start = [], len(left)
         for unit in self.units:
             count = len(unit.unit.params)
             result.append({index for index in range(count) if flags[start + index]})
@@ -287,11 +308,8 @@ class GradReducer:
             pending.wait()
             self._give(unit, bucket)
         for unit in self.units:
-            if unit.bucket is not None:
-                self._give(unit, unit.bucket)
-            unit.bucket, unit.present, unit.accumulated = None, set(), False
+            self.drop(unit, range(len(unit.unit.params)))
             unit.arrived.clear()
-            unit.used.clear()
         self.started, self.completed, self.task = set(), [], -1
 
     def begin(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -101,12 +102,20 @@ class PartitionedParams:
         self.full = self.lease.tensor
         view_params(unit, layout, self.full)
         self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
+        self.known: dict[int, PartitionedParams] = {}  # whose memory is whose
         self.pending: Pending | None = None
         self.calls: set[object] = set()  # forward calls whose backward is under way
         self.depth = 0  # forwards in progress
+        self.in_graph = False  # a graph that create_graph=True has made may read the full parameters after their release
         self._free()
 
     def _free(self) -> None:
+        if self.in_graph:  # the memory goes with that graph
+            self.lease, self.in_graph = Lease(self.layout.numel, self.unit.dtype, self.unit.device), False
+            self.known.pop(self.full.untyped_storage()._cdata, None)
+            self.full = self.lease.tensor
+            self.known[self.full.untyped_storage()._cdata] = self
+            view_params(self.unit, self.layout, self.full)
         self.lease.give_back()
         for param in self.unit.params:
             mark(param, functools.partial(_used, weakref.ref(self)))  # weak: a parameter must not keep its own unit alive
@@ -203,6 +212,18 @@ def _tell(method: weakref.WeakMethod[Callable[[int, object], None]], index: int,
         alive(index, call)
 
 
+_FOLLOWED = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Functionalize)
+
+
+def _refuse_transforms() -> None:
+    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
+        if interpreter.key() not in _FOLLOWED:
+            raise RuntimeError(
+                "a model that stage 3 partitions was called within torch.func.grad, vjp, jvp, jacrev, jacfwd or hessian, whose derivatives cannot "
+                "be followed to the parameters; use torch.autograd.grad(..., create_graph=True), or stage 2"
+            )
+
+
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
     found = []
@@ -266,14 +287,15 @@ class Partition:
     def __init__(self, model: nn.Module, ahead: int, written: Callable[[PartitionedParams, list[int]], None]) -> None:
         self.model, self.ahead, self.written = model, ahead, written
         self.params: list[PartitionedParams] = []
+        self.by_storage: dict[int, PartitionedParams] = {}
         self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
         self.asked: list[PartitionedParams] = []  # ahead of use, oldest first
-        self.by_storage: dict[int, PartitionedParams] = {}
         self.by_index: dict[int, PartitionedParams] = {}
         self.handles: list[RemovableHandle] = []
         self.depth = 0  # forwards in progress, of any unit or the model
         self.root_depth = 0
         self.task = -1  # the backward under way
+        self.makes_graph = False  # which it is with create_graph=True
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
         self.below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None  # the hooks on saved tensors around them
         self.closed = False
@@ -283,6 +305,7 @@ class Partition:
     def add(self, params: PartitionedParams) -> None:
         """Watch one more unit."""
         self.params.append(params)
+        params.known = self.by_storage
         self.by_storage[params.full.untyped_storage()._cdata] = params
         self.by_index[params.index] = params
 
@@ -332,6 +355,7 @@ class Partition:
             mode = "train" if torch.is_grad_enabled() else "infer"
             if mode == "infer" or self.prefetcher.mode != mode:
                 self.prefetcher.begin(mode)
+            _refuse_transforms()
             self.below = torch._C._autograd._top_saved_tensors_default_hooks(True)
             self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self.saved_hooks.__enter__()
@@ -382,6 +406,7 @@ class Partition:
             )
         self.prefetcher.used(params.index, params.state is not State.RELEASED)
         params.gather()
+        params.in_graph |= self.makes_graph
 
     def on_use(self, params: PartitionedParams) -> None:
         """A released parameter is read. Inside a forward or backward that is a use like any other."""
@@ -403,7 +428,7 @@ class Partition:
     def _watch_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if self.task == -1 and task != -1:
-            self.task = task
+            self.task, self.makes_graph = task, torch.is_grad_enabled()
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)  # type: ignore[attr-defined]
 
     def _output_grad(self, index: int, call: object) -> None:
@@ -422,7 +447,8 @@ class Partition:
 
     def _pack(self, tensor: Tensor) -> tuple[Any, Any, int]:
         known = tensor.layout is torch.strided and self.by_storage.get(tensor.untyped_storage()._cdata)
-        if not known and self.below is not None:  # torch asks the innermost hooks only; what is no parameter goes on to those around
+        # torch asks the innermost hooks only: what is no parameter goes on to those around, and all of it to a checkpoint, which counts them
+        if self.below is not None and (not known or self.below[0].__module__ == checkpoint.__name__):
             pack, unpack = self.below
             return unpack, pack(tensor), -1
         # (an output that is kept with its graph, which keeps what it saved, would never be freed)
@@ -441,11 +467,13 @@ class Partition:
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace operation after forward saved it "
                 f"(version {version}, now {tensor._version}); was a parameter written, or step() called, between forward and backward?"
             )
+        if params is not None and torch.is_grad_enabled():
+            params.in_graph = True
         return tensor
 
     def backward_ended(self) -> None:
         """Everything is released; the order that was seen is the one to expect."""
-        self.task = -1
+        self.task, self.makes_graph = -1, False
         self.prefetcher.end()
         self.release_all()
 
@@ -464,5 +492,5 @@ class Partition:
     def reset(self) -> None:
         """Between steps: nothing is under way, whatever was interrupted."""
         if self.depth == 0:
-            self.task = -1
+            self.task, self.makes_graph = -1, False
             self.release_all()

@@ -1,16 +1,19 @@
-"""In: parameters whose memory was given back (stage 3). Out: a class that stands in for theirs and turns every use into a gather or an error.
+"""In: parameters whose memory was given back (stage 3), or whose gradient has left. Out: classes that stand in for theirs.
 
 A released parameter keeps its shape but has no memory, and torch would read through a null pointer. While released, a parameter's
-class is one of these: metadata (shape, dtype, grad, hooks ...) reads as always, and any operation that needs values goes to the
+class is one of these: metadata (shape, dtype, hooks ...) reads as always, and any operation that needs values goes to the
 ``on_use`` of the unit that owns it, which gathers inside a forward and raises outside.
+From backward to zero_grad() a parameter's class has a ``grad`` that asks the optimizer for the gradient, which is somewhere else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +125,75 @@ def _stays(func: Callable[..., Tensor], param: Tensor, args: Any, kwargs: Any) -
         return func(like, *args, **kwargs) is like
 
 
-class Released(nn.Parameter):
+class Gradients(Protocol):
+    """What knows of gradients that have left."""
+
+    def has_left(self, param: nn.Parameter) -> bool:
+        """Whether the parameter has a gradient, which is somewhere else."""
+
+    def read(self, param: nn.Parameter) -> Tensor | None:
+        """What ``param.grad`` is."""
+
+    def write(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Set ``param.grad``."""
+
+
+# trained parameter -> a weak reference to what knows of its gradient
+_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# torch's own place of a gradient
+_GRAD: Any = Tensor.grad
+
+
+def _gradients_of(param: nn.Parameter) -> Gradients | None:
+    """What knows where the gradient of ``param`` is; None where it is in its own place."""
+    reference: weakref.ref[Gradients] | None = _gradients.get(param)
+    gradients = reference() if reference is not None else None
+    return gradients if gradients is not None and gradients.has_left(param) else None
+
+
+class _Watched:
+    """Mixin for parameters whose gradient may be somewhere else."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        gradients = _gradients_of(self)  # type: ignore[arg-type]
+        return own_grad(self) if gradients is None else gradients.read(self)  # type: ignore[arg-type]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        gradients = _gradients_of(self)  # type: ignore[arg-type]
+        if gradients is None:
+            _GRAD.__set__(self, value)
+        else:
+            gradients.write(self, value)  # type: ignore[arg-type]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class Away(_Watched, nn.Parameter):  # type: ignore[misc]
+    """A parameter whose gradient is somewhere else."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_itself(self):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_itself(self):
+            return self.__reduce_ex__(protocol)
+
+
+@contextlib.contextmanager
+def _as_itself(param: nn.Parameter) -> Iterator[None]:
+    stand_in, param.__class__ = type(param), _own_class[param]
+    try:
+        yield
+    finally:
+        param.__class__ = stand_in  # type: ignore[assignment]
+
+
+class Released(_Watched, nn.Parameter):  # type: ignore[misc]
     """A parameter without memory. Never constructed: the class of existing parameters is set to a subclass of it."""
 
     @classmethod
@@ -160,23 +231,66 @@ class Updating(Released):
 
 
 @functools.cache
-def _stand_in(kind: type[nn.Parameter], role: type[Released]) -> type[nn.Parameter]:
+def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Parameter]:
     return role if kind is nn.Parameter else type(f"{role.__name__}{kind.__name__}", (role, kind), {})
+
+
+def _dress(param: nn.Parameter, role: type[nn.Parameter] | None) -> None:
+    """Give the parameter the class for ``role``; None: its own."""
+    own = _own_class.get(param)
+    if own is None:
+        own = _own_class[param] = type(param)
+    param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] = Released) -> None:
     """Put the stand-in in place; ``on_use`` makes the parameter usable (and calls ``unmark``) or raises."""
     if not isinstance(param, Released):
-        _on_use[param], _own_class[param] = on_use, type(param)
-        param.__class__ = _stand_in(type(param), role)  # type: ignore[assignment]
+        _on_use[param] = on_use
+        _dress(param, role)
 
 
 def unmark(param: nn.Parameter) -> None:
-    """Give the parameter its own class back."""
+    """The parameter can be used."""
     if isinstance(param, Released):
-        param.__class__ = _own_class.pop(param)
+        _dress(param, Away if _gradients_of(param) is not None else None)
 
 
 def is_released(param: Tensor) -> bool:
     """Whether ``param`` has no memory at the moment."""
     return isinstance(param, Released) and not isinstance(param, Updating)
+
+
+def watch_grad(param: nn.Parameter, gradients: Gradients | None) -> None:
+    """Ask ``gradients``, which are not kept alive, for the gradient of ``param`` once ``grad_left``; None: no more."""
+    if gradients is None:
+        _gradients.pop(param, None)
+        grad_gone(param)
+    else:
+        _gradients[param] = weakref.ref(gradients)
+
+
+def own_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient in torch's own place."""
+    return _GRAD.__get__(param)  # type: ignore[no-any-return]
+
+
+def grad_left(param: nn.Parameter) -> None:
+    """The gradient has been copied to somewhere else, and need not be in torch's own place."""
+    _GRAD.__set__(param, None)
+    if not isinstance(param, _Watched) and param in _gradients:
+        _dress(param, Away)
+
+
+def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
+    """Within a forward the parameter has its own class, of which what torch.compile has made of the model goes by; afterwards not."""
+    if whether and isinstance(param, Away):
+        _dress(param, None)
+    elif not whether and not isinstance(param, Released):
+        _dress(param, Away if _gradients_of(param) is not None else None)
+
+
+def grad_gone(param: nn.Parameter) -> None:
+    """There is no gradient any more."""
+    if isinstance(param, Away):
+        _dress(param, None)

@@ -1,0 +1,126 @@
+"""In: gradients that have left ``param.grad``. Out: what ``param.grad`` reads, and what is done to it, until zero_grad().
+
+A gradient leaves in backward, for its unit's bucket, the other ranks and its tier. Where user code looks for it, the unit's gradient is
+brought back whole, as a tensor that is the user's; what the user has made of it goes to the tier again before the norm and the update.
+After step() the gradient is still there, as in torch, until zero_grad(). Nothing of this is done where nobody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zk.held import Held
+from zk.parallel.comm import Group, Solo
+from zk.parallel.grads import GradReducer
+from zk.parallel.released import compute_as_itself, grad_gone
+
+
+class Gradients:
+    """What ``param.grad`` is of the parameters of one ZeroOptimizer.
+
+    Args:
+        units: where each parameter is: its unit, and its number in that.
+        reducer: takes gradients away.
+        comm: the ranks.
+        settle: reduces what has not been reduced, on all ranks.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[nn.Parameter, tuple[Held, int]],
+        reducer: GradReducer,
+        comm: Solo | Group,
+        settle: Callable[[], None],
+    ) -> None:
+        self.units, self.reducer, self.comm, self.settle = units, reducer, comm, settle
+        self.looked: list[Held] = []  # units whose gradients have been brought back
+
+    def has_left(self, param: nn.Parameter) -> bool:
+        """Whether the parameter has a gradient, which is somewhere else."""
+        held, index = self.units[param]
+        if held.grads is not None and index in held.grads.used:
+            return True
+        return index in held.used and held.shown.get(index, param) is not None
+
+    def read(self, param: nn.Parameter) -> Tensor | None:
+        """The gradient of ``param``, over all ranks and without the loss scale: in its dtype, or in fp32 where zk keeps it so."""
+        held, index = self.units[param]
+        if not self._is_shown(held, index):
+            self._bring_back(held, index)
+        return held.shown.get(index)
+
+    def write(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of ``param``, or drop it."""
+        held, index = self.units[param]
+        assert held.grads is not None
+        if value is None:
+            self.reducer.drop(held.grads, [index])
+            held.shown[index] = None
+            if all(held.shown.get(other, param) is None for other in held.used | held.grads.used):
+                held.drop_gradient()
+            elif held not in self.looked:
+                self.looked.append(held)
+            grad_gone(param)
+            return
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the gradient of a parameter must be a tensor or None; got {type(value).__name__}")
+        if value.shape != param.shape or value.device != param.device or not value.is_floating_point():
+            raise RuntimeError(
+                f"the gradient of {held.unit.names[index]!r} must be of floating point, shape {tuple(param.shape)} and on {param.device}; got "
+                f"{value.dtype}, {tuple(value.shape)} on {value.device}"
+            )
+        if not self._is_shown(held, index):
+            self._bring_back(held, index)
+        held.shown[index] = value
+
+    def forward_begins(self, *_: object) -> None:
+        """The model computes; it is not a place to look at gradients from."""
+        self._computes(True)
+
+    def forward_ended(self, *_: object) -> None:
+        """The opposite."""
+        self._computes(False)
+
+    def _computes(self, whether: bool) -> None:
+        for param, (held, _) in self.units.items():
+            if held.used or (held.grads is not None and held.grads.used):
+                compute_as_itself(param, whether)
+
+    def put_back(self) -> None:
+        """What ``param.grad`` is becomes what the next step works with."""
+        self.looked.clear()
+        for held in {id(held): held for held, _ in self.units.values()}.values():
+            if held.shard is not None:
+                held.renew()
+
+    # ---- bringing back -------------------------------------------------------------------------------------------------------
+
+    def _is_shown(self, held: Held, index: int) -> bool:
+        """Whether the user has what the gradient is."""
+        return index in held.shown and held.grads is not None and index not in held.grads.used
+
+    def _bring_back(self, held: Held, index: int) -> None:
+        """All of the unit's gradients become tensors of the user's."""
+        assert held.grads is not None
+        if torch._C._current_graph_task_id() != -1:
+            if self.comm.world > 1:
+                raise RuntimeError(
+                    f"the gradient of {held.unit.names[index]!r} is read in backward, after it has left for the other ranks; read it after "
+                    "backward, or in a hook of that parameter's own: param.register_post_accumulate_grad_hook"
+                )
+            self.reducer.pass_on(held.grads)
+            held.used |= held.grads.used
+            held.grads.used.clear()
+        else:
+            self.settle()
+        if not self._is_shown(held, index):
+            for other in [other for other in self.looked if other is not held and other.only_here()]:
+                self.looked.remove(other)
+                other.renew()
+            held.bring_back()
+        if held not in self.looked:
+            self.looked.append(held)
+
