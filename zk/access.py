@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from zk.held import Held, owner_of
+from zk.parallel.partitioned import PartitionedParams
 
 
 @contextlib.contextmanager
@@ -17,7 +18,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     Args:
         params: one parameter or several (``model.parameters()``). Those that no ZeroOptimizer holds are left as they are.
         write: values written inside are kept: the first rank's are sent to all, and masters follow. Without it, what is
-            written to partitioned parameters is lost on exit.
+            written to partitioned parameters is an error on exit.
 
     Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
     """
@@ -32,15 +33,26 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             unit, index = owner.units[param]
             held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[Held] = []
+    versions: dict[nn.Parameter, int] = {}
     try:
         for unit, _ in held.values():
             unit.arrive()
             unit.params.hold()
             entered.append(unit)
+        versions = {param: param._version for param in wanted}
         yield
         if write:
             for unit, indices in held.values():
                 unit.keep_written(indices)
     finally:
+        lost = False
         for unit in entered:
+            if isinstance(unit.params, PartitionedParams) and not write:
+                lost |= any(versions[param] != param._version for param in unit.unit.params if param in versions)
+                unit.params.note_versions()
             unit.params.let_go()
+    if lost:
+        raise RuntimeError(
+            "parameters were written within zk.gather(params), which makes them full to be read; use zk.gather(params, write=True), which keeps "
+            "what is written"
+        )

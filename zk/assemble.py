@@ -216,11 +216,16 @@ class Assembly:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
         home: MemoryHome | FileHome
-        if self._partitioned(room):
-            home = room.home or room.param_tier.home(numel, unit.dtype)
+        params: ReplicatedParams | PartitionedParams
+        if self.config.stage == 3:
+            in_place = not self._partitioned(room)
+            if in_place:
+                home = MemoryHome(initial.to(unit.dtype), [slice(0, numel)], self.on_device)
+            else:
+                home = room.home or room.param_tier.home(numel, unit.dtype)
             uploads = self.transfer if home.memory != self.on_device else None
-            params: ReplicatedParams | PartitionedParams = PartitionedParams(unit, index, layout, self.comm, home, uploads, partition.on_use)
-            partition.add(params)  # type: ignore[arg-type]
+            params = PartitionedParams(unit, index, layout, self.comm, home, uploads, partition.on_use, in_place)
+            partition.add(params)
         else:
             params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)
             home = MemoryHome(params.shard, [slice(0, numel)], self.on_device)

@@ -26,7 +26,7 @@ from zk.parallel.grads import UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import PartitionedParams
 from zk.parallel.released import Updating, grad_gone, grad_left, mark, unmark
-from zk.parallel.replicated import ReplicatedParams
+from zk.parallel.replicated import ReplicatedParams, adopt_replaced
 from zk.timeline import phase
 from zk.units import Unit
 
@@ -271,26 +271,20 @@ class Held:
         """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""
         if isinstance(self.params, PartitionedParams):
             return
-        assert self.shard is not None
-        written: dict[int, int] = {}  # number -> version
-        for index, param in enumerate(self.unit.params):
-            place = self.params.full[self.layout.whole(index)]
-            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                raise RuntimeError(
-                    f"parameter {self.unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
-                    ".data); move the model first, then wrap it, and use dtype= to convert"
-                )
-            if param._version != self.versions[index]:
-                written[index] = param._version
-        self.shard.adopt([self.mine(index) for index in written])
-        for index, version in written.items():
-            self.versions[index] = version
+        with torch.no_grad():
+            written = set(adopt_replaced(self.unit, self.layout, self.params.full))
+        now = [param._version for param in self.unit.params]
+        written |= {index for index, version in enumerate(now) if version != self.versions[index]}
+        if self.shard is not None:
+            self.shard.adopt([self.mine(index) for index in sorted(written)])
+        self.versions = now
 
     def keep_written(self, indices: Sequence[int]) -> None:
         """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
         self.comm.broadcast(self.params.index, self.params.full)
         if isinstance(self.params, PartitionedParams):
             self.params.home.write(self.params.full[self.params.held])
+            self.params.note_versions()
         if self.shard is not None:
             self.shard.adopt([self.mine(index) for index in indices])
 
@@ -334,8 +328,7 @@ class Held:
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the parameters in full precision, with what the user has written."""
-        if self.shard is not None:
-            self.adopt_writes()
+        self.adopt_writes()
         self.params.hold()
         exact = self.full(self.shard.get_master) if self.shard is not None else self.params.full
         return {param: exact[self.layout.whole(index)].view(param.shape).clone() for index, param in enumerate(self.unit.params)}

@@ -41,7 +41,7 @@ from zk.parallel.comm import Group, Solo, connect
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
-from zk.parallel.released import own_grad, watch_grad
+from zk.parallel.released import own_grad, undress, watch_grad
 from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.torch_calls import watch_torch
@@ -195,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
         if self.partition.params:
             self.partition.attach()
-            if len(units) == 1:
+            if len(units) == 1 and self.partition.by_storage:
                 log.warning(
                     "all parameters of the model are in one unit, %r, and are gathered at once: stage 3 saves memory between steps only. Name "
                     "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
@@ -446,7 +446,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         beside = self.config.overlap_step
         # as they are now: what is updated beside training must not see what schedulers write meanwhile
         group_of = {param: group for group in map(_as_now, self.param_groups) for param in group["params"]}
-        for held in self._trained:
+        for held in self.held:
             held.adopt_writes()  # may refuse, before anything is changed
         tasks: dict[int, Task] = {}
         try:
@@ -662,7 +662,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
         self._end_save()
-        for held in self._trained:
+        for held in self.held:
             if not async_save or held.written_since(None):
                 held.arrive()
             if held.underway is None:
@@ -813,6 +813,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for param in self.units:
             OWNERS.pop(param, None)
             watch_grad(param, None)
+            undress(param)
         self._close_memory()
         self.comm.close()
         self.publisher.close()

@@ -27,8 +27,8 @@ from zk.memory import Lease
 from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.prefetch import Prefetcher
-from zk.parallel.released import mark, unmark
-from zk.parallel.replicated import view_params
+from zk.parallel.released import mark, unmark, watch_data
+from zk.parallel.replicated import adopt_replaced, view_params
 from zk.units import Unit
 
 
@@ -80,6 +80,7 @@ class PartitionedParams:
         home: where this rank's slice rests between uses.
         uploads: brings the slice from there to the device; None where it rests in the device's memory.
         on_use: called when a released parameter is used; gathers or raises.
+        in_place: this rank's slice is everything, and rests where it computes: it has the same rules, and nothing is moved.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PartitionedParams:
         home: Home,
         uploads: Uploads | None,
         on_use: Callable[[PartitionedParams], None],
+        in_place: bool = False,
     ) -> None:
         self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
         self.held = layout.shard(comm.rank)
@@ -98,10 +100,15 @@ class PartitionedParams:
         # whether the slice is being updated beside training, at the end of which it is waited for if asked to
         self.updating: Callable[[bool], bool] = lambda wait: False
         self.uploaded: Any = None
-        self.lease = Lease(layout.numel, unit.dtype, unit.device)
-        self.full = self.lease.tensor
+        self.lease = None if in_place else Lease(layout.numel, unit.dtype, unit.device)
+        self.full = home.open() if self.lease is None else self.lease.tensor
         view_params(unit, layout, self.full)
         self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
+        self.on_write: Callable[[PartitionedParams, list[int]], None] = lambda *_: None
+        self.versions: list[int] = []  # of the parameters, when they became full
+        self.data_taken = False  # and may have been written without a trace
+        for param in unit.params:
+            watch_data(param, self._take_data)
         self.known: dict[int, PartitionedParams] = {}  # whose memory is whose
         self.pending: Pending | None = None
         self.calls: set[object] = set()  # forward calls whose backward is under way
@@ -110,13 +117,14 @@ class PartitionedParams:
         self._free()
 
     def _free(self) -> None:
-        if self.in_graph:  # the memory goes with that graph
+        if self.in_graph and self.lease is not None:  # the memory goes with that graph
             self.lease, self.in_graph = Lease(self.layout.numel, self.unit.dtype, self.unit.device), False
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
             view_params(self.unit, self.layout, self.full)
-        self.lease.give_back()
+        if self.lease is not None:
+            self.lease.give_back()
         for param in self.unit.params:
             mark(param, functools.partial(_used, weakref.ref(self)))  # weak: a parameter must not keep its own unit alive
         self.state = State.RELEASED
@@ -132,8 +140,11 @@ class PartitionedParams:
             return
         self.updating(True)
         source = self.home.open()
-        self.lease.take()
-        if self.uploads is None:
+        if self.lease is not None:
+            self.lease.take()
+        if self.lease is None:
+            self.pending = None
+        elif self.uploads is None:
             self.pending = self.comm.all_gather(self.index, self.full, source)
         else:
             mine = self.full[self.held]
@@ -158,8 +169,17 @@ class PartitionedParams:
             else:
                 self.home.close(uploaded)
             for param in self.unit.params:
-                unmark(param)
+                unmark(param, until_release=True)
+            self.note_versions()
             self.state = State.GATHERED
+
+    def _take_data(self) -> None:
+        self.data_taken = True
+
+    def note_versions(self) -> None:
+        """The full parameters are what the shards are."""
+        self.data_taken = False
+        self.versions = [param._version for param in self.unit.params]
 
     def settle(self) -> None:
         """GATHERING -> GATHERED: nobody reads the shard any more, so it may be written."""
@@ -167,10 +187,15 @@ class PartitionedParams:
             self.gather()
 
     def release(self) -> None:
-        """Any state -> RELEASED, unless somebody holds it. The shard is what remains: changes made to the full parameters are lost."""
+        """Any state -> RELEASED, unless somebody holds it. The shard is what remains, with what forward has written."""
         if self.state is State.RELEASED or self.holds:
             return
         self.gather()
+        with torch.no_grad():
+            written = set(adopt_replaced(self.unit, self.layout, self.full))
+        written |= {index for index, param in enumerate(self.unit.params) if self.data_taken or param._version != self.versions[index]}
+        if written:
+            self.on_write(self, sorted(written))
         self._free()
 
     def hold(self) -> None:
@@ -188,14 +213,15 @@ class PartitionedParams:
         """The shard was updated: a full copy that somebody holds is made current."""
         if self.state is not State.RELEASED:
             holds, self.holds = self.holds, 0
-            self.release()
+            self.gather()
+            self._free()
             self.holds = holds
             if holds:
                 self.gather()
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {"param": self.home.nbytes, "gathered": 0 if self.state is State.RELEASED else self.full.nbytes}
+        return {"param": self.home.nbytes, "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
 
 
 def _used(reference: weakref.ref[PartitionedParams]) -> None:
@@ -305,8 +331,9 @@ class Partition:
     def add(self, params: PartitionedParams) -> None:
         """Watch one more unit."""
         self.params.append(params)
-        params.known = self.by_storage
-        self.by_storage[params.full.untyped_storage()._cdata] = params
+        params.known, params.on_write = self.by_storage, self.written
+        if params.lease is not None:
+            self.by_storage[params.full.untyped_storage()._cdata] = params
         self.by_index[params.index] = params
 
     def attach(self) -> None:
@@ -356,9 +383,10 @@ class Partition:
             if mode == "infer" or self.prefetcher.mode != mode:
                 self.prefetcher.begin(mode)
             _refuse_transforms()
-            self.below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self.saved_hooks.__enter__()
+            if self.by_storage:  # there is memory that goes
+                self.below = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                self.saved_hooks.__enter__()
         self.depth += 1
         self.root_depth += module is self.model
         call = object()

@@ -111,7 +111,7 @@ def _is_metadata(function: Any) -> bool:
 
 # what takes parameters as the places where gradients go
 _ENGINE = (torch.autograd.grad, torch.autograd.backward)
-_DATA = Tensor.data
+_DATA: Any = Tensor.data
 
 
 # what converts or moves a tensor, and gives back the tensor itself where it is that already
@@ -138,6 +138,8 @@ class Gradients(Protocol):
         """Set ``param.grad``."""
 
 
+# partitioned parameter -> what to call when its data are used
+_on_data: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # trained parameter -> a weak reference to what knows of its gradient
 _gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # torch's own place of a gradient
@@ -172,16 +174,37 @@ class _Watched:
         self.grad = None
 
 
-class Away(_Watched, nn.Parameter):  # type: ignore[misc]
-    """A parameter whose gradient is somewhere else."""
+class _Full(_Watched):
+    """Mixin for parameters that have their memory."""
+
+    def __repr__(self, **kwargs: Any) -> str:
+        with _as_itself(self):  # type: ignore[arg-type]
+            return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _as_itself(self):
+        with _as_itself(self):  # type: ignore[arg-type]
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _as_itself(self):
+        with _as_itself(self):  # type: ignore[arg-type]
             return self.__reduce_ex__(protocol)
+
+
+class Away(_Full, nn.Parameter):  # type: ignore[misc]
+    """A parameter whose gradient is somewhere else."""
+
+
+class Open(_Full, nn.Parameter):  # type: ignore[misc]
+    """A parameter that is full until its release. What is done to its ``data`` leaves no trace, so it counts as written."""
+
+    @property
+    def data(self) -> Tensor:
+        _data_taken(self)
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
 
 
 @contextlib.contextmanager
@@ -207,6 +230,8 @@ class Released(_Watched, nn.Parameter):  # type: ignore[misc]
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Released):
                     _on_use[leaf]()
+            if getattr(func, "__self__", None) is _DATA and len(args) == 1:
+                _data_taken(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -250,15 +275,33 @@ def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] =
         _dress(param, role)
 
 
-def unmark(param: nn.Parameter) -> None:
-    """The parameter can be used."""
+def unmark(param: nn.Parameter, until_release: bool = False) -> None:
+    """The parameter can be used: for good, or ``until_release``."""
     if isinstance(param, Released):
-        _dress(param, Away if _gradients_of(param) is not None else None)
+        _dress(param, Open if until_release else Away if _gradients_of(param) is not None else None)
 
 
 def is_released(param: Tensor) -> bool:
     """Whether ``param`` has no memory at the moment."""
     return isinstance(param, Released) and not isinstance(param, Updating)
+
+
+def watch_data(param: nn.Parameter, taken: Callable[[], None]) -> None:
+    """Call ``taken`` when the ``data`` of a full parameter is used; it is not kept alive, and must be a method."""
+    _on_data[param] = weakref.WeakMethod(taken)
+
+
+def _data_taken(param: nn.Parameter) -> None:
+    reference = _on_data.get(param)
+    taken = reference() if reference is not None else None
+    if taken is not None:
+        taken()
+
+
+def undress(param: nn.Parameter) -> None:
+    """What is full stays so."""
+    if isinstance(param, Open):
+        _dress(param, None)
 
 
 def watch_grad(param: nn.Parameter, gradients: Gradients | None) -> None:
@@ -286,7 +329,7 @@ def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
     """Within a forward the parameter has its own class, of which what torch.compile has made of the model goes by; afterwards not."""
     if whether and isinstance(param, Away):
         _dress(param, None)
-    elif not whether and not isinstance(param, Released):
+    elif not whether and not isinstance(param, (Released, Open)):
         _dress(param, Away if _gradients_of(param) is not None else None)
 
 

@@ -34,6 +34,27 @@ def view_params(unit: Unit, layout: Layout, full: Tensor) -> None:
         param.data = view
 
 
+def adopt_replaced(unit: Unit, layout: Layout, full: Tensor) -> list[int]:
+    """Parameters that were given other memory (``param.data = ...``) become views of ``full`` again, with their new values; returns their numbers.
+
+    RuntimeError for one that has another dtype or shape, or is elsewhere.
+    """
+    found = []
+    for index, param in enumerate(unit.params):
+        place = full[layout.whole(index)].view(param.shape) if param.numel() == layout.numels[index] else None
+        if place is not None and param.data_ptr() == place.data_ptr() and param.dtype == place.dtype:
+            continue
+        if place is None or param.dtype != place.dtype or param.device != place.device:
+            raise RuntimeError(
+                f"parameter {unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
+                ".data); move the model first, then wrap it, and use dtype= to convert"
+            )
+        place.copy_(param.data)
+        param.data = place
+        found.append(index)
+    return found
+
+
 class ReplicatedParams:
     """Stages 0-2: parameters stay full on the device; after the update each rank's slice is gathered to all.
 
