@@ -57,6 +57,7 @@ class Held:
     grads: UnitGrads | None = None
     used: set[int] = dataclasses.field(default_factory=set)  # parameters with a gradient, on any rank, since the last step
     shown: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)  # gradients that the user looked at, or replaced, or dropped
+    shown_state: dict[int, dict[str, Tensor]] = dataclasses.field(default_factory=dict)  # of the optimizer, which the user looked at
     spent: float | None = None  # the gradient was used in a step, and is what was stored times this
     loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes now
     steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of the parameters that were updated: how often
@@ -354,9 +355,49 @@ class Held:
                 state[self.unit.params[index]] = {"step": torch.tensor(float(step))}
         return state
 
+    def show_state(self, index: int, name: str) -> Tensor:
+        """The state ``name`` of one parameter, as a tensor of the user's: what it becomes counts. On all ranks, but for ``step``."""
+        shown = self.shown_state.setdefault(index, {})
+        if name not in shown:
+            assert self.shard is not None
+            param, read = self.unit.params[index], functools.partial(self.shard.get_state, name)
+            if name == "step":
+                shown[name] = torch.tensor(float(self.steps.get(index, 0)))
+            elif self.params.held.stop - self.params.held.start == self.layout.numel:
+                shown[name] = read(self.mine(index)).view(param.shape).clone()
+            else:
+                shown[name] = self.full(read)[self.layout.whole(index)].view(param.shape).clone()
+        return shown[name]
+
+    def replace_state(self, index: int, name: str, value: Any) -> None:
+        """The state ``name`` of one parameter becomes what ``value`` is until ``keep_state``."""
+        known = ("step", *self.shard.names) if self.shard is not None else ()
+        if name not in known:
+            raise KeyError(
+                f"the state of {self.unit.names[index]!r} is {', '.join(known) or 'nothing, as it is frozen'}; got {name!r}: keep what is your "
+                "own in a dictionary of your own"
+            )
+        value = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        if value.numel() != 1 if name == "step" else value.shape != self.unit.params[index].shape:
+            raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(self.unit.params[index].shape)}; got {tuple(value.shape)}")
+        self.shown_state.setdefault(index, {})[name] = value
+        self.steps.setdefault(index, 0)
+
+    def keep_state(self) -> None:
+        """What the user has made of the states that were shown goes to its tier."""
+        shown, self.shown_state = self.shown_state, {}
+        for index, state in shown.items():
+            mine, piece = self.layout.part(index, self.params.held)
+            for name, value in state.items():
+                if name == "step":
+                    self.steps[index] = int(value)
+                elif self.shard is not None:
+                    self.shard.set_state(name, mine, value.detach().reshape(-1)[piece])
+
     def forget_state(self, index: int) -> None:
         """Parameter ``index`` becomes as before its first step; its master stays."""
         self.steps.pop(index, None)
+        self.shown_state.pop(index, None)
         if self.shard is not None:
             mine = self.mine(index)
             for name in self.shard.names:

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -91,7 +92,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
         for hooks in _HOOKS:  # and the same hooks
             setattr(self, hooks, getattr(optimizer, hooks))
-        self.state: Shown = Shown(weakly(self._state_names))
+        self.state = Shown(weakref.proxy(self))
+        self.asked = False  # torch.distributed.checkpoint has looked whether there is state
         assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
         self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(model, self.param_groups, self.stored, self.config.device is not None)
@@ -126,11 +128,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if scale == "auto":
             scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
-        self._built = True
         watch_torch()
-        if optimizer.state:
-            self.load_state_dict(optimizer.state_dict())
-            optimizer.state.clear()
+        brought = optimizer.state_dict() if optimizer.state else None
+        self._built = True
+        optimizer.state = self.state
+        if brought is not None:
+            self.load_state_dict(brought)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         raise TypeError(
@@ -446,6 +449,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         beside = self.config.overlap_step
         # as they are now: what is updated beside training must not see what schedulers write meanwhile
         group_of = {param: group for group in map(_as_now, self.param_groups) for param in group["params"]}
+        self._keep_state()
         for held in self.held:
             held.adopt_writes()  # may refuse, before anything is changed
         tasks: dict[int, Task] = {}
@@ -546,9 +550,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- state ---------------------------------------------------------------------------------------------------------------
 
-    def _state_names(self, param: nn.Parameter) -> list[str]:
-        shard = self.units[param][0].shard
-        return ["step", *shard.names, *(["master"] if shard.has_master else [])] if shard is not None else []
+    def _settle_state(self) -> None:
+        self._check_open()
+        self._end_save()
+        self._finish_update()
+
+    def _keep_state(self) -> None:
+        """What user code has made of ``optimizer.state`` counts."""
+        for held in self._trained:
+            if held.shown_state:
+                held.arrive()
+                held.keep_state()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own format: ``step`` and the optimizer's states by parameter, in fp32, and ``master`` for 16-bit parameters.
@@ -562,17 +574,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._finish_update()
         if self.torn:
             log.warning("this state_dict() is from within a step() that ended half-way (%s)", self.torn)
-        if self.state.asked:
+        self._keep_state()
+        if self.asked:
             for held in self._trained:
                 held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
-        self.state.clear()
+        shown, self.state = self.state, defaultdict(dict)
         try:
             if any(held.steps for held in self.held):
                 for held in self.held:
                     self.state.update(held.export_state(own_part=self.config.stage == 3 and self.comm.world > 1))  # type: ignore[arg-type]
             plain = super().state_dict()
         finally:
-            self.state.clear()
+            self.state = shown
         plain["zk"] = {"loss_scale": self.scaler.state_dict(), "counters": dict(self.counters)}
         return plain
 
@@ -602,6 +615,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, self.rule)
+        for held in self._trained:
+            held.shown_state.clear()
         params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
         self._end_update()
         plan = []
@@ -662,6 +677,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
         self._end_save()
+        self._keep_state()
         for held in self.held:
             if not async_save or held.written_since(None):
                 held.arrive()
@@ -707,6 +723,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._end_save()
         self._end_update()
         self._drop_gradients()
+        for held in self._trained:
+            held.shown_state.clear()
         extra = load.load(self, Path(directory), scheduler)
         self.torn = ""
         return extra
@@ -809,6 +827,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Let go of everything, whatever is under way."""
         self._finalizer()
         self.partition.closed = self.closed = True
+        self.inner.state = defaultdict(dict)
         self._end_update()
         for param in self.units:
             OWNERS.pop(param, None)

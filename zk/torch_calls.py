@@ -28,7 +28,22 @@ def watch_torch() -> None:
     _put_before("clip_grad_norm_", _clip_norm)
     for kind, params_of in ((nn.Module, nn.Module.parameters), (torch.optim.Optimizer, _grouped)):
         _drop_before(kind, params_of)
+    _go_to_owner("state_dict")
+    _go_to_owner("load_state_dict")
     register_optimizer_step_pre_hook(_step_begins)
+
+
+def _go_to_owner(name: str) -> None:
+    """Let a method of an optimizer that was given to a ZeroOptimizer, which has its state, be that one's."""
+    of_torch = getattr(torch.optim.Optimizer, name)
+
+    @functools.wraps(of_torch)
+    def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        owner = next((owner_of(param) for param in _grouped(self)), None)
+        is_given = owner is not None and owner.inner is self and owner._built and not owner.closed
+        return getattr(owner, name)(*args, **kwargs) if is_given else of_torch(self, *args, **kwargs)
+
+    setattr(torch.optim.Optimizer, name, method)
 
 
 def _grouped(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

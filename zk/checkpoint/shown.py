@@ -1,28 +1,148 @@
-"""In: a ZeroOptimizer, whose state is elsewhere. Out: what ``optimizer.state`` shows of it to torch.distributed.checkpoint."""
+"""In: a ZeroOptimizer, whose state is elsewhere. Out: ``optimizer.state`` as torch has it, to be read and changed.
+
+A parameter's state is brought back where it is read, as tensors that are the user's; what these have become goes to its tier again before
+the next update or save. Names and numbers of parameters are known without that.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from zk.held import Held
+
+
+class Owner(Protocol):
+    """The optimizer, as far as this needs it."""
+
+    units: Mapping[nn.Parameter, tuple[Held, int]]
+    asked: bool
+
+    def _settle_state(self) -> None:
+        """No update is under way."""
+
+
+class StateOf(MutableMapping[str, Any]):
+    """The state of one parameter, by name: ``step``, a number as a tensor, and the optimizer's, in fp32 and the parameter's shape."""
+
+    def __init__(self, owner: Owner, param: nn.Parameter) -> None:
+        self.owner, self.param = owner, param
+
+    def _names(self) -> tuple[str, ...]:
+        held, index = self.owner.units[self.param]
+        if held.shard is None or not (index in held.steps or self.owner.asked):
+            return ()
+        return "step", *held.shard.names, *(("master",) if self.owner.asked and held.shard.has_master else ())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names():
+            raise KeyError(name)
+        held, index = self.owner.units[self.param]
+        self.owner._settle_state()
+        return held.show_state(index, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        held, index = self.owner.units[self.param]
+        self.owner._settle_state()
+        held.replace_state(index, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(
+            f"{name!r} cannot be taken from a parameter's state alone: optimizer.state.pop(param) forgets all of it, and "
+            f"state[param][{name!r}] = torch.zeros_like(param) sets it to zero"
+        )
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(map(repr, self))}}} (read where one is looked at)"
 
 
 class Shown(defaultdict[Any, Any]):
-    """Empty, but not false: torch.distributed.checkpoint makes a step with zero gradients and lr=0 to fill a state that is.
+    """The state of all parameters that were updated.
 
-    Having asked it expects ``state_dict()`` to hold something to load into, before the first step too; and of ``state[param]`` the names.
+    torch.distributed.checkpoint makes a step with zero gradients and lr=0 to fill a state that is false. Having asked, it expects ``state_dict()``
+    to hold something to load into, before the first step too; and of ``state[param]`` the names.
     """
 
-    def __init__(self, names_of: Callable[[Any], list[str]]) -> None:
+    def __init__(self, owner: Owner) -> None:
         super().__init__(dict)
-        self.names_of, self.asked = names_of, False
+        self.owner = owner
 
     def __bool__(self) -> bool:
-        self.asked = True
+        self.owner.asked = True
         return True
 
-    def __missing__(self, param: Any) -> dict[str, None]:
-        return dict.fromkeys(self.names_of(param))
+    def keys(self) -> Any:
+        return [param for param, (held, index) in self.owner.units.items() if index in held.steps]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys())
+
+    def values(self) -> Any:
+        return [self[param] for param in self.keys()]
+
+    def items(self) -> Any:
+        return [(param, self[param]) for param in self.keys()]
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is other for other in self.keys())
+
+    def __getitem__(self, param: Any) -> StateOf:
+        if param not in self.owner.units:
+            raise KeyError("no parameter of this optimizer")
+        return StateOf(self.owner, param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        return self[param] if param in self else default  # noqa: SIM401
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        if param not in self and default:
+            self[param] = default
+        return self[param]
+
+    def __setitem__(self, param: Any, state: Mapping[str, Any]) -> None:
+        held, index = self.owner.units[param]
+        self.owner._settle_state()
+        for write in held.import_plan(index, state):
+            write()
+
+    def update(self, other: Any = (), **kwargs: Any) -> None:  # type: ignore[override]
+        for param, state in dict(other).items():
+            self[param] = state
+
+    def __delitem__(self, param: Any) -> None:
+        if param not in self:
+            raise KeyError("this parameter has no state")
+        self.owner._settle_state()
+        held, index = self.owner.units[param]
+        held.forget_state(index)
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        if param not in self:
+            if default:
+                return default[0]
+            raise KeyError("this parameter has no state")
+        state = dict(self[param])
+        del self[param]
+        return state
+
+    def clear(self) -> None:
+        for param in self.keys():
+            del self[param]
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,)
+
+    def __repr__(self) -> str:
+        return f"<state of {len(self)} parameters>"
