@@ -385,7 +385,7 @@ def test_ranks_refuse_together_and_share_the_memory_of_a_machine() -> None:
 # ---- against a real run ----------------------------------------------------------------------------------------------------------------
 
 REAL = """
-import sys, torch, zk
+import gc, sys, torch, zk
 from torch import nn
 from unittest import mock
 from zk import memory
@@ -401,12 +401,14 @@ def run(width, layers, graded=False, **config):
     adam = torch.optim.AdamW(net.parameters())
     found = []
     with mock.patch.object(needs, "lacking", lambda need, free: found.append(need) or {}):
+        gc.collect(), memory.trim()  # what the run before has left is not this one's
         open("/proc/self/clear_refs", "w").write("5")  # the peak is that from here on
         before = memory.peak_nbytes()
         optimizer = zk.ZeroOptimizer(net, adam, dtype="bf16", **config)
     for _ in range(2):
         net(torch.randn(1, width).bfloat16()).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     grown = memory.peak_nbytes() - before
     optimizer.close()
     return found[0]["host"], grown

@@ -51,6 +51,7 @@ def norms_differ(case: tuple[int, str, str, str]) -> str:
             plain.zero_grad()
             model(x[rank::size], short).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
             got = optimizer.metrics()["grad_norm"]
             if not (math.isclose(got, want, rel_tol=1e-5) or (math.isnan(want) and not math.isfinite(got))):
                 return f"step {number}: {got} instead of {want}"

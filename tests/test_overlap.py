@@ -324,7 +324,7 @@ def test_a_step_that_is_refused_changes_nothing_and_one_that_is_interrupted_says
     loss = loss_of(model, batch(1))
     loss.backward()
     param = list(model.parameters())[-1]
-    kept, param.data = param.data, param.data.clone()
+    kept, param.data = param.data, param.data.double()
     with pytest.raises(RuntimeError, match="was moved or converted"):
         optimizer.step()
     param.data = kept

@@ -129,6 +129,7 @@ def test_bytes_are_those_of_real_optimizers(
                 optimizer.backward(model(ids[:, :-1], ids[:, 1:]))
                 if seed < 2:
                     optimizer.step()
+                    optimizer.zero_grad()
                     link.finish()
             optimizer.clip_grad_norm_(1.0)  # all gradients have arrived where they rest
             for name, nbytes in optimizer.metrics().items():
@@ -169,6 +170,7 @@ def on_two_ranks(case: tuple[int, str, str]) -> tuple[dict[str, float], int]:
             model(ids[:, :-1], ids[:, 1:]).backward()
             if seed < 2:
                 optimizer.step()
+                optimizer.zero_grad()
         return optimizer.metrics(), gathered
 
 

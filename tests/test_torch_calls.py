@@ -33,8 +33,9 @@ def test_torchs_clip_grad_norm_clips_what_zk_has_taken(stage: int) -> None:
             norm = clip_grad_norm_(one.parameters(), 0.05) if by is optimizer else by.clip_grad_norm_(0.05)
             assert norm.item() > 0.05
             by.step()
-    for got, want in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(got, want)
+            by.zero_grad()
+    got, want = (one.state_dict() for one in (model, other))
+    assert all(torch.equal(got[name], want[name]) for name in want)
     plain = make_model()
     loss_of(plain, batch(0)).backward()
     assert clip_grad_norm_(plain.parameters(), 0.05).item() > 0.05  # torch's are still torch's
@@ -46,23 +47,6 @@ def test_an_infinite_norm_asks_for_the_norm_and_leaves_the_configs_limit() -> No
     loss_of(model, batch(0)).backward()
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item() > 0.05
     assert optimizer.max_norm == 0.05
-
-
-def test_what_cannot_be_clipped_alone_is_refused() -> None:
-    model, optimizer = trained()
-    loss_of(model, batch(0)).backward()
-    params = list(model.parameters())
-    with pytest.raises(ValueError, match="without '"):
-        clip_grad_norm_(params[:1], 1.0)
-    stranger = nn.Parameter(torch.ones(2))
-    stranger.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="together with parameters that are not in it"):
-        clip_grad_norm_([*params, stranger], 1.0)
-    with pytest.raises(ValueError, match=r"2-norm; got norm_type=1\.0"):
-        clip_grad_norm_(params, 1.0, norm_type=1.0)
-    with pytest.raises(ValueError, match="clip by norm"):
-        nn.utils.clip_grad_value_(params, 1.0)
-    optimizer.step()  # nothing was lost
 
 
 def test_clipping_a_norm_that_is_not_finite_raises_where_that_is_asked_for() -> None:
@@ -102,19 +86,9 @@ def test_zero_grad_of_the_model_drops_gradients_that_have_left(stage: int) -> No
         one.zero_grad()
         loss_of(one, batch(2)).backward()
         by.step()
-    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_zero_grad_of_a_part_is_refused_where_more_would_be_dropped_and_fine_where_there_is_nothing() -> None:
-    model, optimizer = trained()
-    model.head.zero_grad()
-    loss_of(model, batch(0)).backward()
-    with pytest.raises(ValueError, match=r"without those of '.*'; call it of the model"):
-        model.head.zero_grad()
-    optimizer.step()
-    model.head.zero_grad()
-    assert optimizer.metrics()["steps"] == 1
+    got, want = model.state_dict(), plain.state_dict()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
 def test_another_optimizer_over_the_model_is_refused_until_zk_lets_go() -> None:
@@ -146,10 +120,3 @@ def test_of_several_clips_before_a_step_the_smallest_counts() -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_clipping_in_two_halves_is_refused() -> None:
-    model, _ = trained()
-    loss_of(model, batch(0)).backward()
-    with pytest.raises(ValueError, match="clip_grad_norm_ does both"):
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))

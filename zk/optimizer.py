@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
         for hooks in _HOOKS:  # and the same hooks
             setattr(self, hooks, getattr(optimizer, hooks))
-        self.state = Shown(weakref.proxy(self))
+        self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
         self.asked = False  # torch.distributed.checkpoint has looked whether there is state
         assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
         self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
@@ -619,6 +619,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.shown_state.clear()
         params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
         self._end_update()
+        if self.torn:
+            self._drop_gradients()  # which the step that ended half-way was given
         plan = []
         for key, param in params.items():
             held, index = self.units[param]
@@ -827,7 +829,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Let go of everything, whatever is under way."""
         self._finalizer()
         self.partition.closed = self.closed = True
-        self.inner.state = defaultdict(dict)
+        self.state = self.inner.state = defaultdict(dict)
         self._end_update()
         for param in self.units:
             OWNERS.pop(param, None)

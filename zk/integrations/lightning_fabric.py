@@ -132,15 +132,13 @@ class FabricStrategy(Processes):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
-        if float(norm_type) != 2.0:
-            raise ValueError(f"zk clips by the 2-norm of all gradients; got norm_type={norm_type!r}")
-        norm: Tensor = optimizer.clip_grad_norm_(max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
         if error_if_nonfinite and not norm.isfinite() and not optimizer.scaler.active:  # a loss scale is lowered by such a step
             raise RuntimeError(f"the gradient norm is {norm.item()}; error_if_nonfinite=False skips such steps instead")
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        raise ValueError(f"zk clips gradients by their norm, not by value (got clip_val={clip_val!r}); use max_norm=")
+        torch.nn.utils.clip_grad_value_(module.parameters(), clip_val)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class TrainerPrecision(Delegated):
         optimizer.clip_grad_norm_(clip_val)
 
     def clip_grad_by_value(self, optimizer: ZeroOptimizer, clip_val: float) -> None:
-        raise ValueError(f"zk clips gradients by their norm, not by value (got {clip_val!r}); use gradient_clip_algorithm='norm'")
+        torch.nn.utils.clip_grad_value_((param for group in optimizer.param_groups for param in group["params"]), clip_val)
 
 
 class FabricPrecision(Delegated):

@@ -134,8 +134,6 @@ class TrainerStrategy(Processes):
 
     def _refuse(self, trainer: Any) -> None:
         """What cannot be right."""
-        if getattr(trainer.gradient_clip_algorithm, "value", None) == "value":
-            raise ValueError("zk clips gradients by their norm, not by value; use Trainer(gradient_clip_algorithm='norm')")
         if trainer.gradient_clip_val and self.config.clip_grad_norm:
             raise ValueError(
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and clip_grad_norm={self.config.clip_grad_norm} of the strategy "

@@ -1,0 +1,122 @@
+"""Programs around an optimizer, with zk and beside plain torch: each gives the same, or is refused with the sentence that it must get."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk
+from tests.user_programs import PROGRAMS, Case, Run, Writing
+from tests.world import run_world
+
+STEPS = 4
+ALONE = (
+    *(Case(stage) for stage in range(4)),
+    Case(2, tier="host"),
+    Case(2, tier="host", overlap_step=True),
+    Case(2, tier="nvme"),
+    Case(3, tier="nvme"),
+)
+TOGETHER = (*(Case(stage, 2) for stage in range(4)), Case(2, 2, "host", overlap_step=True), Case(3, 2, "nvme"))
+
+
+def run_program(name: str, case: Case | None, rank: int = 0, drive: str = "") -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters after a few steps, and what the program has seen; ``case``: None is plain torch."""
+    program = PROGRAMS[name]
+    torch.manual_seed(0)
+    model = program.model()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    if case is not None:
+        where = {"param_tier": case.tier} if case.stage == 3 else {}
+        optimizer = zk.ZeroOptimizer(
+            model,
+            optimizer,
+            stage=case.stage,
+            optimizer_tier=case.tier,
+            overlap_step=case.overlap_step,
+            nvme_path=drive if case.tier == "nvme" else None,
+            units=[nn.Embedding, nn.Linear] if isinstance(model, Writing) else None,
+            **where,
+        )
+    try:
+        run = Run(model, optimizer, rank, case.world if case else 1, whole=program.whole)
+        for run.step in range(STEPS):
+            run.draws = 0
+            program.run(run)
+        if isinstance(optimizer, zk.ZeroOptimizer):
+            return optimizer.consolidated_state_dict(), run.seen
+        return {name: value.clone() for name, value in model.state_dict().items()}, run.seen
+    finally:
+        if isinstance(optimizer, zk.ZeroOptimizer):
+            optimizer.close()
+
+
+def fault(name: str, case: Case, rank: int, drive: str) -> str:
+    """What is wrong with a program's verdict; nothing if it is as it must be."""
+    message = PROGRAMS[name].verdict(case)
+    if message is not None:
+        try:
+            run_program(name, case, rank, drive)
+        except Exception as error:
+            return "" if re.search(message, str(error)) else f"{name}, {case}: refused with {type(error).__name__}: {error}"
+        return f"{name}, {case}: not refused"
+    want, want_seen = run_program(name, None)
+    try:
+        got, got_seen = run_program(name, case, rank, drive)
+    except Exception as error:
+        return f"{name}, {case}: {type(error).__name__}: {error}"
+    off = {key: (got[key] - want[key]).abs().max().item() for key in want}
+    worst = max(off, key=lambda key: off[key])
+    if off[worst] > PROGRAMS[name].tolerance:
+        return f"{name}, {case}: {worst} is off by {off[worst]:.1e}"
+    if len(got_seen) != len(want_seen) or any(a != pytest.approx(b, rel=1e-3, abs=1e-5) for a, b in zip(got_seen, want_seen, strict=True)):
+        return f"{name}, {case}: saw {got_seen[:6]} instead of {want_seen[:6]}"
+    return ""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_alone(name: str, tmp_path: Path) -> None:
+    faults = [found for case in ALONE if (found := fault(name, case, 0, str(tmp_path)))]
+    assert not faults, "\n".join(faults)
+
+
+def of_a_rank(names_and_drive: tuple[list[str], str]) -> list[str]:
+    names, drive = names_and_drive
+    return [found for name in names for case in TOGETHER if (found := fault(name, case, dist.get_rank(), drive))]
+
+
+@pytest.mark.parametrize("third", range(3))
+def test_two_ranks(third: int, tmp_path: Path) -> None:
+    for faults in run_world(2, of_a_rank, [(list(PROGRAMS)[third::3], str(tmp_path))])[0]:
+        assert not faults, "\n".join(faults)
+
+
+def of_one_rank_only(_: None) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
+    model(torch.ones(2, 4)).sum().backward()
+    try:
+        if dist.get_rank() == 0:
+            assert model.weight.grad is not None
+        else:
+            optimizer.step()
+            optimizer.save_checkpoint("never")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_gradient_that_one_rank_only_reads_is_an_error_that_names_both() -> None:
+    found = run_world(2, of_one_rank_only, [None])[0]
+    assert all("rank" in message and "'" in message for message in found), found
+
+
+def test_the_guide_names_every_program() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "guides" / "around_the_optimizer.md").read_text()
+    assert sorted(re.findall(r"^\|.*\| `(\w+)` \|$", text, re.M)) == sorted(PROGRAMS)
