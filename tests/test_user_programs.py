@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
-from tests.user_programs import PROGRAMS, Case, Run, Writing
+from tests.user_programs import PROGRAMS, Case, Net, Run, Writing
 from tests.world import run_world
 
 STEPS = 4
@@ -115,6 +117,63 @@ def of_one_rank_only(_: None) -> str:
 def test_a_gradient_that_one_rank_only_reads_is_an_error_that_names_both() -> None:
     found = run_world(2, of_one_rank_only, [None])[0]
     assert all("rank" in message and "'" in message for message in found), found
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_parts_and_methods_of_a_model_cast_their_inputs_as_its_call_does(stage: int) -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 8)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=stage, dtype="bf16"):
+        want = model(x)
+        assert want.dtype == torch.bfloat16
+        assert torch.equal(model.forward(x), want) and torch.equal(model.head(model.encode(x)), want)
+        with zk.gather(model.parameters()):
+            twin = copy.deepcopy(model)
+        assert torch.equal(twin(x), want)
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_two_threads_add_up_their_gradients_or_are_refused(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    batches, refused = torch.randn(6, 4, 8), []
+    inside, seen = threading.Barrier(2), threading.Event()
+
+    class Meets(nn.Module):  # both threads are in forward at once
+        def forward(self, x: Tensor) -> Tensor:
+            if stage < 3:
+                inside.wait(30)
+            else:
+                seen.wait(30)
+            return x
+
+    model.blocks.insert(0, Meets())
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage):
+
+        def work(some: Tensor) -> None:
+            try:
+                for x in some:
+                    model(x).square().mean().backward()
+            except RuntimeError as error:
+                refused.append(str(error))
+                seen.set()
+
+        threads = [threading.Thread(target=work, args=(some,)) for some in batches.chunk(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if stage == 3:
+            assert len(refused) == 1 and "two threads call the model at once" in refused[0]
+            model.zero_grad()
+            model(batches[0]).square().mean().backward()  # it goes on in one
+            return
+        assert not refused
+        for x in batches:
+            plain(x).square().mean().backward()
+        for got, want in zip((p for p in model.parameters()), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_the_guide_names_every_program() -> None:

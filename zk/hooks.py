@@ -43,6 +43,30 @@ class CastInputs:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
 
+class Calls:
+    """How many calls of the model are in progress."""
+
+    depth = 0
+
+    def begin(self, *_: Any) -> None:
+        """A call begins."""
+        self.depth += 1
+
+    def end(self, *_: Any) -> None:
+        """A call has ended, well or not."""
+        self.depth -= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CastPart(CastInputs):
+    """The same for a part of the model that is called by itself: outside of the model's own call, which has cast its inputs."""
+
+    calls: Calls
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.calls.depth else super().__call__(module, args, kwargs)
+
+
 _TWO_DTYPES = re.compile(
     r"same d?type|scalar type|type .* should be the same|dtypes? (match|must be)|be equal to src.dtype|expected dtype|[Tt]ype promot"
 )

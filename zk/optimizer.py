@@ -26,7 +26,7 @@ from zk.checks import check_aliases, check_arguments, check_group, check_groups,
 from zk.config import ZeroConfig, parse_dtype
 from zk.gradients import Gradients
 from zk.held import OWNERS, Held
-from zk.hooks import CastInputs, ExplainDtypes, Hook, weakly
+from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, trim
@@ -193,7 +193,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
         if config.dtype is not None:
             assert isinstance(config.dtype, torch.dtype)
+            calls = Calls()
+            self.handles.append(self.model.register_forward_pre_hook(Hook(calls.begin), prepend=True))
+            self.handles.append(self.model.register_forward_hook(Hook(calls.end), always_call=True))
             self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
+            for part in self.model.modules():  # for model.forward(x), model.encode(x), and layers one by one
+                if part is not self.model and any(param.dtype == config.dtype for param in part.parameters()):
+                    self.handles.append(part.register_forward_pre_hook(CastPart(config.dtype, calls), with_kwargs=True))
             if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
         if self.partition.params:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
@@ -94,6 +95,7 @@ class GradReducer:
         self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Leaving]]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
+        self.lock = threading.RLock()  # several threads may be in backward at once
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
         self.task = -1
 
@@ -131,6 +133,10 @@ class GradReducer:
     # ---- flatten -------------------------------------------------------------------------------------------------------------
 
     def _arrived(self, position: int, index: int, param: nn.Parameter) -> None:
+        with self.lock:
+            self._take_grad(position, index, param)
+
+    def _take_grad(self, position: int, index: int, param: nn.Parameter) -> None:
         task = torch._C._current_graph_task_id()
         if task != -1 and self.task == -1:
             self.task = task
@@ -254,6 +260,10 @@ class GradReducer:
             self._give(unit, bucket, after)
 
     def _backward_ended(self) -> None:
+        with self.lock:
+            self._reduce_rest()
+
+    def _reduce_rest(self) -> None:
         self.task = -1
         if self.eager:
             for position in self.order:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -319,6 +320,7 @@ class Partition:
         self.by_index: dict[int, PartitionedParams] = {}
         self.handles: list[RemovableHandle] = []
         self.depth = 0  # forwards in progress, of any unit or the model
+        self.thread = 0  # in which they are
         self.root_depth = 0
         self.task = -1  # the backward under way
         self.makes_graph = False  # which it is with create_graph=True
@@ -375,6 +377,13 @@ class Partition:
 
     def _before(self, units: list[PartitionedParams], calls: list[object], module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
+        if self.depth == 0:
+            self.thread = threading.get_ident()
+        elif self.thread != threading.get_ident():
+            raise RuntimeError(
+                "two threads call the model at once, and at stage 3 one would release what the other computes with; call it in one thread after "
+                "the other, or use stage 2"
+            )
         if self.depth == 0 and not in_backward:
             if self.task != -1:  # an error ended the last backward
                 self.reset()
@@ -402,8 +411,8 @@ class Partition:
                 torch.autograd.graph.register_multi_grad_hook(inputs, done)
 
     def _after(self, units: list[PartitionedParams], calls: list[object], module: nn.Module, _args: Any, output: Any) -> None:
-        if not calls:
-            return  # the hook before it failed
+        if not calls or self.thread != threading.get_ident():
+            return  # the hook before it failed, or refused this thread
         call = calls.pop()
         self.depth -= 1
         self.root_depth -= module is self.model
