@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import zk
 from tests.models import DEVICE
 from tests.world import run_world
 from zk import kernels
+from zk.checkpoint.export import export
 from zk.tiled_linear import Tile, TiledLinear, cuts
 from zk.train.save import save_model
 
@@ -431,3 +433,71 @@ def test_models_that_are_held_and_precisions_that_no_kernel_has_are_refused():
         zk.tile_linears(nn.Sequential(nn.Linear(32, 32, dtype=torch.float64)), 1024)
     with pytest.raises(TypeError, match="computes in fp32, bf16 or fp16"):
         TiledLinear(4, 4).double()(torch.ones(2, 4, dtype=torch.float64))
+
+
+# ---- a linear layer like others ------------------------------------------------------------------------------------------------------
+
+
+def two_layers() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(130, 200), nn.Tanh(), nn.Linear(200, 70))
+    tiled = copy.deepcopy(plain)
+    zk.tile_linears(tiled, 8000)
+    return plain, tiled
+
+
+def test_what_is_written_to_the_weight_is_written_to_the_tiles() -> None:
+    plain, tiled = two_layers()
+    layer, want = tiled[0], plain[0].weight.detach().clone()
+    assert isinstance(layer, nn.Linear) and len(layer.tiles) > 4
+    writes = (
+        nn.init.zeros_,
+        lambda weight: nn.init.constant_(tensor=weight, val=3.0),
+        lambda weight: weight.data.fill_(2),
+        lambda weight: weight.data.copy_(want),
+        lambda weight: weight.data.mul_(2),
+    )
+    for write in writes:
+        write(plain[0].weight), write(layer.weight)
+        assert torch.equal(layer.weight, plain[0].weight)
+    layer.weight.data = want
+    with torch.no_grad():
+        layer.weight[3] = 1
+        layer.weight *= 2
+        layer.weight[3] = want[3] * 2
+        layer.weight.div_(2)
+    assert torch.equal(layer.weight, want) and type(layer.weight * 1) is Tensor
+    layer.weight.requires_grad_(False)
+    assert not any(tile.weight.requires_grad for tile in layer.tiles) and layer.bias.requires_grad
+    layer.weight.requires_grad = True
+    assert all(tile.weight.requires_grad for tile in layer.tiles)
+    with pytest.raises(RuntimeError, match="within torch.no_grad"):
+        layer.weight.add_(1)
+    with pytest.raises(AttributeError, match="cannot be replaced"):
+        layer.weight = nn.Parameter(want)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_tiled_model_leaves_zk_with_whole_weights(stage: int, tmp_path: Path) -> None:
+    plain, tiled = two_layers()
+    adam = torch.optim.AdamW(plain.parameters())
+    with zk.ZeroOptimizer(tiled, torch.optim.AdamW(tiled.parameters()), stage=stage) as optimizer:
+        for seed in range(3):
+            x = torch.randn(4, 130, generator=torch.Generator().manual_seed(seed))
+            for model, by in ((tiled, optimizer), (plain, adam)):
+                model(x).square().mean().backward()
+                if by is optimizer:
+                    grad = tiled[0].weight.grad if stage < 3 else None
+                else:
+                    torch.testing.assert_close(plain[0].weight.grad if grad is None else grad, plain[0].weight.grad)
+                by.step()
+                by.zero_grad()
+        whole = optimizer.consolidated_state_dict()
+        assert sorted(optimizer.consolidated_state_dict(names=["0.weight"])) == ["0.weight"]
+        optimizer.save_checkpoint(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == whole.keys() == plain.state_dict().keys()
+    for name, want in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(exported[name], whole[name])

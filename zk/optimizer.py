@@ -45,6 +45,7 @@ from zk.parallel.partitioned import Partition, PartitionedParams
 from zk.parallel.released import own_grad, undress, watch_grad
 from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
+from zk.tiled_linear import pieces_of
 from zk.torch_calls import watch_torch
 from zk.units import find_units
 
@@ -757,7 +758,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         is_kept = not rank0_only or self.comm.rank == 0
         full: dict[nn.Parameter, Tensor] = {}
         all_named = dict(self.model.named_parameters(remove_duplicate=False))
-        chosen = set(all_named.values() if names is None else (param for name, param in all_named.items() if name in names))
+        tiles = pieces_of(self.model)
+        shown_as = {name: tiles[name].whole if name in tiles else name for name in all_named}
+        chosen = {param for name, param in all_named.items() if names is None or shown_as[name] in names}
         for held in self.held:
             if not chosen.intersection(held.unit.params):
                 continue
@@ -767,7 +770,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.params.let_go()
         if not is_kept:
             return {}
-        named = {name: full[param] for name, param in all_named.items() if param in full and (names is None or name in names)}
+        named: dict[str, Tensor] = {}
+        for name, param in all_named.items():
+            if param in full and name in tiles:
+                whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
+                whole[tiles[name].place] = full[param]
+            elif param in full and (names is None or name in names):
+                named[name] = full[param]
         return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
 
     def metrics(self) -> dict[str, float]:

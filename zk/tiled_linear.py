@@ -16,13 +16,14 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zk import kernels
 from zk.kernels.launch import FLOATS
@@ -162,7 +163,63 @@ class _Close(torch.autograd.Function):
         return _link(ctx.shape, ctx.run.link_dtype, ctx.device), bias, None
 
 
-class TiledLinear(nn.Module):
+class Whole(Tensor):
+    """The weight of a TiledLinear, put together from its tiles. What is written to it is written to them."""
+
+    layer: TiledLinear
+
+    @classmethod
+    def of(cls, layer: TiledLinear, values: Tensor) -> Whole:
+        """``values`` (out_features, in_features) as the weight of ``layer``."""
+        whole = values.as_subclass(cls)
+        whole.layer = layer
+        return whole
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        first = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Whole))
+        name, attribute = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if attribute is _GRAD:
+                return first._gradient(*args[1:])
+            if (attribute is _REQUIRES_GRAD and name == "__set__") or name == "requires_grad_":
+                for tile in first.layer.each_tile():
+                    tile.weight.requires_grad_(*args[1:], **kwargs)
+                return first
+            if attribute is _DATA:
+                return Whole.of(first.layer, first.detach()) if name == "__get__" else first._write(args[1])
+            if not (name.endswith("_") and not name.endswith("__")) and name not in _IN_PLACE:
+                return func(*args, **kwargs)
+            if torch.is_grad_enabled() and first.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
+                raise RuntimeError("the weight of a TiledLinear that requires grad is changed in place; do so within torch.no_grad()")
+            values = first.detach()
+            func(*tree_map(lambda value: values if value is first else value, args), **{
+                key: values if value is first else value for key, value in kwargs.items()
+            })
+            first._write(values)
+            return first
+
+    @torch.no_grad()
+    def _write(self, values: Tensor) -> None:
+        for tile in self.layer.each_tile():
+            tile.weight.copy_(values[tile.rows, tile.columns])
+
+    def _gradient(self, *value: Tensor | None) -> Tensor | None:
+        tiles = self.layer.each_tile()
+        if value:
+            for tile in tiles:
+                tile.weight.grad = None if value[0] is None else value[0][tile.rows, tile.columns].clone()
+            return None
+        grads = [tile.weight.grad for tile in tiles]
+        return None if any(grad is None for grad in grads) else _whole(cast("list[Tensor]", grads), self.layer.in_splits)
+
+
+_GRAD, _DATA, _REQUIRES_GRAD = Tensor.grad, Tensor.data, Tensor.requires_grad
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
+
+
+class TiledLinear(nn.Linear):
     """``torch.nn.Linear``, computed tile by tile.
 
     Args:
@@ -181,12 +238,12 @@ class TiledLinear(nn.Module):
         ValueError: for more splits than features, and, in forward, for an input of another width or precision.
 
     Parameters are those of the tiles, and ``bias`` (out_features,); ``state_dict()`` has nn.Linear's ``weight`` and ``bias``, and
-    ``load_state_dict()`` takes them. ``weight`` as an attribute is put together for reading, which takes the memory of all of it;
-    what is written to it is lost. Initialize the tiles (``model.apply`` comes to them: each has a ``weight``).
+    ``load_state_dict()`` takes them. ``weight`` as an attribute is put together from the tiles, which takes the memory of all of it; what is
+    written to it (nn.init, ``weight.data.normal_()``, ``requires_grad_``) is written to them. Its gradient is put together for reading.
     Initial values have nn.Linear's distribution, not its sequence of draws.
     """
 
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -200,7 +257,7 @@ class TiledLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self._lay_out(in_features, out_features, in_splits, out_splits)
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         for rows in self.out_cuts:
@@ -257,16 +314,25 @@ class TiledLinear(nn.Module):
             nn.init.uniform_(param, -bound, bound)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         """(out_features, in_features), put together from the tiles; gradients flow back to them. All of it in memory."""
-        return _whole([tile.weight for tile in self.each_tile()], self.in_splits)
+        return Whole.of(self, _whole([tile.weight for tile in self.each_tile()], self.in_splits))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            if isinstance(value, Whole) and value.layer is self:
+                return  # layer.weight *= 2 has written it
+            raise AttributeError(
+                "the weight of a TiledLinear is its tiles, and cannot be replaced; write to it within torch.no_grad(): layer.weight.copy_(values)"
+            )
+        super().__setattr__(name, value)
 
     def each_tile(self) -> list[Tile]:
         """Row by row."""
         return cast("list[Tile]", list(self.tiles))
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
-    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:  # type: ignore[override]
         """(..., in_features) -> (..., out_features); see ``input_is_already_split`` and ``combine_out_splits`` for lists."""
         if self.input_is_already_split:
             widths = [cut.stop - cut.start for cut in self.in_cuts]

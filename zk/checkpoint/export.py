@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +56,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
         check_file(manifest.folder, written)
     entries = _entries(manifest, dtype)
     files = _shards(entries, shard_nbytes)
-    tied = dict(manifest.head["tied"])
+    whole = {param["name"]: _name(param) for unit in manifest.head["units"] for param in unit["params"]}
+    tied = {other: kept for other, kept in manifest.head["tied"].items() if whole[kept] == kept}
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
@@ -62,7 +65,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     try:
         with readers_of(manifest) as readers:
             sources = sources_of(manifest)
-            kinds = {param["name"]: unit["kinds"][0] for unit in manifest.head["units"] for param in unit["params"]}
+            tiles = _tiles(manifest)
+            kinds = {_name(param): unit["kinds"][0] for unit in manifest.head["units"] for param in unit["params"]}
             for name, shard in files.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
@@ -71,6 +75,10 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
                         numel = math.prod(entry.shape)
                         if entry.key not in kinds:
                             writer.add(readers[manifest.ranks[0]["file"]].read(f"buffer/{entry.key}"))
+                            continue
+                        if entry.key in tiles:
+                            for values in _joined(tiles[entry.key], sources, readers):
+                                writer.add(_rounded(values, entry))
                             continue
                         for start in range(0, numel, _PIECE_NUMEL):
                             stop = min(start + _PIECE_NUMEL, numel)
@@ -94,11 +102,52 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     return Exported([out / name for name in files], len(entries), total, tied)
 
 
-def _entries(manifest: Manifest, dtype: torch.dtype | None) -> list[Entry]:
-    found = []
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tile:
+    """A piece of a weight that was trained in tiles."""
+
+    source: tuple[str, str]  # its name, and what is exact of it
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+def _name(param: dict[str, Any]) -> str:
+    """What a parameter is exported as: a tile as the weight that it is a piece of."""
+    return str(param["whole"]["name"] if "whole" in param else param["name"])
+
+
+def _tiles(manifest: Manifest) -> dict[str, list[_Tile]]:
+    """Weight -> its tiles, row by row."""
+    found: dict[str, list[_Tile]] = {}
     for unit in manifest.head["units"]:
         for param in unit["params"]:
-            found.append(Entry(param["name"], dtype or getattr(torch, param["dtype"]), tuple(param["shape"])))
+            if "whole" in param:
+                rows, columns = param["whole"]["place"]
+                found.setdefault(_name(param), []).append(_Tile((param["name"], unit["kinds"][0]), tuple(rows), tuple(columns)))
+    return {name: sorted(tiles, key=lambda tile: (tile.rows, tile.columns)) for name, tiles in found.items()}
+
+
+def _joined(tiles: Sequence[_Tile], sources: Any, readers: Any) -> Iterator[Tensor]:
+    """The elements of a weight in order, a few rows at a time."""
+    for (begin, end), group in itertools.groupby(tiles, key=lambda tile: tile.rows):
+        beside = list(group)
+        step = max(1, _PIECE_NUMEL // max(1, beside[-1].columns[1]))
+        for row in range(0, end - begin, step):
+            parts = []
+            for tile in beside:
+                width, stop = tile.columns[1] - tile.columns[0], min(row + step, end - begin)
+                values = [value for _, value in elements(sources[tile.source], readers, row * width, stop * width)]
+                parts.append(torch.cat(values).view(-1, width))
+            yield torch.cat(parts, 1).reshape(-1)
+
+
+def _entries(manifest: Manifest, dtype: torch.dtype | None) -> list[Entry]:
+    found: list[Entry] = []
+    for unit in manifest.head["units"]:
+        for param in unit["params"]:
+            shape = param["whole"]["shape"] if "whole" in param else param["shape"]
+            if all(entry.key != _name(param) for entry in found):  # the first of its tiles
+                found.append(Entry(_name(param), dtype or getattr(torch, param["dtype"]), tuple(shape)))
     with readers_of(manifest) as readers:
         first = readers[manifest.ranks[0]["file"]]
         for name in manifest.ranks[0]["buffers"]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Written, check_file
+from zk.tiled_linear import pieces_of
 
 if TYPE_CHECKING:
     from zk.held import Held
@@ -43,8 +44,15 @@ class Piece:
     file: str
 
 
-def of_unit(held: Held) -> dict[str, Any]:
-    """What is known of a unit without its elements."""
+def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What is known of a unit without its elements; of ``tiles``, also what they are a piece of."""
+
+    def whole(name: str) -> dict[str, Any]:
+        if not tiles or name not in tiles:
+            return {}
+        tile = tiles[name]
+        return {"whole": {"name": tile.whole, "shape": list(tile.shape), "place": [[cut.start, cut.stop] for cut in tile.place]}}
+
     return {
         "name": held.unit.name,
         "trained": held.shard is not None,
@@ -56,6 +64,7 @@ def of_unit(held: Held) -> dict[str, Any]:
                 "dtype": str(held.unit.dtype).removeprefix("torch."),
                 "offset": offset,
                 "steps": held.steps.get(index, 0),
+                **whole(name),
             }
             for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True))
         ],
@@ -131,6 +140,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
     for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):
         options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
         groups.append({**options, "params": names})
+    tiles = pieces_of(optimizer.model)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -140,7 +150,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         "counters": dict(optimizer.counters),
         "loss_scale": optimizer.scaler.state_dict(),
         "groups": groups,
-        "units": [of_unit(held) for held in optimizer.held],
+        "units": [of_unit(held, tiles) for held in optimizer.held],
         "tied": tied_names(optimizer),
         "model_config": _model_config(optimizer),
     }
