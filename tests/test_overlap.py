@@ -27,11 +27,12 @@ from torch import Tensor, nn
 import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
+from zk.checkpoint import load as loading
 from zk.config import DynamicLossScale
 from zk.held import Held
 from zk.offload import rules, transfer
 from zk.offload.twins import ThrottledLink, pretend
-from zk.offload.worker import Worker
+from zk.offload.worker import Ticket, Worker
 from zk.parallel.comm import Group
 from zk.parallel.released import Updating
 
@@ -590,3 +591,31 @@ def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing(tier: str, tmp_path: Path)
 def test_an_overlap_that_is_neither_on_nor_off_is_refused() -> None:
     with pytest.raises(TypeError, match="overlap_step must be True or False"):
         zk.ZeroConfig(overlap_step="yes")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_loaded_after_the_update_beside_training_has_ended(tmp_path: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer)
+    optimizer.save_checkpoint(tmp_path)
+    adam_, join, load = rules.adam_, Ticket.join, loading.load
+    asked, underway = threading.Event(), []
+
+    def when_asked(*args: Any, **kwargs: Any) -> None:
+        assert asked.wait(60)
+        adam_(*args, **kwargs)
+
+    def joined(ticket: Ticket) -> None:
+        asked.set()
+        join(ticket)
+
+    def loads(*args: Any) -> Any:
+        underway.extend(held.underway for held in optimizer.held if held.underway is not None)
+        asked.set()
+        return load(*args)
+
+    with mock.patch.object(rules, "adam_", when_asked), mock.patch.object(Ticket, "join", joined), mock.patch.object(loading, "load", loads):
+        loss_of(model, batch(2)).backward()
+        optimizer.step()
+        optimizer.load_checkpoint(tmp_path)
+    assert not underway
+    optimizer.close()

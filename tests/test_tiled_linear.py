@@ -471,7 +471,7 @@ def test_what_is_written_to_the_weight_is_written_to_the_tiles() -> None:
     assert not any(tile.weight.requires_grad for tile in layer.tiles) and layer.bias.requires_grad
     layer.weight.requires_grad = True
     assert all(tile.weight.requires_grad for tile in layer.tiles)
-    with pytest.raises(RuntimeError, match="within torch.no_grad"):
+    with pytest.raises(RuntimeError, match=r"within torch\.no_grad"):
         layer.weight.add_(1)
     with pytest.raises(AttributeError, match="cannot be replaced"):
         layer.weight = nn.Parameter(want)

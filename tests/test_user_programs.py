@@ -59,7 +59,7 @@ def run_program(name: str, case: Case | None, rank: int = 0, drive: str = "") ->
 
 
 def fault(name: str, case: Case, rank: int, drive: str) -> str:
-    """What is wrong with a program's verdict; nothing if it is as it must be."""
+    """Say what is wrong with a program's verdict; nothing if it is as it must be."""
     message = PROGRAMS[name].verdict(case)
     if message is not None:
         try:

@@ -1,4 +1,4 @@
-"""What people do around an optimizer, as functions of a Run: the same program runs with plain torch and with zk.
+"""Programs around an optimizer, as functions of a Run: the same one runs with plain torch and with zk.
 
 ``PROGRAMS`` has each with its verdict: None where it must give what it gives with torch, or a function of the case that says what it is refused with.
 """
@@ -112,7 +112,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def see(self, value: Any) -> None:
-        """What is seen must be the same."""
+        """Note a value that must be the same."""
         self.seen.append(float(value))
 
     @property
@@ -122,7 +122,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What zk does it with."""
+    """Configuration of zk, for one run."""
 
     stage: int
     world: int = 1
@@ -160,7 +160,7 @@ def program(
 
 
 def partitioned(message: str) -> Callable[[Case], str | None]:
-    """Refused at stage 3."""
+    """Verdict: refused at stage 3."""
     return lambda case: message if case.stage == 3 else None
 
 
@@ -633,6 +633,14 @@ def write_what_is_gathered_to_be_read(run: Run) -> None:
 @program(partitioned("is read while released"))
 def assign_data(run: Run) -> None:
     run.model.head.weight.data = run.model.head.weight.data * 0.9
+    run.backward()
+    run.finish()
+
+
+@program(lambda case: "use zk.gather" if case.stage == 3 and (case.world > 1 or case.tier == "nvme") else None)
+def write_data_of_what_is_gathered_to_be_read(run: Run) -> None:
+    with zk.gather(run.params):
+        run.model.head.weight.data.mul_(0.5)
     run.backward()
     run.finish()
 

@@ -33,13 +33,11 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             unit, index = owner.units[param]
             held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[Held] = []
-    versions: dict[nn.Parameter, int] = {}
     try:
         for unit, _ in held.values():
             unit.arrive()
             unit.params.hold()
             entered.append(unit)
-        versions = {param: param._version for param in wanted}
         yield
         if write:
             for unit, indices in held.values():
@@ -48,7 +46,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
         lost = False
         for unit in entered:
             if isinstance(unit.params, PartitionedParams) and not write:
-                lost |= any(versions[param] != param._version for param in unit.unit.params if param in versions)
+                lost |= unit.params.is_changed()
                 unit.params.note_versions()
             unit.params.let_go()
     if lost:

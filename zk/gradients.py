@@ -19,7 +19,7 @@ from zk.parallel.released import compute_as_itself, grad_gone
 
 
 class Gradients:
-    """What ``param.grad`` is of the parameters of one ZeroOptimizer.
+    """Read and write ``param.grad`` for the parameters of one ZeroOptimizer.
 
     Args:
         units: where each parameter is: its unit, and its number in that.
@@ -39,7 +39,7 @@ class Gradients:
         self.looked: list[Held] = []  # units whose gradients have been brought back
 
     def has_left(self, param: nn.Parameter) -> bool:
-        """Whether the parameter has a gradient, which is somewhere else."""
+        """Check that the parameter has a gradient, and that it is somewhere else."""
         held, index = self.units[param]
         if held.grads is not None and index in held.grads.used:
             return True
@@ -81,7 +81,7 @@ class Gradients:
         self._computes(True)
 
     def forward_ended(self, *_: object) -> None:
-        """The opposite."""
+        """The model has computed."""
         self._computes(False)
 
     def _computes(self, whether: bool) -> None:
@@ -90,7 +90,7 @@ class Gradients:
                 compute_as_itself(param, whether)
 
     def put_back(self) -> None:
-        """What ``param.grad`` is becomes what the next step works with."""
+        """Put every gradient back on its tier, with what user code has made of it."""
         self.looked.clear()
         for held in {id(held): held for held, _ in self.units.values()}.values():
             if held.shard is not None:
@@ -99,11 +99,11 @@ class Gradients:
     # ---- bringing back -------------------------------------------------------------------------------------------------------
 
     def _is_shown(self, held: Held, index: int) -> bool:
-        """Whether the user has what the gradient is."""
+        """Check that the user has the gradient already."""
         return index in held.shown and held.grads is not None and index not in held.grads.used
 
     def _bring_back(self, held: Held, index: int) -> None:
-        """All of the unit's gradients become tensors of the user's."""
+        """Turn all of the unit's gradients into tensors of the user's."""
         assert held.grads is not None
         if torch._C._current_graph_task_id() != -1:
             if self.comm.world > 1:

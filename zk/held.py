@@ -171,7 +171,7 @@ class Held:
     # ---- the gradient between backward and zero_grad ------------------------------------------------------------------------
 
     def take_in(self, grad: Tensor) -> Event | None:
-        """A reduced gradient arrives, as for OptimizerShard.add; it comes on top of what ``param.grad`` is."""
+        """Add a reduced gradient, as OptimizerShard.add does, to what ``param.grad`` is."""
         assert self.shard is not None
         if self.underway is not None and self.underway.keep:
             self.arrive()
@@ -179,7 +179,7 @@ class Held:
         return self.shard.add(grad)
 
     def bring_back(self) -> None:
-        """Every gradient becomes a tensor in ``shown``. On all ranks."""
+        """Bring every gradient into ``shown``. On all ranks."""
         self.arrive()
         mine = self._bring()
         full = self.full(lambda _: mine)
@@ -187,7 +187,7 @@ class Held:
             self.shown[index] = full[self.layout.whole(index)].view(self.unit.params[index].shape).clone()
 
     def only_here(self) -> bool:
-        """Whether nobody else has what was brought back, or a part of its memory."""
+        """Check that nobody else has what was brought back, or a part of its memory."""
         for index in self.shown:
             grad = self.shown[index]
             if grad is None:
@@ -200,7 +200,7 @@ class Held:
         return True
 
     def renew(self) -> None:
-        """What ``param.grad`` is becomes what the next step works with: changes of the user count, and a gradient that was used counts again."""
+        """Put the gradient on its tier as ``param.grad`` is: with the user's changes, and with the clip of a step that has used it."""
         scale = self.loss_scale()
         if not self.shown and (self.spent is None or self.spent * scale == 1):
             self.spent = None
@@ -235,7 +235,7 @@ class Held:
         return grad if by == 1 else grad.float() * by
 
     def drop_gradient(self) -> None:
-        """There is no gradient any more; an update under way keeps what it works with."""
+        """Forget the gradient; an update under way keeps what it works with."""
         with self.lock:
             if self.underway is not None:
                 self.underway.keep = False
@@ -384,7 +384,7 @@ class Held:
         self.steps.setdefault(index, 0)
 
     def keep_state(self) -> None:
-        """What the user has made of the states that were shown goes to its tier."""
+        """Put the states that were shown on their tier, with what the user has made of them."""
         shown, self.shown_state = self.shown_state, {}
         for index, state in shown.items():
             mine, piece = self.layout.part(index, self.params.held)

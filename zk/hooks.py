@@ -44,22 +44,22 @@ class CastInputs:
 
 
 class Calls:
-    """How many calls of the model are in progress."""
+    """Counter of the model's calls in progress."""
 
     depth = 0
 
     def begin(self, *_: Any) -> None:
-        """A call begins."""
+        """Count a call that begins."""
         self.depth += 1
 
     def end(self, *_: Any) -> None:
-        """A call has ended, well or not."""
+        """Count a call that has ended, well or not."""
         self.depth -= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class CastPart(CastInputs):
-    """The same for a part of the model that is called by itself: outside of the model's own call, which has cast its inputs."""
+    """Forward pre-hook of a part of the model: the same where the part is called by itself, outside of the model's own call."""
 
     calls: Calls
 

@@ -57,8 +57,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Wraps a model's optimizer so that training state is partitioned over ranks and kept on cheaper memory.
 
     The training loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. Parameters become views of flat
-    buffers; their gradients leave ``param.grad`` as soon as backward has made them (so clip with ``clip_grad_norm`` or
-    ``clip_grad_norm_``). The user's ``param_groups`` stay live: schedulers may be made for either optimizer.
+    buffers; their gradients leave ``param.grad`` as soon as backward has made them, and come back where it is read (clipping all of them by
+    their norm needs no such thing). The user's ``param_groups`` stay live: schedulers may be made for either optimizer.
 
     Args:
         model: any module, on the device where it computes, or in host memory with ``device`` saying where. With ``dtype`` set it is cast
@@ -422,7 +422,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """All gradients are what user code may look at: reduced, and clipped by what was asked for."""
+        """Make all gradients what user code may look at: reduced, and clipped by what was asked for."""
         self._check_open()
         if not self.grads.settled:
             check_groups(self.held, self.param_groups, self.rule)
@@ -563,7 +563,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finish_update()
 
     def _keep_state(self) -> None:
-        """What user code has made of ``optimizer.state`` counts."""
+        """Keep what user code has made of ``optimizer.state``."""
         for held in self._trained:
             if held.shown_state:
                 held.arrive()

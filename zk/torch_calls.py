@@ -34,7 +34,7 @@ def watch_torch() -> None:
 
 
 def _go_to_owner(name: str) -> None:
-    """Let a method of an optimizer that was given to a ZeroOptimizer, which has its state, be that one's."""
+    """Send calls of a method to the ZeroOptimizer that an optimizer was given to, as that one has its state."""
     of_torch = getattr(torch.optim.Optimizer, name)
 
     @functools.wraps(of_torch)
@@ -51,7 +51,7 @@ def _grouped(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _drop_before(kind: type[Any], params_of: Callable[[Any], Iterator[nn.Parameter]]) -> None:
-    """Let ``zero_grad`` of a class first do to the gradients that have left what it is for."""
+    """Let ``zero_grad`` of a class drop the gradients that have left first."""
     of_torch = kind.zero_grad
 
     @functools.wraps(of_torch)

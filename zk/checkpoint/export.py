@@ -112,7 +112,7 @@ class _Tile:
 
 
 def _name(param: dict[str, Any]) -> str:
-    """What a parameter is exported as: a tile as the weight that it is a piece of."""
+    """The name that a parameter is exported under: for a tile, that of the weight that it is a piece of."""
     return str(param["whole"]["name"] if "whole" in param else param["name"])
 
 

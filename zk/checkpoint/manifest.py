@@ -45,7 +45,7 @@ class Piece:
 
 
 def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What is known of a unit without its elements; of ``tiles``, also what they are a piece of."""
+    """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of."""
 
     def whole(name: str) -> dict[str, Any]:
         if not tiles or name not in tiles:

@@ -468,7 +468,7 @@ class FileGrads:
         return TakenFile(self.parts, pieces, [chunk.stop - chunk.start for chunk in self.chunks], dtype)
 
     def give_back(self, taken: TakenFile) -> None:
-        """Have it again: no other was written."""
+        """Take it back from the update: no other was written."""
         self.dtype = taken.dtype
 
     def clear(self) -> None:

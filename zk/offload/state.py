@@ -177,7 +177,7 @@ class OptimizerShard:
         return TakenGradient([section.grads.take() for section in self.sections])
 
     def give_back(self, taken: TakenGradient) -> None:
-        """Have the gradient again that the update was given, as no other came in."""
+        """Take the gradient back from the update, as no other came in."""
         for section, part in zip(self.sections, taken.parts, strict=True):
             section.grads.give_back(part)
 

@@ -83,7 +83,7 @@ class Grads(Protocol):
         """Hand the gradient to the update: the next one may come in."""
 
     def give_back(self, taken: Any) -> None:
-        """Have again what ``take`` gave, as no other came in."""
+        """Take back what ``take`` gave, as no other came in."""
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""

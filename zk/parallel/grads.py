@@ -191,7 +191,7 @@ class GradReducer:
 
     @property
     def settled(self) -> bool:
-        """Whether ``finish`` has seen all gradients that have left."""
+        """Check that ``finish`` has seen all gradients that have left."""
         return not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
 
     def pass_on(self, unit: UnitGrads) -> None:

@@ -182,6 +182,19 @@ class PartitionedParams:
         self.data_taken = False
         self.versions = [param._version for param in self.unit.params]
 
+    def is_changed(self) -> bool:
+        """Check whether the full parameters differ from the shards. On all ranks."""
+        if any(param._version != version for param, version in zip(self.unit.params, self.versions, strict=True)):
+            return True
+        if not self.data_taken:
+            return False
+        source = self.home.open()
+        same = torch.equal(self.full[self.held].to(source.device), source)
+        self.home.close()
+        differ = torch.tensor([float(not same)])  # here; what was written may lie in another rank's slice
+        self.comm.all_reduce(differ)
+        return bool(differ.item())
+
     def settle(self) -> None:
         """GATHERING -> GATHERED: nobody reads the shard any more, so it may be written."""
         if self.state is State.GATHERING:

@@ -126,13 +126,13 @@ def _stays(func: Callable[..., Tensor], param: Tensor, args: Any, kwargs: Any) -
 
 
 class Gradients(Protocol):
-    """What knows of gradients that have left."""
+    """Keeper of gradients that have left."""
 
     def has_left(self, param: nn.Parameter) -> bool:
-        """Whether the parameter has a gradient, which is somewhere else."""
+        """Check that the parameter has a gradient, and that it is somewhere else."""
 
     def read(self, param: nn.Parameter) -> Tensor | None:
-        """What ``param.grad`` is."""
+        """Return the gradient."""
 
     def write(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set ``param.grad``."""
@@ -147,7 +147,7 @@ _GRAD: Any = Tensor.grad
 
 
 def _gradients_of(param: nn.Parameter) -> Gradients | None:
-    """What knows where the gradient of ``param`` is; None where it is in its own place."""
+    """Keeper of the gradient of ``param``; None where that is in its own place."""
     reference: weakref.ref[Gradients] | None = _gradients.get(param)
     gradients = reference() if reference is not None else None
     return gradients if gradients is not None and gradients.has_left(param) else None
@@ -276,7 +276,7 @@ def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] =
 
 
 def unmark(param: nn.Parameter, until_release: bool = False) -> None:
-    """The parameter can be used: for good, or ``until_release``."""
+    """Make the parameter usable: for good, or ``until_release``."""
     if isinstance(param, Released):
         _dress(param, Open if until_release else Away if _gradients_of(param) is not None else None)
 
@@ -299,7 +299,7 @@ def _data_taken(param: nn.Parameter) -> None:
 
 
 def undress(param: nn.Parameter) -> None:
-    """What is full stays so."""
+    """Give a full parameter its own class back, for good."""
     if isinstance(param, Open):
         _dress(param, None)
 
@@ -319,14 +319,14 @@ def own_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def grad_left(param: nn.Parameter) -> None:
-    """The gradient has been copied to somewhere else, and need not be in torch's own place."""
+    """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
     if not isinstance(param, _Watched) and param in _gradients:
         _dress(param, Away)
 
 
 def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
-    """Within a forward the parameter has its own class, of which what torch.compile has made of the model goes by; afterwards not."""
+    """Give the parameter its own class for a forward, as code from torch.compile goes by the class; ``False``: the forward has ended."""
     if whether and isinstance(param, Away):
         _dress(param, None)
     elif not whether and not isinstance(param, (Released, Open)):
@@ -334,6 +334,6 @@ def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
 
 
 def grad_gone(param: nn.Parameter) -> None:
-    """There is no gradient any more."""
+    """Note that there is no gradient any more."""
     if isinstance(param, Away):
         _dress(param, None)

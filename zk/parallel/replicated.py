@@ -39,16 +39,17 @@ def adopt_replaced(unit: Unit, layout: Layout, full: Tensor) -> list[int]:
 
     RuntimeError for one that has another dtype or shape, or is elsewhere.
     """
-    found = []
+    found, start, size = [], full.data_ptr(), full.element_size()
     for index, param in enumerate(unit.params):
-        place = full[layout.whole(index)].view(param.shape) if param.numel() == layout.numels[index] else None
-        if place is not None and param.data_ptr() == place.data_ptr() and param.dtype == place.dtype:
+        offset, numel = layout.offsets[index], layout.numels[index]
+        if param.dtype == full.dtype and param.numel() == numel and (not numel or param.data_ptr() == start + offset * size):
             continue
-        if place is None or param.dtype != place.dtype or param.device != place.device:
+        if param.dtype != full.dtype or param.numel() != numel or param.device != full.device:
             raise RuntimeError(
                 f"parameter {unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
                 ".data); move the model first, then wrap it, and use dtype= to convert"
             )
+        place = full[layout.whole(index)].view(param.shape)
         place.copy_(param.data)
         param.data = place
         found.append(index)
