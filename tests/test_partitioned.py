@@ -109,7 +109,7 @@ def gather_reads_and_writes() -> None:
     optimizer = wrap(model, dtype="bf16")
     weight = model.blocks[1].up.weight
     assert is_released(weight) and weight.shape == want["blocks.1.up.weight"].shape
-    with zk.gather(weight):
+    with pytest.raises(RuntimeError, match="write=True"), zk.gather(weight):
         assert torch.equal(weight, want["blocks.1.up.weight"].bfloat16())
         with zk.gather(model.parameters()):
             pass

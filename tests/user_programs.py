@@ -104,7 +104,14 @@ class Run:
 
     def backward(self) -> None:
         """Of a new batch's loss."""
-        self.loss().backward()
+        self.descend(self.loss())
+
+    def descend(self, loss: Tensor, **kwargs: Any) -> None:
+        """loss.backward(), with the loss scale."""
+        if isinstance(self.optimizer, zk.ZeroOptimizer):
+            self.optimizer.backward(loss, **kwargs)
+        else:
+            loss.backward(**kwargs)
 
     def finish(self) -> None:
         """step() and zero_grad()."""
@@ -128,6 +135,8 @@ class Case:
     world: int = 1
     tier: str = "device"
     overlap_step: bool = False
+    loss_scale: float | None = None
+    sgd: bool = False  # with momentum; else AdamW, which hides what is off by a factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +237,7 @@ def add_noise(run: Run) -> None:
 
 @program()
 def list_unused_parameters(run: Run) -> None:
-    run.model.encode(run.batch(8)).square().mean().backward()
+    run.descend(run.model.encode(run.batch(8)).square().mean())
     for param in run.params:
         run.see(param.grad is None)
     run.finish()
@@ -313,7 +322,7 @@ def _halve(param: nn.Parameter) -> None:
     param.grad.mul_(0.5)
 
 
-@program()
+@program(lambda case: "sees its new gradient alone" if case.loss_scale else None)
 def hooks_of_a_parameter(run: Run) -> None:
     if run.step == 0:
         for param in run.params:
@@ -323,9 +332,9 @@ def hooks_of_a_parameter(run: Run) -> None:
     run.finish()
 
 
-@program(whole=True)
+@program()
 def hooks_of_a_gradient(run: Run) -> None:
-    handles = [param.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2)) for param in run.params]
+    handles = [param.register_hook(lambda grad: grad * 0.5) for param in run.params]
     run.backward()
     for handle in handles:
         handle.remove()
@@ -360,6 +369,84 @@ def a_gradient_of_another_shape(run: Run) -> None:
     run.backward()
     if isinstance(run.optimizer, zk.ZeroOptimizer):  # (torch's own error is not of this program)
         run.model.head.weight.grad = torch.zeros(3)
+    run.finish()
+
+
+@program()
+def clip_each_micro_batch(run: Run) -> None:
+    for _ in range(2):
+        run.backward()
+        run.see(clip_grad_norm_(run.model.parameters(), 0.1))
+    run.backward()
+    run.finish()
+
+
+@program()
+def clip_and_drop(run: Run) -> None:
+    run.backward()
+    clip_grad_norm_(run.model.parameters(), 0.1)
+    run.model.head.bias.grad = None
+    run.finish()
+
+
+@program()
+def clip_and_assign(run: Run) -> None:
+    run.descend(run.model.encode(run.batch(8)).square().mean())
+    clip_grad_norm_(run.model.parameters(), 0.1)
+    run.model.head.bias.grad = torch.ones(4)
+    run.finish()
+
+
+@program(lambda case: "ranks diverged" if case.stage == 3 and case.world > 1 else None)
+def look_at_what_is_partly_used(run: Run) -> None:
+    x = run.batch(8)
+    y = run.model.encode(x)
+    run.descend((run.model.head(y) if run.step % 2 or run.rank == 0 else y).square().mean() if run.world > 1 else _both(run, x, y))
+    for param in run.params:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    run.finish()
+
+
+def _both(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """Mean of the losses of two ranks, of which the second leaves the head out every second step."""
+    first, second = y.chunk(2)
+    return (run.model.head(first).square().mean() + (run.model.head(second) if run.step % 2 else second).square().mean()) / 2
+
+
+@program()
+def assign_what_was_asked_for(run: Run) -> None:
+    for param, grad in zip(run.params, torch.autograd.grad(run.loss(), run.params), strict=True):
+        param.grad = grad
+    run.finish()
+
+
+@program(lambda case: "sees its new gradient alone")
+def hook_after_a_look(run: Run) -> None:
+    if not isinstance(run.optimizer, zk.ZeroOptimizer):
+        return
+    run.backward()
+    run.see(run.model.head.weight.grad.norm())
+    run.model.head.weight.register_post_accumulate_grad_hook(_halve)
+    run.backward()
+
+
+@program()
+def look_within_forward(run: Run) -> None:
+    if run.step == 0:
+        run.model.register_forward_pre_hook(lambda model, _: model.head.zero_grad())
+    run.backward()
+    run.backward()
+    run.finish()
+
+
+@program()
+def look_in_inference_mode(run: Run) -> None:
+    run.backward()
+    with torch.inference_mode():
+        run.see(run.model.head.weight.grad.norm())
+    run.backward()
+    run.model.head.weight.grad.mul_(0.5)
     run.finish()
 
 
@@ -420,21 +507,21 @@ def step_twice(run: Run) -> None:
 def penalize_the_gradient_of_inputs(run: Run) -> None:
     x = run.batch(8).requires_grad_()
     (grad,) = torch.autograd.grad(run.model(x).sum(), x, create_graph=True)
-    (grad.norm(dim=1) - 1).square().mean().backward()
+    run.descend((grad.norm(dim=1) - 1).square().mean())
     run.finish()
 
 
 @program(whole=True)
 def penalize_the_gradient_of_parameters(run: Run) -> None:
     grads = torch.autograd.grad(run.loss(), run.params, create_graph=True)
-    torch.stack([grad.square().sum() for grad in grads]).sum().backward()
+    run.descend(torch.stack([grad.square().sum() for grad in grads]).sum())
     run.finish()
 
 
-@program(whole=True)
+@program(lambda case: "with create_graph=True and a loss scale" if case.loss_scale else None, whole=True)
 def backward_with_create_graph(run: Run) -> None:
-    run.loss().backward(create_graph=True)
-    torch.stack([param.grad.square().sum() for param in run.params]).sum().backward()
+    run.descend(run.loss(), create_graph=True)
+    run.descend(torch.stack([param.grad.square().sum() for param in run.params]).sum())
     run.finish()
 
 
@@ -452,36 +539,36 @@ def penalize_through_a_checkpoint(run: Run) -> None:
     x = run.batch(8).requires_grad_()
     y = run.model.head(checkpoint(run.model.blocks[0], x, use_reentrant=False))
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    grad.square().sum(1).mean().backward()
+    run.descend(grad.square().sum(1).mean())
     run.finish()
 
 
 @program()
 def checkpoint_the_whole_model(run: Run) -> None:
     x = run.batch(8).requires_grad_()
-    checkpoint(run.model, x, use_reentrant=False).square().mean().backward()
+    run.descend(checkpoint(run.model, x, use_reentrant=False).square().mean())
     run.finish()
 
 
 @program()
 def backward_twice_through_one_graph(run: Run) -> None:
     loss = run.loss()
-    loss.backward(retain_graph=True)
-    loss.backward()
+    run.descend(loss, retain_graph=True)
+    run.descend(loss)
     run.finish()
 
 
 @program()
 def two_losses_of_one_output(run: Run) -> None:
     y = run.model(run.batch(8))
-    y.mean().backward(retain_graph=True)
-    y.square().mean().backward()
+    run.descend(y.mean(), retain_graph=True)
+    run.descend(y.square().mean())
     run.finish()
 
 
 @program()
 def map_over_examples(run: Run) -> None:
-    torch.func.vmap(run.model)(run.batch(8)).square().mean().backward()
+    run.descend(torch.func.vmap(run.model)(run.batch(8)).square().mean())
     run.finish()
 
 
@@ -518,7 +605,7 @@ def write_state(run: Run) -> None:
 
 
 @program()
-def restart_the_count_of_steps(run: Run) -> None:
+def restart_steps_in_state(run: Run) -> None:
     run.backward()
     run.finish()
     for state in run.optimizer.state.values():
@@ -583,7 +670,7 @@ def copy_the_optimizer(run: Run) -> None:
 
 
 def _write(run: Run) -> None:
-    run.model(run.batch(8), (run.batch(3).abs() * 7).long().clamp(max=19)).backward()
+    run.descend(run.model(run.batch(8), (run.batch(3).abs() * 7).long().clamp(max=19)))
     run.finish()
 
 
@@ -657,5 +744,5 @@ def copy_the_model(run: Run) -> None:
 
 @program()
 def parts_one_by_one(run: Run) -> None:
-    (run.model.head(run.model.encode(run.batch(8))) - run.batch(4)).square().mean().backward()
+    run.descend((run.model.head(run.model.encode(run.batch(8))) - run.batch(4)).square().mean())
     run.finish()

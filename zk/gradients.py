@@ -7,6 +7,7 @@ After step() the gradient is still there, as in torch, until zero_grad(). Nothin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from zk.held import Held
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer
-from zk.parallel.released import compute_as_itself, grad_gone
+from zk.parallel.released import compute_as_itself, grad_gone, own_grad
 
 
 class Gradients:
@@ -25,7 +26,7 @@ class Gradients:
         units: where each parameter is: its unit, and its number in that.
         reducer: takes gradients away.
         comm: the ranks.
-        settle: reduces what has not been reduced, on all ranks.
+        settle: reduces what has not been reduced, on all ranks; True leaves what is in its own place there.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Gradients:
         units: Mapping[nn.Parameter, tuple[Held, int]],
         reducer: GradReducer,
         comm: Solo | Group,
-        settle: Callable[[], None],
+        settle: Callable[[bool], None],
     ) -> None:
         self.units, self.reducer, self.comm, self.settle = units, reducer, comm, settle
         self.looked: list[Held] = []  # units whose gradients have been brought back
@@ -45,17 +46,24 @@ class Gradients:
             return True
         return index in held.used and held.shown.get(index, param) is not None
 
+    def is_asked(self, param: nn.Parameter) -> bool:
+        """Check that it has one there, or may have one on another rank."""
+        return self.has_left(param) or (self.comm.world > 1 and self.reducer.pending)
+
+    @torch.no_grad()
     def read(self, param: nn.Parameter) -> Tensor | None:
         """The gradient of ``param``, over all ranks and without the loss scale: in its dtype, or in fp32 where zk keeps it so."""
         held, index = self.units[param]
-        if not self._is_shown(held, index):
-            self._bring_back(held, index)
+        with torch.inference_mode(False):  # it may be changed later, outside
+            if not self._is_shown(held, index):
+                self._bring_back(held, index)
         return held.shown.get(index)
 
     def write(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Replace the gradient of ``param``, or drop it."""
         held, index = self.units[param]
         assert held.grads is not None
+        held.clip()
         if value is None:
             self.reducer.drop(held.grads, [index])
             held.shown[index] = None
@@ -75,9 +83,10 @@ class Gradients:
         if not self._is_shown(held, index):
             self._bring_back(held, index)
         held.shown[index] = value
+        held.used.add(index)
 
     def forward_begins(self, *_: object) -> None:
-        """The model computes; it is not a place to look at gradients from."""
+        """Note that the model computes, which code from torch.compile does with parameters of their own class."""
         self._computes(True)
 
     def forward_ended(self, *_: object) -> None:
@@ -85,7 +94,9 @@ class Gradients:
         self._computes(False)
 
     def _computes(self, whether: bool) -> None:
-        for param, (held, _) in self.units.items():
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        is_used = dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
+        for param, (held, _) in self.units.items() if is_used else ():
             if held.used or (held.grads is not None and held.grads.used):
                 compute_as_itself(param, whether)
 
@@ -100,7 +111,7 @@ class Gradients:
 
     def _is_shown(self, held: Held, index: int) -> bool:
         """Check that the user has the gradient already."""
-        return index in held.shown and held.grads is not None and index not in held.grads.used
+        return index in held.shown and held.grads is not None and index not in held.grads.used and own_grad(held.unit.params[index]) is None
 
     def _bring_back(self, held: Held, index: int) -> None:
         """Turn all of the unit's gradients into tensors of the user's."""
@@ -115,9 +126,10 @@ class Gradients:
             held.used |= held.grads.used
             held.grads.used.clear()
         else:
-            self.settle()
-        if not self._is_shown(held, index):
-            for other in [other for other in self.looked if other is not held and other.only_here()]:
+            self.settle(own_grad(held.unit.params[index]) is None)
+        if index in held.used and not self._is_shown(held, index):
+            alone = self.comm.world == 1  # else who has a reference may differ by rank, and what is brought back is so together
+            for other in [other for other in self.looked if alone and other is not held and other.only_here()]:
                 self.looked.remove(other)
                 other.renew()
             held.bring_back()

@@ -60,6 +60,7 @@ class Held:
     shown_state: dict[int, dict[str, Tensor]] = dataclasses.field(default_factory=dict)  # of the optimizer, which the user looked at
     spent: float | None = None  # the gradient was used in a step, and is what was stored times this
     loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes now
+    clip: Callable[[], None] = lambda: None  # clips what is there, if that was asked for and has not been done
     steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of the parameters that were updated: how often
     versions: list[int] = dataclasses.field(default_factory=list)  # of the parameters, when zk last wrote them
     recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
@@ -175,6 +176,7 @@ class Held:
         assert self.shard is not None
         if self.underway is not None and self.underway.keep:
             self.arrive()
+        self.clip()
         self.renew()
         return self.shard.add(grad)
 
@@ -230,8 +232,7 @@ class Held:
         assert self.shard is not None
         by = self.spent if self.spent is not None else 1 / self.loss_scale()
         self.spent = None
-        grad, memory = self.shard.bring(self.unit.device)
-        self._recycle(memory)
+        grad = self.shard.bring(self.unit.device)  # (in new memory, which will be used again instead)
         return grad if by == 1 else grad.float() * by
 
     def drop_gradient(self) -> None:
@@ -377,11 +378,14 @@ class Held:
                 f"the state of {self.unit.names[index]!r} is {', '.join(known) or 'nothing, as it is frozen'}; got {name!r}: keep what is your "
                 "own in a dictionary of your own"
             )
+        if value is None:  # torch's SGD begins so
+            self.forget_state(index)
+            return
         value = value if isinstance(value, Tensor) else torch.tensor(float(value))
         if value.numel() != 1 if name == "step" else value.shape != self.unit.params[index].shape:
             raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(self.unit.params[index].shape)}; got {tuple(value.shape)}")
         self.shown_state.setdefault(index, {})[name] = value
-        self.steps.setdefault(index, 0)
+        self.steps.setdefault(index, int(name == "momentum_buffer"))  # which the first step makes where there is none
 
     def keep_state(self) -> None:
         """Put the states that were shown on their tier, with what the user has made of them."""
@@ -409,6 +413,11 @@ class Held:
         if shard is None:
             raise ValueError(f"the state holds entries for {name!r}, which is frozen here")
         mine, piece = self.layout.part(index, self.params.held)
+        if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
+            return [functools.partial(self.forget_state, index)]
+        unknown = saved.keys() - {"step", "master", *shard.names}
+        if unknown and not set(shard.names) & saved.keys():
+            raise ValueError(f"the state of {name!r} is {', '.join(('step', *shard.names))}; got {', '.join(sorted(unknown))}")
         writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(index, int(saved.get("step", 1)))]
         for key in [*shard.names, "master"]:
             value = saved.get(key)

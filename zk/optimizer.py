@@ -109,7 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.held: list[Held] = []
         self.units: dict[nn.Parameter, tuple[Held, int]] = {}
         self.max_norm = self.config.clip_grad_norm
-        self.asked_norm = math.inf  # by clip_grad_norm_, for the coming step
+        self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
@@ -182,9 +182,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.units[param] = (held, position)
                 OWNERS[param] = weakref.ref(self)
             trim()
+        self.grads.loss_scale = weakly(self._loss_scale)
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle))
         for held in self._trained:
-            held.loss_scale = weakly(self._loss_scale)
+            held.loss_scale, held.clip = self.grads.loss_scale, weakly(self._clip)
             for param in held.unit.params:
                 watch_grad(param, self.gradients)
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
@@ -328,7 +329,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return loss
         self.last_norm = self._global_norm()
         if math.isfinite(self.last_norm):
-            self._update(clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
+            self._update(self.clip_by * clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
             self.counters["steps"] += 1
         else:
             self._report_skip()
@@ -357,6 +358,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         had = {id(held): held.used | held.grads.used for held in self._trained if held.grads is not None}
         self._drop_gradients()
         for held in self._trained:
+            if held.grads is not None and set_to_none:
+                held.grads.kept.clear()
             for param in held.unit.params:
                 grad = own_grad(param)
                 if grad is not None and set_to_none:
@@ -384,10 +387,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be more than 0; got {max_norm!r}")
         self._reduce()
         self.last_norm = self._global_norm()
-        before, self.asked_norm = self.asked_norm, min(self.asked_norm, float(max_norm))
-        if not math.isinf(self.asked_norm):
-            self.max_norm = self.asked_norm
-        return torch.tensor(min(self.last_norm, before) if math.isfinite(self.last_norm) else self.last_norm)
+        norm = self.last_norm * self.clip_by
+        if not math.isinf(max_norm):
+            self.clip_by *= clip_coefficient(norm, float(max_norm)) if math.isfinite(norm) else 1
+            self.max_norm = None
+        return torch.tensor(norm)
 
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
@@ -395,7 +399,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.unit.names[index]: held.unit.params[index]
             for held in self._trained
             if held.grads is not None
-            for index in sorted(held.used | held.grads.used)
+            for index in sorted(held.used | held.grads.used | held.grads.kept)
         }
 
     def synchronize(self) -> None:
@@ -421,20 +425,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.reset()
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def _settle(self, keep: bool) -> None:
         """Make all gradients what user code may look at: reduced, and clipped by what was asked for."""
         self._check_open()
-        if not self.grads.settled:
+        if not self.grads.settled or not keep:
             check_groups(self.held, self.param_groups, self.rule)
-            for held, used in zip(self._trained, self.grads.finish(), strict=True):
+            for held, used in zip(self._trained, self.grads.finish(keep), strict=True):
                 held.used |= used
-        if not math.isinf(self.asked_norm):
-            by = clip_coefficient(self._global_norm(), self.max_norm)
-            for held in self._trained:
-                if by != 1 and held.used:
-                    held.spent = by / self.scaler.scale
-                    held.renew()
-            self.max_norm, self.asked_norm = None, math.inf
+        self._clip()
+
+    @torch.no_grad()
+    def _clip(self) -> None:
+        """Clip the gradients that are there, as they are about to be looked at or changed, by what clip_grad_norm_ was asked for."""
+        by, self.clip_by = self.clip_by, 1.0
+        for held in self._trained if by != 1 else ():
+            if held.used:
+                held.spent = by / self.scaler.scale
+                held.renew()
 
     def _loss_scale(self) -> float:
         return self.scaler.scale
@@ -532,7 +539,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _between_steps(self) -> None:
         self.grads.flushed = False
-        self.max_norm, self.asked_norm = self.config.clip_grad_norm, math.inf
+        self.max_norm, self.clip_by = self.config.clip_grad_norm, 1.0
 
     def _report_skip(self) -> None:
         self.counters["skipped_steps"] += 1

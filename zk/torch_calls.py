@@ -79,7 +79,7 @@ def _owner_of_all(params: list[Tensor]) -> ZeroOptimizer | None:
     given = {id(param) for param in params}
     if any(id(param) not in given for held in owner._trained for param in held.unit.params):
         return None
-    return owner if all(owner_of(param) is owner or param.grad is None for param in params) else None
+    return owner if all((owner_of(param) is owner and _is_trained(owner, param)) or param.grad is None for param in params) else None
 
 
 def _is_trained(owner: ZeroOptimizer, param: Tensor) -> bool:

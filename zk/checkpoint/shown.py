@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from zk.held import Held
@@ -48,7 +49,8 @@ class StateOf(MutableMapping[str, Any]):
             raise KeyError(name)
         held, index = self.owner.units[self.param]
         self.owner._settle_state()
-        return held.show_state(index, name)
+        with torch.inference_mode(False), torch.no_grad():  # it may be changed later, outside
+            return held.show_state(index, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         held, index = self.owner.units[self.param]
@@ -141,8 +143,18 @@ class Shown(defaultdict[Any, Any]):
         for param in self.keys():
             del self[param]
 
+    def copy(self) -> Any:
+        """All states, brought back."""
+        return {param: dict(state) for param, state in self.items()}
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return {param: {name: value.clone() for name, value in state.items()} for param, state in self.items()}
+
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,)
+        return dict, (self.copy(),)
 
     def __repr__(self) -> str:
         return f"<state of {len(self)} parameters>"

@@ -181,13 +181,14 @@ class OptimizerShard:
         for section, part in zip(self.sections, taken.parts, strict=True):
             section.grads.give_back(part)
 
-    def bring(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Take the gradient out: (n,) on ``device``, in memory of its own; and memory that was taken."""
+    def bring(self, device: torch.device) -> Tensor:
+        """Take the gradient out: (n,) on ``device``, in memory of its own."""
         taken, pieces = self.take(), []
         for _, which, index in self.places:
             pieces.append(taken.parts[which].open(index).to(device, copy=True))
             taken.parts[which].close(index)
-        return torch.cat(pieces) if len(pieces) != 1 else pieces[0], taken.drop()
+        taken.drop()
+        return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""

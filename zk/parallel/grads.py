@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zk.memory import zeros
 from zk.parallel.comm import STATE, Done, Group, Pending, Solo
 from zk.parallel.layout import Layout
-from zk.parallel.released import grad_left, own_grad
+from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
 from zk.units import Unit
 
 _DONE = Done()
@@ -54,6 +54,7 @@ class UnitGrads:
     arrived: set[int] = dataclasses.field(default_factory=set)  # parameters seen in this backward
     expected: int = 0  # parameters that can be seen in it
     used: set[int] = dataclasses.field(default_factory=set)  # parameters seen since the last step
+    kept: set[int] = dataclasses.field(default_factory=set)  # parameters whose gradient is still in its own place, as backward made it
 
 
 def _arrived(reference: weakref.ref[GradReducer], position: int, index: int, param: nn.Parameter) -> None:
@@ -95,6 +96,8 @@ class GradReducer:
         self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Leaving]]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
+        self.pending = False  # a backward has brought gradients since ``finish``
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes
         self.lock = threading.RLock()  # several threads may be in backward at once
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
         self.task = -1
@@ -145,8 +148,22 @@ class GradReducer:
         if not unit.arrived:
             unit.expected = sum(p.requires_grad for p in unit.unit.params)
         grad = own_grad(param)
-        # what the user's hooks work on, and what is part of a graph, stays where it is until the step
-        if grad is not None and not grad.requires_grad and len(param._post_accumulate_grad_hooks) == 1:  # type: ignore[attr-defined]
+        self.pending = True
+        hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
+        if grad is not None and hooked and grad_is_away(param):
+            raise RuntimeError(
+                f"a hook of parameter {unit.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it was "
+                "clipped with all others, was used in a step without zero_grad(), came before the hook, or has a loss scale; register hooks before "
+                "the first backward, call zero_grad() after each step, and accumulate without a loss scale"
+            )
+        if grad is not None and grad.requires_grad and self.loss_scale() != 1:
+            raise RuntimeError(
+                "backward with create_graph=True and a loss scale: gradients that are part of a graph stay in param.grad, with the scale; use "
+                "torch.autograd.grad(loss, params, create_graph=True), or set loss_scale=None"
+            )
+        if grad is not None and (hooked or grad.requires_grad):
+            unit.kept.add(index)  # what the user's hooks work on, and what is part of a graph, stays where it is until the step
+        elif grad is not None:
             self.collect(unit, index, param, grad)
         unit.arrived.add(index)
         if len(unit.arrived) < unit.expected:
@@ -169,6 +186,9 @@ class GradReducer:
         if unit.bucket is None:
             unit.bucket = self._take(unit)
         where = unit.layout.whole(index)
+        if grad.dtype == torch.float32 != unit.bucket.dtype:  # assigned by hand, in full precision
+            narrow, unit.bucket, unit.accumulated = unit.bucket, unit.bucket.float(), True
+            self._give(unit, narrow)
         if index not in unit.present:
             unit.bucket[where].view(grad.shape).copy_(grad)
             unit.present.add(index)
@@ -183,6 +203,7 @@ class GradReducer:
 
     def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
         """Forget what the bucket has of some parameters."""
+        unit.kept.difference_update(indices)
         unit.present.difference_update(indices)
         unit.used.difference_update(indices)
         if unit.bucket is not None and not unit.present:
@@ -192,7 +213,7 @@ class GradReducer:
     @property
     def settled(self) -> bool:
         """Check that ``finish`` has seen all gradients that have left."""
-        return not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
+        return not self.pending and not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
 
     def pass_on(self, unit: UnitGrads) -> None:
         """Alone, in backward: what there is of a unit goes on now, the rest of it after."""
@@ -265,6 +286,12 @@ class GradReducer:
 
     def _reduce_rest(self) -> None:
         self.task = -1
+        for unit in self.units:
+            if self.loss_scale() != 1:  # whoever looks sees it without
+                self._collect_kept(unit)
+            if self.comm.world > 1:  # another rank may have a gradient where this one has none
+                for param in unit.unit.params:
+                    ask_elsewhere(param)
         if self.eager:
             for position in self.order:
                 late = self.units[position].bucket is not None
@@ -285,13 +312,24 @@ class GradReducer:
         self.comm.broadcast(-1, order, STATE)
         self.order, self.learned = order.tolist(), True
 
-    def finish(self) -> list[set[int]]:
-        """Reduce whatever is left. Returns, for each unit, which parameters have a gradient on any rank."""
-        for unit in self.units:  # gradients that no backward brought, or that hooks of the user work on
+    def _collect_kept(self, unit: UnitGrads) -> None:
+        for index in sorted(unit.kept):
+            grad = own_grad(unit.unit.params[index])
+            if grad is not None:
+                self.collect(unit, index, unit.unit.params[index], grad)
+        unit.kept.clear()
+
+    def finish(self, keep: bool = False) -> list[set[int]]:
+        """Reduce whatever is left. Returns, for each unit, which parameters have a gradient on any rank.
+
+        ``keep``: gradients in their own place stay there.
+        """
+        for unit in self.units if not keep else ():
+            self._collect_kept(unit)
             for index, param in enumerate(unit.unit.params):
-                grad = own_grad(param)
-                if grad is not None:
-                    self.collect(unit, index, param, grad)
+                grad, scale = own_grad(param), self.loss_scale()
+                if grad is not None:  # assigned by hand
+                    self.collect(unit, index, param, grad if scale == 1 else grad.float() * scale)
         left = [float(unit.bucket is not None) for unit in self.units]  # of no_sync, of a backward that was interrupted, or by hand
         used = [float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))]
         everywhere = torch.tensor(left + used)
@@ -318,8 +356,11 @@ class GradReducer:
             pending.wait()
             self._give(unit, bucket)
         for unit in self.units:
+            kept = set(unit.kept)  # forgotten by who drops them from their place
             self.drop(unit, range(len(unit.unit.params)))
+            unit.kept = kept
             unit.arrived.clear()
+        self.pending = False
         self.started, self.completed, self.task = set(), [], -1
 
     def begin(self) -> None:

@@ -131,6 +131,9 @@ class Gradients(Protocol):
     def has_left(self, param: nn.Parameter) -> bool:
         """Check that the parameter has a gradient, and that it is somewhere else."""
 
+    def is_asked(self, param: nn.Parameter) -> bool:
+        """Check that it has one there, or may have one on another rank."""
+
     def read(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient."""
 
@@ -150,7 +153,13 @@ def _gradients_of(param: nn.Parameter) -> Gradients | None:
     """Keeper of the gradient of ``param``; None where that is in its own place."""
     reference: weakref.ref[Gradients] | None = _gradients.get(param)
     gradients = reference() if reference is not None else None
-    return gradients if gradients is not None and gradients.has_left(param) else None
+    return gradients if gradients is not None and gradients.is_asked(param) else None
+
+
+def _elsewhere(param: nn.Parameter) -> Gradients | None:
+    """Keeper of the gradient, unless all of it is in its own place."""
+    gradients = _gradients_of(param)
+    return None if gradients is None or (own_grad(param) is not None and not gradients.has_left(param)) else gradients
 
 
 class _Watched:
@@ -158,12 +167,12 @@ class _Watched:
 
     @property
     def grad(self) -> Tensor | None:
-        gradients = _gradients_of(self)  # type: ignore[arg-type]
+        gradients = _elsewhere(self)  # type: ignore[arg-type]
         return own_grad(self) if gradients is None else gradients.read(self)  # type: ignore[arg-type]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        gradients = _gradients_of(self)  # type: ignore[arg-type]
+        gradients = _elsewhere(self)  # type: ignore[arg-type]
         if gradients is None:
             _GRAD.__set__(self, value)
         else:
@@ -322,6 +331,18 @@ def grad_left(param: nn.Parameter) -> None:
     """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
     if not isinstance(param, _Watched) and param in _gradients:
+        _dress(param, Away)
+
+
+def grad_is_away(param: nn.Parameter) -> bool:
+    """Check that the parameter has a gradient, and that it is somewhere else."""
+    gradients = _gradients_of(param)
+    return gradients is not None and gradients.has_left(param)
+
+
+def ask_elsewhere(param: nn.Parameter) -> None:
+    """Ask for a gradient that is not in torch's own place from now on."""
+    if not isinstance(param, _Watched) and own_grad(param) is None and param in _gradients:
         _dress(param, Away)
 
 
