@@ -99,6 +99,7 @@ class GradReducer:
         self.pending = False  # a backward has brought gradients since ``finish``
         self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes
         self.lock = threading.RLock()  # several threads may be in backward at once
+        self.threads: set[int] = set()  # that called the model since the last step
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
         self.task = -1
 
@@ -161,8 +162,9 @@ class GradReducer:
                 "backward with create_graph=True and a loss scale: gradients that are part of a graph stay in param.grad, with the scale; use "
                 "torch.autograd.grad(loss, params, create_graph=True), or set loss_scale=None"
             )
-        if grad is not None and (hooked or grad.requires_grad):
-            unit.kept.add(index)  # what the user's hooks work on, and what is part of a graph, stays where it is until the step
+        if grad is not None and (hooked or grad.requires_grad or len(self.threads) > 1):
+            # what the user's hooks work on, what is part of a graph, and what another thread may be adding to, stays where it is until the step
+            unit.kept.add(index)
         elif grad is not None:
             self.collect(unit, index, param, grad)
         unit.arrived.add(index)
@@ -361,10 +363,16 @@ class GradReducer:
             unit.kept = kept
             unit.arrived.clear()
         self.pending = False
+        self.threads.clear()
         self.started, self.completed, self.task = set(), [], -1
 
     def begin(self) -> None:
         """A forward of the model begins. If a backward is still recorded as under way, an error ended it: what it left counts with the next."""
+        with self.lock:
+            self.threads.add(threading.get_ident())
+            self._begin()
+
+    def _begin(self) -> None:
         if self.task != -1:
             self.started, self.completed, self.task = set(), [], -1
             for unit in self.units:
