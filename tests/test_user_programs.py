@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
 from tests.user_programs import PROGRAMS, Case, Net, Run, Writing
-from tests.world import run_world
 
 STEPS = 3
 ALONE = (
@@ -28,7 +26,7 @@ ALONE = (
     Case(3, tier="nvme", sgd=True),
     Case(2, tier="host", loss_scale=128.0, sgd=True),
 )
-TOGETHER = (*(Case(stage, 2) for stage in range(4)), Case(2, 2, "host", overlap_step=True), Case(3, 2, "nvme"), Case(2, 2, sgd=True))
+
 
 
 def run_program(name: str, case: Case | None, rank: int = 0, drive: str = "", sgd: bool = False) -> tuple[dict[str, Tensor], list[float]]:
@@ -94,38 +92,6 @@ def fault(name: str, case: Case, rank: int, drive: str) -> str:
 def test_alone(name: str, tmp_path: Path) -> None:
     faults = [found for case in ALONE if (found := fault(name, case, 0, str(tmp_path)))]
     assert not faults, "\n".join(faults)
-
-
-def of_a_rank(names_and_drive: tuple[list[str], str]) -> list[str]:
-    names, drive = names_and_drive
-    return [found for name in names for case in TOGETHER if (found := fault(name, case, dist.get_rank(), drive))]
-
-
-@pytest.mark.parametrize("third", range(3))
-def test_two_ranks(third: int, tmp_path: Path) -> None:
-    for faults in run_world(2, of_a_rank, [(list(PROGRAMS)[third::3], str(tmp_path))])[0]:
-        assert not faults, "\n".join(faults)
-
-
-def of_one_rank_only(_: None) -> str:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
-    model(torch.ones(2, 4)).sum().backward()
-    try:
-        if dist.get_rank() == 0:
-            assert model.weight.grad is not None
-        else:
-            optimizer.step()
-            optimizer.save_checkpoint("never")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_a_gradient_that_one_rank_only_reads_is_an_error_that_names_both() -> None:
-    found = run_world(2, of_one_rank_only, [None])[0]
-    assert all("rank" in message and "'" in message for message in found), found
 
 
 @pytest.mark.parametrize("stage", (0, 2, 3))
