@@ -205,7 +205,6 @@ class GradReducer:
 
     def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
         """Forget what the bucket has of some parameters."""
-        unit.kept.difference_update(indices)
         unit.present.difference_update(indices)
         unit.used.difference_update(indices)
         if unit.bucket is not None and not unit.present:
@@ -326,10 +325,11 @@ class GradReducer:
 
         ``keep``: gradients in their own place stay there.
         """
+        scale = self.loss_scale()
         for unit in self.units if not keep else ():
             self._collect_kept(unit)
             for index, param in enumerate(unit.unit.params):
-                grad, scale = own_grad(param), self.loss_scale()
+                grad = own_grad(param)
                 if grad is not None:  # assigned by hand
                     self.collect(unit, index, param, grad if scale == 1 else grad.float() * scale)
         left = [float(unit.bucket is not None) for unit in self.units]  # of no_sync, of a backward that was interrupted, or by hand
@@ -358,9 +358,7 @@ class GradReducer:
             pending.wait()
             self._give(unit, bucket)
         for unit in self.units:
-            kept = set(unit.kept)  # forgotten by who drops them from their place
             self.drop(unit, range(len(unit.unit.params)))
-            unit.kept = kept
             unit.arrived.clear()
         self.pending = False
         self.threads.clear()
@@ -370,13 +368,10 @@ class GradReducer:
         """A forward of the model begins. If a backward is still recorded as under way, an error ended it: what it left counts with the next."""
         with self.lock:
             self.threads.add(threading.get_ident())
-            self._begin()
-
-    def _begin(self) -> None:
-        if self.task != -1:
-            self.started, self.completed, self.task = set(), [], -1
-            for unit in self.units:
-                unit.arrived.clear()
+            if self.task != -1:
+                self.started, self.completed, self.task = set(), [], -1
+                for unit in self.units:
+                    unit.arrived.clear()
 
     @property
     def nbytes(self) -> int:

@@ -143,9 +143,11 @@ class PartitionedParams:
         source = self.home.open()
         if self.lease is not None:
             self.lease.take()
-        if self.lease is None:
-            self.pending = None
-        elif self.uploads is None:
+            self._fill(source)
+        self.state = State.GATHERING
+
+    def _fill(self, source: Tensor) -> None:
+        if self.uploads is None:
             self.pending = self.comm.all_gather(self.index, self.full, source)
         else:
             mine = self.full[self.held]
@@ -153,7 +155,6 @@ class PartitionedParams:
             if self.comm.world > 1:
                 with self.uploads.beside():
                     self.pending = self.comm.all_gather(self.index, self.full, mine)
-        self.state = State.GATHERING
 
     def gather(self) -> None:
         """Any state -> GATHERED, waiting for the collective."""
