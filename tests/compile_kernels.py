@@ -93,7 +93,6 @@ def main() -> None:
                 cubin.write(compiled.asm["cubin"])
                 cubin.flush()
                 usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-                code = subprocess.run([CUOBJDUMP, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
             found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
             print(
                 json.dumps(
@@ -101,8 +100,7 @@ def main() -> None:
                         "name": name,
                         "architecture": architecture,
                         "registers": found["REG"],
-                        "stack": found["STACK"] + found["LOCAL"],
-                        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+                        "stack": found["STACK"] + found["LOCAL"],  # where registers that spill go
                         "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg\.shared\.global", ptx)),
                         "wide_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
                         "rounding": sorted(set(re.findall(r"cvt\.\w+(?:\.satfinite)?\.(?:bf16|f16)(?:x2)?\.f32", ptx))),
