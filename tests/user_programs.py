@@ -79,6 +79,18 @@ class Writing(nn.Module):
         return (hidden - self.key(x)).square().mean() + self.frozen(hidden).mean()
 
 
+class Convolving(nn.Module):
+    """Convolutions in channels_last, and a weight that is a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Softplus(), nn.Conv2d(6, 4, 1)).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(5, 4).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean((2, 3)) @ self.turned
+
+
 @dataclasses.dataclass
 class Run:
     """One run of a program: the model, its optimizer, torch's or zk's, and this rank's part of each batch."""
@@ -745,4 +757,21 @@ def copy_the_model(run: Run) -> None:
 @program()
 def parts_one_by_one(run: Run) -> None:
     run.descend((run.model.head(run.model.encode(run.batch(8))) - run.batch(4)).square().mean())
+    run.finish()
+
+
+@program(model=Convolving)
+def channels_last(run: Run) -> None:
+    images = run.batch(2, 6, 6).to(memory_format=torch.channels_last)
+    run.descend((run.model(images) - run.batch(5)).square().mean())
+    for param in run.params:
+        run.see(param.is_contiguous(memory_format=torch.channels_last) if param.ndim == 4 else param.is_contiguous())
+        run.see(param.grad.stride() == param.stride())
+    run.finish()
+
+
+@program(model=Convolving)
+def channels_last_after_the_wrap(run: Run) -> None:
+    run.model.to(memory_format=torch.contiguous_format)
+    run.descend((run.model(run.batch(2, 6, 6)) - run.batch(5)).square().mean())
     run.finish()

@@ -186,7 +186,7 @@ class Held:
         mine = self._bring()
         full = self.full(lambda _: mine)
         for index in self.used - self.shown.keys():
-            self.shown[index] = full[self.layout.whole(index)].view(self.unit.params[index].shape).clone()
+            self.shown[index] = self.unit.shaped(index, full[self.layout.whole(index)]).clone()
 
     def only_here(self) -> bool:
         """Check that nobody else has what was brought back, or a part of its memory."""
@@ -216,7 +216,7 @@ class Held:
             mine, piece = self.layout.part(index, self.params.held)
             grad = shown.get(index)
             if grad is not None:
-                parts[index] = mine, grad.detach().reshape(-1)[piece]
+                parts[index] = mine, self.unit.flat(index, grad.detach())[piece]
             elif rest is not None:
                 parts[index] = mine, rest[mine]
         if not parts:
@@ -305,7 +305,7 @@ class Held:
         if self.shard is None:
             self.params.hold()
             for index, make in values.items():
-                self.params.full[self.layout.whole(index)] = make().reshape(-1)
+                self.params.full[self.layout.whole(index)] = self.unit.flat(index, make())
             if isinstance(self.params, PartitionedParams):
                 self.params.home.write(self.params.full[self.params.held])
             self.params.let_go()
@@ -314,7 +314,7 @@ class Held:
         self.params.settle()
         for index, make in values.items():
             mine, piece = self.layout.part(index, self.params.held)
-            self.shard.set_master(mine, make().reshape(-1)[piece])
+            self.shard.set_master(mine, self.unit.flat(index, make())[piece])
         self.republish()
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Held:
         self.adopt_writes()
         self.params.hold()
         exact = self.full(self.shard.get_master) if self.shard is not None else self.params.full
-        return {param: exact[self.layout.whole(index)].view(param.shape).clone() for index, param in enumerate(self.unit.params)}
+        return {param: self.unit.shaped(index, exact[self.layout.whole(index)]).clone() for index, param in enumerate(self.unit.params)}
 
     def export_state(self, own_part: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
         """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``."""
@@ -350,7 +350,7 @@ class Held:
             for index, step in sorted(self.steps.items()):
                 param = self.unit.params[index]
                 entry = state.setdefault(param, {"step": torch.tensor(float(step))})
-                entry[name] = part_of(self, index, read) if full is None else full[self.layout.whole(index)].view(param.shape)
+                entry[name] = part_of(self, index, read) if full is None else self.unit.shaped(index, full[self.layout.whole(index)])
         if not readers:
             for index, step in sorted(self.steps.items()):
                 state[self.unit.params[index]] = {"step": torch.tensor(float(step))}
@@ -361,13 +361,13 @@ class Held:
         shown = self.shown_state.setdefault(index, {})
         if name not in shown:
             assert self.shard is not None
-            param, read = self.unit.params[index], functools.partial(self.shard.get_state, name)
+            read = functools.partial(self.shard.get_state, name)
             if name == "step":
                 shown[name] = torch.tensor(float(self.steps.get(index, 0)))
             elif self.params.held.stop - self.params.held.start == self.layout.numel:
-                shown[name] = read(self.mine(index)).view(param.shape).clone()
+                shown[name] = self.unit.shaped(index, read(self.mine(index))).clone()
             else:
-                shown[name] = self.full(read)[self.layout.whole(index)].view(param.shape).clone()
+                shown[name] = self.unit.shaped(index, self.full(read)[self.layout.whole(index)]).clone()
         return shown[name]
 
     def replace_state(self, index: int, name: str, value: Any) -> None:
@@ -396,7 +396,7 @@ class Held:
                 if name == "step":
                     self.steps[index] = int(value)
                 elif self.shard is not None:
-                    self.shard.set_state(name, mine, value.detach().reshape(-1)[piece])
+                    self.shard.set_state(name, mine, self.unit.flat(index, value.detach())[piece])
 
     def forget_state(self, index: int) -> None:
         """Parameter ``index`` becomes as before its first step; its master stays."""
@@ -433,7 +433,7 @@ class Held:
 
                 value = values_of(value, self, index)
             if tuple(value.shape) == tuple(param.shape):
-                value = value.detach().reshape(-1)[piece]
+                value = self.unit.flat(index, value.detach())[piece]
             elif tuple(value.shape) != (mine.stop - mine.start,):
                 raise ValueError(
                     f"{key!r} of {name!r} has shape {tuple(value.shape)}; this parameter is {tuple(param.shape)} and this rank holds "

@@ -157,7 +157,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         units = find_units(self.model, number, self.stored, config.units, device, moved)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
-        self.comm.name_units([unit.name for unit in units], repr([(unit.names, [p.shape for p in unit.params], unit.dtype) for unit in units]))
+        shapes = [(unit.names, [param.shape for param in unit.params], unit.orders, unit.dtype) for unit in units]
+        self.comm.name_units([unit.name for unit in units], repr(shapes))
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
@@ -773,7 +774,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 continue
             for param, values in held.masters().items():
                 if is_kept:
-                    full[param] = values.to("cpu", wanted or held.unit.dtype)
+                    full[param] = values.to("cpu", wanted or held.unit.dtype).contiguous()
             held.params.let_go()
         if not is_kept:
             return {}

@@ -24,10 +24,38 @@ class Unit:
     trained: bool  # in one of the optimizer's groups, with requires_grad
     dtype: torch.dtype  # what the parameters are stored in once zk holds them
     device: torch.device  # where they compute
+    orders: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # as of ``order_of``, of parameters that have one
 
     @property
     def numel(self) -> int:
         return sum(param.numel() for param in self.params)
+
+    def flat(self, index: int, value: Tensor) -> Tensor:
+        """Lay out ``value``, shaped as parameter ``index``, as it lies in a flat buffer: (numel,), a view where it is laid out so."""
+        return flat_of(value, self.orders.get(index))
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """View ``flat`` (numel,) with the shape and the memory format of parameter ``index``."""
+        return shaped_of(flat, self.params[index].shape, self.orders.get(index))
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the slowest to the fastest in memory, of a tensor that is dense and not row by row (channels_last); else None."""
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return order if order != tuple(range(tensor.ndim)) and tensor.numel() and tensor.permute(order).is_contiguous() else None
+
+
+def flat_of(tensor: Tensor, order: Sequence[int] | None) -> Tensor:
+    """The elements of ``tensor`` with its dimensions in ``order``: (numel,)."""
+    return (tensor if order is None else tensor.permute(tuple(order))).reshape(-1)
+
+
+def shaped_of(flat: Tensor, shape: Sequence[int], order: Sequence[int] | None) -> Tensor:
+    """Undo ``flat_of``: a view of ``flat`` (numel,) that has ``shape``."""
+    if order is None:
+        return flat.view(torch.Size(shape))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(inverse)
 
 
 def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
@@ -103,4 +131,6 @@ def find_units(
     for unit in units.values():
         order = sorted(range(len(unit.params)), key=lambda i: groups.get(unit.params[i], 0))
         unit.params, unit.names = [unit.params[i] for i in order], [unit.names[i] for i in order]
+        found = {index: order_of(param) for index, param in enumerate(unit.params)}
+        unit.orders = {index: order for index, order in found.items() if order is not None}
     return sorted(units.values(), key=lambda unit: unit.anchors[0] is model)

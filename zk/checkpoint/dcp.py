@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zk.parallel.comm import Group
+from zk.units import flat_of, shaped_of
 
 if TYPE_CHECKING:
     from zk.held import Held
@@ -40,7 +41,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], piece: slice) -> Iterator[Box]:
-    """The fewest boxes that make up the elements ``piece`` of a contiguous tensor: incomplete rows, whole rows between them."""
+    """The fewest boxes that make up the elements ``piece`` of a tensor that lies row by row: incomplete rows, whole rows between them."""
     if math.prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape), 0)  # all there is, so that the tensor is known to a checkpoint
         return
@@ -68,6 +69,7 @@ class Place:
     """Which elements of a parameter each rank has."""
 
     shape: torch.Size
+    order: tuple[int, ...] | None  # of the dimensions, in which elements are counted
     pieces: tuple[slice, ...]  # by rank
     unit: int
     comm: Group
@@ -76,11 +78,15 @@ class Place:
     def of(cls, held: Held, index: int) -> Place:
         assert isinstance(held.comm, Group)
         pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.world))
-        return cls(held.unit.params[index].shape, tuple(pieces), held.params.index, held.comm)
+        return cls(held.unit.params[index].shape, held.unit.orders.get(index), tuple(pieces), held.params.index, held.comm)
 
     @property
     def mine(self) -> slice:
         return self.pieces[self.comm.rank]
+
+    def is_cut_as(self, other: Place) -> bool:
+        """Check that every rank has the same elements, in the same order."""
+        return self.pieces == other.pieces and self.order == other.order
 
     def __deepcopy__(self, memo: object) -> Place:
         return self
@@ -94,7 +100,7 @@ class Elements(Tensor):
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
         if source.shape == self.place.shape:
-            source = source.reshape(-1)[self.place.mine]
+            source = flat_of(source, self.place.order)[self.place.mine]
         return super().copy_(source, non_blocking)
 
 
@@ -137,13 +143,18 @@ class Part(DTensor):
         full = mine.new_empty(len(sizes) * max(sizes))
         self.place.comm.all_gather(self.place.unit, full, mine).wait()
         rows = full.view(len(sizes), -1)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(self.place.shape)
+        flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+        return shaped_of(flat, self.place.shape, self.place.order)
 
     # ---- what torch.distributed.checkpoint asks ------------------------------------------------------------------------------
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, Box]]:
-        found = boxes(self.place.shape, self.place.mine)
-        return [(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box) for box in found]
+        shape, order = self.place.shape, self.place.order or range(len(self.place.shape))
+        back = sorted(range(len(shape)), key=order.__getitem__)
+        return [
+            (ChunkStorageMetadata(torch.Size(box.offsets[at] for at in back), torch.Size(box.sizes[at] for at in back)), box)
+            for box in boxes([shape[dim] for dim in order], self.place.mine)
+        ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
@@ -156,8 +167,8 @@ class Part(DTensor):
         return [chunk for chunk, _ in self._chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        box = next(box for chunk, box in self._chunks() if chunk.offsets == index.offset)
-        return self._local_tensor[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+        chunk, box = next((chunk, box) for chunk, box in self._chunks() if chunk.offsets == index.offset)
+        return shaped_of(self._local_tensor[box.start : box.start + math.prod(box.sizes)], chunk.sizes, self.place.order)
 
     # ---- what else is done with a state_dict ---------------------------------------------------------------------------------
 
@@ -166,7 +177,7 @@ class Part(DTensor):
         """Copies, moves and memory for them; whether this rank's elements are equal. Else a part cannot do what is asked of the whole."""
         part: Part = args[0]
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
-        if func is _ATEN.equal.default and all(isinstance(side, Part) and side.place.pieces == part.place.pieces for side in args):
+        if func is _ATEN.equal.default and all(isinstance(side, Part) and side.place.is_cut_as(part.place) for side in args):
             return torch.equal(*(side._local_tensor for side in args))
         if func is _ATEN.new_empty.default:
             return cls.make(part._local_tensor.new_empty(part._local_tensor.shape, **kwargs), part.place)
@@ -203,6 +214,6 @@ def part_of(held: Held, index: int, read: Callable[[slice], Tensor]) -> Part:
 
 def values_of(value: DTensor, held: Held, index: int) -> Tensor:
     """What ``value`` has for parameter ``index``: this rank's elements if it is a Part that is cut alike, else all of it (a collective)."""
-    if isinstance(value, Part) and value.place.pieces == Place.of(held, index).pieces:
+    if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index)):
         return value._local_tensor
     return value.full_tensor()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, write_durably
-from zk.checkpoint.load import elements, find, readers_of
+from zk.checkpoint.load import elements, find, readers_of, reordered
 from zk.checkpoint.manifest import Manifest, sources_of
 
 _PIECE_NUMEL = 1 << 21
@@ -64,26 +64,30 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     beside.mkdir()
     try:
         with readers_of(manifest) as readers:
-            sources = sources_of(manifest)
-            tiles = _tiles(manifest)
             kinds = {_name(param): unit["kinds"][0] for unit in manifest.head["units"] for param in unit["params"]}
+            sources, tiles, orders = sources_of(manifest), _tiles(manifest), manifest.orders()
+
+            def values_of(entry: Entry) -> Iterator[Tensor]:
+                """The elements of a tensor row by row, a few at a time."""
+                name, numel = entry.key, math.prod(entry.shape)
+                if name not in kinds:
+                    yield readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
+                elif name in tiles:
+                    yield from _joined(tiles[name], sources, readers)
+                elif name in orders:
+                    yield from reordered(sources[name, kinds[name]], readers, entry.shape, orders[name], None).split(_PIECE_NUMEL)
+                else:
+                    for start in range(0, numel, _PIECE_NUMEL):
+                        for _, values in elements(sources[name, kinds[name]], readers, start, min(start + _PIECE_NUMEL, numel)):
+                            yield values
+
             for name, shard in files.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
                 with _writing(beside / name, shard, metadata) as writer:
                     for entry in shard:
-                        numel = math.prod(entry.shape)
-                        if entry.key not in kinds:
-                            writer.add(readers[manifest.ranks[0]["file"]].read(f"buffer/{entry.key}"))
-                            continue
-                        if entry.key in tiles:
-                            for values in _joined(tiles[entry.key], sources, readers):
-                                writer.add(_rounded(values, entry))
-                            continue
-                        for start in range(0, numel, _PIECE_NUMEL):
-                            stop = min(start + _PIECE_NUMEL, numel)
-                            for _, values in elements(sources[entry.key, kinds[entry.key]], readers, start, stop):
-                                writer.add(_rounded(values, entry))
+                        for values in values_of(entry):
+                            writer.add(_rounded(values, entry))
         total = sum(entry.nbytes for entry in entries)
         if len(files) > 1:
             weight_map = {entry.key: name for name, shard in files.items() for entry in shard}

@@ -6,6 +6,7 @@ Every rank reads the elements that it holds, by ranges, and puts them into its c
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from zk.checkpoint.files import CheckpointError, Reader, check_file
 from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, names_of_groups, revived, set_random_state, sources_of
 from zk.memory import overwrite
 from zk.parallel.partitioned import PartitionedParams
+from zk.units import flat_of, shaped_of
 
 if TYPE_CHECKING:
     from zk.held import Held
@@ -81,9 +83,10 @@ def _opened(optimizer: ZeroOptimizer, path: Path) -> tuple[Manifest, dict[tuple[
 
 def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> None:
     """Put this rank's elements of all units, and the buffers, in their place."""
+    orders = manifest.orders()
     with readers_of(manifest) as readers:
         for held in optimizer.held:
-            _fill(held, sources, readers)
+            _fill(held, sources, readers, orders)
         buffers = dict(save.buffers_of(optimizer))
         for name in manifest.ranks[0]["buffers"]:
             value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
@@ -145,18 +148,37 @@ def elements(sources: Sequence[Source], readers: dict[str, Reader], start: int, 
             yield begin, readers[source.piece.file].read(source.piece.key, first, first + end - begin)
 
 
-def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dict[str, Reader]) -> None:
-    """Put this rank's elements of one unit in their place."""
+def reordered(sources: Sequence[Source], readers: dict[str, Reader], shape: Sequence[int], saved: Any, wanted: Any) -> Tensor:
+    """All elements of a parameter whose dimensions were ``saved`` in one order, in the order that is ``wanted``: (numel,). It is read whole."""
+    flat = torch.cat([values for _, values in elements(sources, readers, 0, math.prod(shape))])
+    return flat_of(shaped_of(flat, shape, saved), wanted)
+
+
+def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dict[str, Reader], orders: dict[str, tuple[int, ...]]) -> None:
+    """Put this rank's elements of one unit in their place. ``orders`` are the checkpoint's."""
     base = held.params.held.start
+
+    @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
+    def in_order(index: int, kind: str) -> Tensor:
+        name, shape = held.unit.names[index], held.unit.params[index].shape
+        return reordered(sources[name, kind], readers, shape, orders.get(name), held.unit.orders.get(index))
+
+    def runs(index: int, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements ``start`` to ``stop`` of a parameter, as ``elements``."""
+        name = held.unit.names[index]
+        if orders.get(name) == held.unit.orders.get(index):
+            yield from elements(sources[name, kind], readers, start, stop)
+        else:
+            yield start, in_order(index, kind)[start:stop]
 
     def values(kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Elements of the flat buffer."""
         flat = torch.zeros(stop - start, dtype=dtype)
-        for index, name in enumerate(held.unit.names):
+        for index in range(len(held.unit.params)):
             whole = held.layout.whole(index)
             begin, end = max(start, whole.start), min(stop, whole.stop)
             if begin < end:
-                for position, found in elements(sources[name, kind], readers, begin - whole.start, end - whole.start):
+                for position, found in runs(index, kind, begin - whole.start, end - whole.start):
                     at = whole.start + position - start
                     flat[at : at + found.numel()] = found
         return flat

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from zk.held import Held
     from zk.optimizer import ZeroOptimizer
 
-FORMAT, VERSION = "zk checkpoint", 1
+FORMAT = "zk checkpoint"
+VERSION, WITH_ORDERS = 1, 2  # that some parameters lie in memory in an order of their own: a reader that does not know it would mix them up
 MANIFEST = "manifest.json"
 
 
@@ -47,11 +48,13 @@ class Piece:
 def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of."""
 
-    def whole(name: str) -> dict[str, Any]:
-        if not tiles or name not in tiles:
-            return {}
-        tile = tiles[name]
-        return {"whole": {"name": tile.whole, "shape": list(tile.shape), "place": [[cut.start, cut.stop] for cut in tile.place]}}
+    def more(index: int, name: str) -> dict[str, Any]:
+        """What only some parameters have: the order of their dimensions in memory, and the weight that a tile is a piece of."""
+        order, tile = held.unit.orders.get(index), (tiles or {}).get(name)
+        found: dict[str, Any] = {} if order is None else {"order": list(order)}
+        if tile is not None:
+            found["whole"] = {"name": tile.whole, "shape": list(tile.shape), "place": [[cut.start, cut.stop] for cut in tile.place]}
+        return found
 
     return {
         "name": held.unit.name,
@@ -64,7 +67,7 @@ def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any
                 "dtype": str(held.unit.dtype).removeprefix("torch."),
                 "offset": offset,
                 "steps": held.steps.get(index, 0),
-                **whole(name),
+                **more(index, name),
             }
             for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True))
         ],
@@ -143,7 +146,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
     tiles = pieces_of(optimizer.model)
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": WITH_ORDERS if any(held.unit.orders for held in optimizer.held) else VERSION,
         "optimizer": type(optimizer.inner).__name__,
         "world": optimizer.comm.world,
         "stage": optimizer.config.stage,
@@ -195,8 +198,8 @@ class Manifest:
         head = _json(folder / MANIFEST)
         if head.get("format") != FORMAT:
             raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a zk checkpoint")
-        if head.get("version") != VERSION:
-            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads version {VERSION}")
+        if head.get("version") not in (VERSION, WITH_ORDERS):
+            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads versions {VERSION} and {WITH_ORDERS}")
         if head.pop("crc32", None) != _crc32(head):
             raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {_crc32(head)}; it was damaged, or edited")
         try:
@@ -215,6 +218,10 @@ class Manifest:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all parameters, by name."""
         return {param["name"]: tuple(param["shape"]) for unit in self.head["units"] for param in unit["params"]}
+
+    def orders(self) -> dict[str, tuple[int, ...]]:
+        """In which order the dimensions of parameters lie in memory, by name; of those that do not lie row by row."""
+        return {param["name"]: tuple(param["order"]) for unit in self.head["units"] for param in unit["params"] if "order" in param}
 
 
 def _json(path: Path) -> dict[str, Any]:

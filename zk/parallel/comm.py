@@ -144,7 +144,7 @@ class Group:
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=self.control)
         if not same.item():
             raise RuntimeError(
-                f"the ranks hold different models or parameter groups (seen from rank {self.rank}): parameter names, shapes, order, "
+                f"the ranks hold different models or parameter groups (seen from rank {self.rank}): parameter names, shapes, memory formats, order, "
                 "requires_grad and groups must be the same on every rank"
             )
 

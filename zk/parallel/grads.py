@@ -192,14 +192,14 @@ class GradReducer:
             narrow, unit.bucket, unit.accumulated = unit.bucket, unit.bucket.float(), True
             self._give(unit, narrow)
         if index not in unit.present:
-            unit.bucket[where].view(grad.shape).copy_(grad)
+            unit.unit.shaped(index, unit.bucket[where]).copy_(grad)
             unit.present.add(index)
         else:
             unit.accumulated = True
             if unit.bucket.dtype != torch.float32:
                 narrow, unit.bucket = unit.bucket, unit.bucket.float()
                 self._give(unit, narrow)
-            unit.bucket[where].view(grad.shape).add_(grad)
+            unit.unit.shaped(index, unit.bucket[where]).add_(grad)
         unit.used.add(index)
         grad_left(param)
 

@@ -21,14 +21,14 @@ def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str]
     flat = zeros(layout.numel, widest, unit.device)
     for index, param in enumerate(unit.params):
         if values_of is not None:
-            flat[layout.whole(index)] = values_of(param, unit.names[index]).reshape(-1)
+            flat[layout.whole(index)] = unit.flat(index, values_of(param, unit.names[index]))
     return flat
 
 
 def view_params(unit: Unit, layout: Layout, full: Tensor) -> None:
     """Make every parameter of the unit a view of ``full`` (layout.numel,)."""
     for index, param in enumerate(unit.params):
-        view = full[layout.whole(index)].view(param.shape)
+        view = unit.shaped(index, full[layout.whole(index)])
         if param.is_floating_point() and param.dtype != view.dtype:
             param.grad = None  # of the old precision
         param.data = view
@@ -49,7 +49,7 @@ def adopt_replaced(unit: Unit, layout: Layout, full: Tensor) -> list[int]:
                 f"parameter {unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
                 ".data); move the model first, then wrap it, and use dtype= to convert"
             )
-        place = full[layout.whole(index)].view(param.shape)
+        place = unit.shaped(index, full[layout.whole(index)])
         place.copy_(param.data)
         param.data = place
         found.append(index)

@@ -1,0 +1,213 @@
+"""Parameters that do not lie row by row (channels_last, transposed) keep their format, and train, save and load in it as in any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_state
+
+import zk
+from tests.world import run_world
+from zk.checkpoint.export import export
+from zk.units import flat_of, order_of, shaped_of
+
+pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
+LAST, ROWS = torch.channels_last, torch.contiguous_format
+
+
+class Net(nn.Module):
+    """Convolutions of several sizes, a frozen one, and a weight that is a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.Conv2d(7, 5, 1), nn.Conv2d(5, 6, 3, stride=2, groups=1))
+        self.fixed = nn.Conv2d(6, 4, 2).requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(9, 36).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fixed(self.blocks(x)).flatten(1).sum(1, keepdim=True) + self.blocks(x).flatten(1)[:, :36] @ self.turned
+
+
+def build(memory_format: torch.memory_format = LAST, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    model = Net().to(memory_format=memory_format)
+    if memory_format is ROWS:
+        model.turned = nn.Parameter(model.turned.detach().contiguous())
+    return model
+
+
+def batch(step: int, memory_format: torch.memory_format = LAST) -> Tensor:
+    return torch.randn(4, 3, 13, 13, generator=torch.Generator().manual_seed(step)).to(memory_format=memory_format)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, count: int) -> list[float]:
+    losses = []
+    for step in range(start, start + count):
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def wrap(model: nn.Module, stage: int, tier: str = "host", drive: str = "", dtype: str | None = None) -> zk.ZeroOptimizer:
+    where: dict[str, Any] = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "nvme_path": drive or None}
+    return zk.ZeroOptimizer(model, adamw(model), stage=stage, dtype=dtype, **where)
+
+
+def strides(model: nn.Module) -> list[tuple[int, ...]]:
+    return [param.stride() for param in model.parameters()]
+
+
+def exact(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
+    """Parameters in full precision and the optimizer's state, by name. On all ranks."""
+    found = dict(optimizer.consolidated_state_dict(dtype="fp32"))
+    for held in optimizer.held:
+        names = dict(zip(held.unit.params, held.unit.names, strict=True))
+        for param, state in held.export_state(own_part=False).items():
+            found |= {f"{names[param]}.{kind}": value.clone() for kind, value in state.items()}
+    return found
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_an_order_is_that_of_memory_and_goes_both_ways() -> None:
+    tensor = torch.randn(2, 3, 4, 5)
+    for order in ((0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 2, 3)):
+        laid = shaped_of(flat_of(tensor, order).clone(), tensor.shape, order)
+        assert torch.equal(laid, tensor) and order_of(laid) == order and flat_of(laid, order).data_ptr() == laid.data_ptr()
+    holes = tensor[:, ::2].transpose(0, 1), torch.ones(3, 1).expand(3, 4)
+    for plain in (tensor, tensor[0], torch.zeros(()), torch.zeros(0, 3, 4).transpose(0, 1), *holes):
+        assert order_of(plain) is None  # row by row, or with holes: it will be laid out row by row
+    thin = torch.randn(4, 3, 1, 1).to(memory_format=LAST)  # its strides say how convolutions are computed
+    assert shaped_of(flat_of(thin, order_of(thin)), thin.shape, order_of(thin)).stride() == thin.stride()
+
+
+@pytest.mark.parametrize("tier", ("device", "host", "nvme"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_formats_of_parameters_gradients_and_state_are_those_of_torch(stage: int, tier: str, tmp_path: Path) -> None:
+    plain, model = build(), build()
+    want = train(plain, inner := adamw(plain), 0, 3)
+    optimizer = wrap(model, stage, tier, str(tmp_path) if tier == "nvme" else "")
+    assert train(model, optimizer, 0, 3) == want
+    plain(batch(3)).sum().backward()
+    model(batch(3)).sum().backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if other.requires_grad:
+            assert torch.equal(param.grad, other.grad) and param.grad.stride() == other.grad.stride()
+            moment, torchs = optimizer.state[param]["exp_avg"], inner.state[other]["exp_avg"]
+            assert torch.equal(moment, torchs) and moment.stride() == torchs.stride()
+    with zk.gather(model.parameters()):
+        assert strides(model) == strides(plain)
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_format_may_change_between_saving_and_loading(stage: int, tmp_path: Path) -> None:
+    model = build()
+    optimizer = wrap(model, stage, dtype="bf16")
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "last")
+    want = exact(optimizer)
+    rows = build(ROWS, seed=1)
+    second = wrap(rows, 4 - stage, dtype="bf16")
+    second.load_checkpoint(tmp_path / "last")
+    assert_equal(exact(second), want)
+    assert all(param.is_contiguous() for param in rows.parameters())
+    second.save_checkpoint(tmp_path / "rows")
+    third = wrap(build(seed=2), stage, dtype="bf16")
+    third.load_checkpoint(tmp_path / "rows")
+    assert_equal(exact(third), want)
+    for folder in ("last", "rows"):
+        export(tmp_path / folder, tmp_path / f"{folder}-exported", torch.float32)
+        assert_equal(load_file(tmp_path / f"{folder}-exported" / "model.safetensors"), optimizer.consolidated_state_dict(dtype="fp32"))
+    second.load_state_dict(optimizer.state_dict())
+    assert_equal(exact(second), want)
+
+
+def test_weights_of_a_file_and_models_without_memory(tmp_path: Path) -> None:
+    want = build(ROWS)
+    save_model(want, str(tmp_path / "model.safetensors"))
+    for deferred in (False, True):
+        if deferred:
+            with zk.deferred_init():
+                model = build(seed=1)
+        else:
+            model = build(seed=1)
+        optimizer = wrap(model, 3)
+        assert_equal(optimizer.consolidated_state_dict(), dict(build(seed=1).state_dict()))
+        zk.load_pretrained(model, tmp_path)
+        assert_equal(optimizer.consolidated_state_dict(), dict(want.state_dict()))
+        with zk.gather(model.parameters()):
+            assert strides(model) == strides(build())
+
+
+def between_ranks(case: tuple[int, str]) -> str:
+    """Train over ranks, and hand over by both kinds of checkpoint to the other format."""
+    stage, folder = case
+    model, plain = build(), build()
+    want = train(plain, adamw(plain), 0, 3)
+    optimizer = wrap(model, stage)
+    assert train(model, optimizer, 0, 3) == pytest.approx(want, rel=1e-3)  # ranks take the mean of equal gradients, and a third is rounded
+    have = exact(optimizer)
+    optimizer.save_checkpoint(folder)
+    weights, state = torch_state.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
+    for memory_format in (ROWS, LAST):
+        other = wrap(build(memory_format, 1), 3)
+        other.load_checkpoint(folder)
+        assert_equal(exact(other), have)
+        again = build(memory_format, 2)
+        third = wrap(again, 3)
+        weights, state = torch_state.get_state_dict(again, third)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
+        torch_state.set_state_dict(again, third, model_state_dict=weights, optim_state_dict=state)
+        assert_equal(exact(third), have)
+        if stage == 3:  # parts that are cut alike, and in another order
+            _, mine = torch_state.get_state_dict(model, optimizer)
+            assert all(value.full_tensor().shape == param.shape for param, value in _moments(mine, model))
+            third.load_state_dict(optimizer.state_dict())
+            assert_equal(exact(third), have)
+    return ""
+
+
+def _moments(state: dict[str, Any], model: nn.Module) -> list[tuple[Tensor, Any]]:
+    named = dict(model.named_parameters())
+    return [(named[name], entry["exp_avg"]) for name, entry in state["state"].items()]
+
+
+def other_formats(_: None) -> str:
+    try:
+        wrap(build(LAST if dist.get_rank() else ROWS), 2)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_hand_over_from_one_format_to_the_other(tmp_path: Path) -> None:
+    """Three, which divide units unevenly."""
+    for results in run_world(3, between_ranks, [(stage, str(tmp_path / str(stage))) for stage in (1, 3)]):
+        for result in results:
+            assert result == "", result
+
+
+def test_ranks_with_models_in_different_formats_are_refused() -> None:
+    for message in run_world(2, other_formats, [None])[0]:
+        assert "memory formats" in message
