@@ -501,3 +501,13 @@ def test_a_tiled_model_leaves_zk_with_whole_weights(stage: int, tmp_path: Path) 
     for name, want in plain.state_dict().items():
         torch.testing.assert_close(whole[name], want, rtol=1e-4, atol=1e-5)
         assert torch.equal(exported[name], whole[name])
+
+
+def test_state_is_by_tile_and_asking_for_that_of_the_whole_weight_says_so() -> None:
+    model = nn.Sequential(TiledLinear(16, 16, out_splits=2), nn.Linear(16, 2))
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model[0].tiles[0].weight]["exp_avg"].shape == (8, 16)
+    with pytest.raises(KeyError, match=r"by tile: optimizer.state\[layer.tiles\[0\].weight\]"):
+        optimizer.state[model[0].weight]

@@ -671,6 +671,19 @@ def state_of_another_name(run: Run) -> None:
     run.optimizer.state[run.model.head.weight]["mine"] = torch.zeros(4, 8)
 
 
+@program(lambda case: "keep what is your own in a dictionary of your own")
+def state_with_another_name(run: Run) -> None:
+    run.backward()
+    run.finish()
+    weight = run.model.head.weight
+    run.optimizer.state[weight] = {**run.optimizer.state[weight], "mine": torch.zeros(4, 8)}
+
+
+@program(lambda case: "by parameter that it holds; got str")
+def state_by_name(run: Run) -> None:
+    run.optimizer.state["mine"] = {"seen": 1}
+
+
 @program(lambda case: "cannot be copied")
 def copy_the_optimizer(run: Run) -> None:
     copy.deepcopy(run.optimizer)

@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -370,14 +370,19 @@ class Held:
                 shown[name] = self.unit.shaped(index, self.full(read)[self.layout.whole(index)]).clone()
         return shown[name]
 
+    def check_state_names(self, index: int, names: Iterable[str]) -> None:
+        """KeyError for a name that is not one of this optimizer's states."""
+        known = ("step", *self.shard.names) if self.shard is not None else ()
+        for name in names:
+            if name not in known:
+                raise KeyError(
+                    f"the state of {self.unit.names[index]!r} is {', '.join(known) or 'nothing, as it is frozen'}; got {name!r}: keep what is "
+                    "your own in a dictionary of your own"
+                )
+
     def replace_state(self, index: int, name: str, value: Any) -> None:
         """The state ``name`` of one parameter becomes what ``value`` is until ``keep_state``."""
-        known = ("step", *self.shard.names) if self.shard is not None else ()
-        if name not in known:
-            raise KeyError(
-                f"the state of {self.unit.names[index]!r} is {', '.join(known) or 'nothing, as it is frozen'}; got {name!r}: keep what is your "
-                "own in a dictionary of your own"
-            )
+        self.check_state_names(index, (name,))
         if value is None:  # torch's SGD begins so
             self.forget_state(index)
             return

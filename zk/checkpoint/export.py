@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, write_durably
-from zk.checkpoint.load import elements, find, readers_of, reordered
-from zk.checkpoint.manifest import Manifest, sources_of
+from zk.checkpoint.load import Stored, find, readers_of
+from zk.checkpoint.manifest import Manifest, Weight, sources_of
 
 _PIECE_NUMEL = 1 << 21
 
@@ -54,39 +52,26 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     manifest = Manifest.read(find(checkpoint))
     for written in manifest.files:
         check_file(manifest.folder, written)
-    entries = _entries(manifest, dtype)
+    weights = manifest.weights()
+    entries = _entries(manifest, weights, dtype)
     files = _shards(entries, shard_nbytes)
-    whole = {param["name"]: _name(param) for unit in manifest.head["units"] for param in unit["params"]}
-    tied = {other: kept for other, kept in manifest.head["tied"].items() if whole[kept] == kept}
+    tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
         with readers_of(manifest) as readers:
-            kinds = {_name(param): unit["kinds"][0] for unit in manifest.head["units"] for param in unit["params"]}
-            sources, tiles, orders = sources_of(manifest), _tiles(manifest), manifest.orders()
-
-            def values_of(entry: Entry) -> Iterator[Tensor]:
-                """The elements of a tensor row by row, a few at a time."""
-                name, numel = entry.key, math.prod(entry.shape)
-                if name not in kinds:
-                    yield readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
-                elif name in tiles:
-                    yield from _joined(tiles[name], sources, readers)
-                elif name in orders:
-                    yield from reordered(sources[name, kinds[name]], readers, entry.shape, orders[name], None).split(_PIECE_NUMEL)
-                else:
-                    for start in range(0, numel, _PIECE_NUMEL):
-                        for _, values in elements(sources[name, kinds[name]], readers, start, min(start + _PIECE_NUMEL, numel)):
-                            yield values
-
+            stored = Stored(sources_of(manifest), readers)
             for name, shard in files.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
                 with _writing(beside / name, shard, metadata) as writer:
                     for entry in shard:
-                        for values in values_of(entry):
+                        if entry.key not in weights:
+                            writer.add(readers[manifest.ranks[0]["file"]].read(f"buffer/{entry.key}"))
+                            continue
+                        for values in _row_by_row(stored, weights[entry.key]):
                             writer.add(_rounded(values, entry))
         total = sum(entry.nbytes for entry in entries)
         if len(files) > 1:
@@ -106,52 +91,24 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     return Exported([out / name for name in files], len(entries), total, tied)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tile:
-    """A piece of a weight that was trained in tiles."""
-
-    source: tuple[str, str]  # its name, and what is exact of it
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-
-
-def _name(param: dict[str, Any]) -> str:
-    """The name that a parameter is exported under: for a tile, that of the weight that it is a piece of."""
-    return str(param["whole"]["name"] if "whole" in param else param["name"])
-
-
-def _tiles(manifest: Manifest) -> dict[str, list[_Tile]]:
-    """Weight -> its tiles, row by row."""
-    found: dict[str, list[_Tile]] = {}
-    for unit in manifest.head["units"]:
-        for param in unit["params"]:
-            if "whole" in param:
-                rows, columns = param["whole"]["place"]
-                found.setdefault(_name(param), []).append(_Tile((param["name"], unit["kinds"][0]), tuple(rows), tuple(columns)))
-    return {name: sorted(tiles, key=lambda tile: (tile.rows, tile.columns)) for name, tiles in found.items()}
+def _row_by_row(stored: Stored, weight: Weight) -> Iterator[Tensor]:
+    """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
+    kind, numel, first = weight.kinds[0], math.prod(weight.shape), weight.parts[0]
+    if weight.is_plain:
+        for start in range(0, numel, _PIECE_NUMEL):
+            for _, values in stored.elements(first.name, kind, start, min(start + _PIECE_NUMEL, numel)):
+                yield values
+    elif first.place is None:
+        yield from stored.whole(first, kind).reshape(-1).split(_PIECE_NUMEL)
+    else:
+        height, width = weight.shape
+        step = max(1, _PIECE_NUMEL // max(1, width))
+        for row in range(0, height, step):
+            yield stored.region(weight, kind, slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
 
 
-def _joined(tiles: Sequence[_Tile], sources: Any, readers: Any) -> Iterator[Tensor]:
-    """The elements of a weight in order, a few rows at a time."""
-    for (begin, end), group in itertools.groupby(tiles, key=lambda tile: tile.rows):
-        beside = list(group)
-        step = max(1, _PIECE_NUMEL // max(1, beside[-1].columns[1]))
-        for row in range(0, end - begin, step):
-            parts = []
-            for tile in beside:
-                width, stop = tile.columns[1] - tile.columns[0], min(row + step, end - begin)
-                values = [value for _, value in elements(sources[tile.source], readers, row * width, stop * width)]
-                parts.append(torch.cat(values).view(-1, width))
-            yield torch.cat(parts, 1).reshape(-1)
-
-
-def _entries(manifest: Manifest, dtype: torch.dtype | None) -> list[Entry]:
-    found: list[Entry] = []
-    for unit in manifest.head["units"]:
-        for param in unit["params"]:
-            shape = param["whole"]["shape"] if "whole" in param else param["shape"]
-            if all(entry.key != _name(param) for entry in found):  # the first of its tiles
-                found.append(Entry(_name(param), dtype or getattr(torch, param["dtype"]), tuple(shape)))
+def _entries(manifest: Manifest, weights: dict[str, Weight], dtype: torch.dtype | None) -> list[Entry]:
+    found = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
     with readers_of(manifest) as readers:
         first = readers[manifest.ranks[0]["file"]]
         for name in manifest.ranks[0]["buffers"]:

@@ -6,9 +6,11 @@ Every rank reads the elements that it holds, by ranges, and puts them into its c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +19,18 @@ from torch import Tensor
 
 from zk.checkpoint import save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
-from zk.checkpoint.manifest import Manifest, Source, gaps, kinds_of, names_of_groups, revived, set_random_state, sources_of
+from zk.checkpoint.manifest import Manifest, Saved, Source, Weight, gaps, kinds_of, names_of_groups, revived, set_random_state, sources_of
 from zk.memory import overwrite
 from zk.parallel.partitioned import PartitionedParams
-from zk.units import flat_of, shaped_of
+from zk.tiled_linear import Piece as TilePlace
+from zk.tiled_linear import pieces_of
+from zk.units import shaped_of
 
 if TYPE_CHECKING:
     from zk.held import Held
     from zk.optimizer import ZeroOptimizer
+
+Sources = dict[tuple[str, str], list[Source]]  # (parameter's name, kind) -> where its elements are
 
 
 def find(path: Path) -> Path:
@@ -73,7 +79,7 @@ def load_model(optimizer: ZeroOptimizer, path: Path) -> None:
     _fill_all(optimizer, manifest, sources)
 
 
-def _opened(optimizer: ZeroOptimizer, path: Path) -> tuple[Manifest, dict[tuple[str, str], list[Source]]]:
+def _opened(optimizer: ZeroOptimizer, path: Path) -> tuple[Manifest, Sources]:
     """What a checkpoint has, after this rank's share of its files was checked."""
     manifest = Manifest.read(find(path))
     for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
@@ -81,52 +87,70 @@ def _opened(optimizer: ZeroOptimizer, path: Path) -> tuple[Manifest, dict[tuple[
     return manifest, sources_of(manifest)
 
 
-def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> None:
+def names_without_tiles(optimizer: ZeroOptimizer) -> dict[str, str]:
+    """The name of each parameter -> the name of the weight that it is, or is a tile of."""
+    tiles = pieces_of(optimizer.model)
+    return {name: tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
+
+
+def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> None:
     """Put this rank's elements of all units, and the buffers, in their place."""
-    orders = manifest.orders()
+    tiles = pieces_of(optimizer.model)
+    weights = manifest.weights(tiles)
     with readers_of(manifest) as readers:
         for held in optimizer.held:
-            _fill(held, sources, readers, orders)
+            _fill(held, Stored(sources, readers), weights, tiles)
         buffers = dict(save.buffers_of(optimizer))
         for name in manifest.ranks[0]["buffers"]:
             value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
             overwrite(buffers[name], value.view(buffers[name].shape))
 
 
-def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> dict[str, int]:
+def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> dict[str, int]:
     """That the checkpoint has all that this optimizer holds; returns the step count of every parameter."""
     _check_model(optimizer, manifest, sources)
+    whole, weights = names_without_tiles(optimizer), manifest.weights(pieces_of(optimizer.model))
+    saved_as = {part.name: weight.name for weight in weights.values() for part in weight.parts}
     # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
-    trained = {name for held in optimizer.held if held.shard is not None for name in held.unit.names}
-    saved_groups = [trained.intersection(group["params"]) for group in manifest.head["groups"]]
-    if saved_groups != [trained.intersection(names) for names in names_of_groups(optimizer)]:
+    trained = {whole[name] for held in optimizer.held if held.shard is not None for name in held.unit.names}
+    saved_groups = [trained.intersection(saved_as.get(name, name) for name in group["params"]) for group in manifest.head["groups"]]
+    if saved_groups != [trained.intersection(whole[name] for name in names) for names in names_of_groups(optimizer)]:
         raise CheckpointError(
             f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
         )
-    states = {param["name"]: unit["kinds"][1:] for unit in manifest.head["units"] for param in unit["params"]}
     for held in optimizer.held:
-        saved = states.get(held.unit.names[0], ()) if held.shard is not None and held.unit.names else ()
+        saved = weights[whole[held.unit.names[0]]].kinds[1:] if held.shard is not None and held.unit.names else ()
         if held.shard is not None and saved and not set(saved) & set(held.shard.names):
             raise CheckpointError(
                 f"{manifest.folder / 'manifest.json'} has {', '.join(saved)}, the state of another kind of optimizer than "
                 f"{type(optimizer.inner).__name__}; make the same kind, or take the weights alone (python -m zk export)"
             )
-    return {param["name"]: param["steps"] for unit in manifest.head["units"] for param in unit["params"]}
+    return {name: weights[whole[name]].steps for name in whole}
 
 
-def _check_model(optimizer: ZeroOptimizer, manifest: Manifest, sources: dict[tuple[str, str], list[Source]]) -> None:
-    """That every element that this optimizer holds is there, of a model with the same parameters and buffers."""
-    where, shapes = manifest.folder / "manifest.json", manifest.shapes()
-    mine = {name: tuple(param.shape) for held in optimizer.held for name, param in zip(held.unit.names, held.unit.params, strict=True)}
+def _check_model(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> None:
+    """That every element that this optimizer holds is there, of a model with the same weights and buffers."""
+    where, tiles, whole = manifest.folder / "manifest.json", pieces_of(optimizer.model), names_without_tiles(optimizer)
+    weights = manifest.weights(tiles)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    mine: dict[str, tuple[int, ...]] = {}
+    for held in optimizer.held:
+        for name, param in zip(held.unit.names, held.unit.params, strict=True):
+            mine[whole[name]] = tiles[name].shape if name in tiles else tuple(param.shape)
     for name in [*mine, *shapes]:
         if mine.get(name) != shapes.get(name):
             raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
     for held in optimizer.held:
-        for name, param in zip(held.unit.names, held.unit.params, strict=True):
-            for kind in kinds_of(held):
-                lacking = gaps(sources.get((name, kind), ()), math.prod(param.shape))
+        for name, kind in itertools.product(held.unit.names, kinds_of(held)):
+            parts = weights[whole[name]].parts
+            for part in parts:
+                lacking = gaps(sources.get((part.name, kind), ()), math.prod(part.shape))
                 if lacking:
-                    raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})")
+                    raise CheckpointError(
+                        f"{where}: {kind!r} of parameter {part.name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})"
+                    )
+            if sum(math.prod(part.shape) for part in parts) != math.prod(weights[whole[name]].shape):
+                raise CheckpointError(f"{where}: the tiles of {whole[name]!r} are not all there, or lie over each other")
     buffers = {name: tuple(buffer.shape) for name, buffer in save.buffers_of(optimizer)}
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
@@ -139,37 +163,73 @@ def readers_of(manifest: Manifest) -> Iterator[dict[str, Reader]]:
         yield {written.name: opened.enter_context(Reader(manifest.folder / written.name)) for written in manifest.files}
 
 
-def elements(sources: Sequence[Source], readers: dict[str, Reader], start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Elements ``start`` to ``stop`` of a parameter, in runs: (position of the first, values)."""
-    for source in sources:
-        begin, end = max(source.start, start), min(source.stop, stop)
-        if begin < end:
-            first = source.offset + begin - source.start
-            yield begin, readers[source.piece.file].read(source.piece.key, first, first + end - begin)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """The elements of a checkpoint, in its open files."""
+
+    sources: Sources
+    readers: dict[str, Reader]
+
+    def elements(self, name: str, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements ``start`` to ``stop`` of a parameter, in the order in which it was saved, in runs: (position of the first, values)."""
+        for source in self.sources[name, kind]:
+            begin, end = max(source.start, start), min(source.stop, stop)
+            if begin < end:
+                first = source.offset + begin - source.start
+                yield begin, self.readers[source.piece.file].read(source.piece.key, first, first + end - begin)
+
+    def whole(self, part: Saved, kind: str) -> Tensor:
+        """All of one parameter, in its shape."""
+        numel = math.prod(part.shape)
+        flat = torch.cat([values for _, values in self.elements(part.name, kind, 0, numel)]) if numel else torch.zeros(0)
+        return shaped_of(flat, part.shape, part.order)
+
+    def region(self, weight: Weight, kind: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and columns of a matrix, from the tiles that it was saved in. Only these rows are read."""
+        found: Tensor | None = None
+        for part in weight.parts:
+            top, left = part.place or (slice(0, weight.shape[0]), slice(0, weight.shape[1]))
+            first, last = max(rows.start, top.start), min(rows.stop, top.stop)
+            begin, end = max(columns.start, left.start), min(columns.stop, left.stop)
+            if first >= last or begin >= end:
+                continue
+            if part.order is None:
+                width = left.stop - left.start
+                runs = self.elements(part.name, kind, (first - top.start) * width, (last - top.start) * width)
+                values = torch.cat([run for _, run in runs]).view(-1, width)
+            else:
+                values = self.whole(part, kind)[first - top.start : last - top.start]
+            if found is None:
+                found = values.new_empty(rows.stop - rows.start, columns.stop - columns.start)
+            into = found[first - rows.start : last - rows.start, begin - columns.start : end - columns.start]
+            into.copy_(values[:, begin - left.start : end - left.start])
+        return torch.zeros(rows.stop - rows.start, columns.stop - columns.start) if found is None else found
 
 
-def reordered(sources: Sequence[Source], readers: dict[str, Reader], shape: Sequence[int], saved: Any, wanted: Any) -> Tensor:
-    """All elements of a parameter whose dimensions were ``saved`` in one order, in the order that is ``wanted``: (numel,). It is read whole."""
-    flat = torch.cat([values for _, values in elements(sources, readers, 0, math.prod(shape))])
-    return flat_of(shaped_of(flat, shape, saved), wanted)
-
-
-def _fill(held: Held, sources: dict[tuple[str, str], list[Source]], readers: dict[str, Reader], orders: dict[str, tuple[int, ...]]) -> None:
-    """Put this rank's elements of one unit in their place. ``orders`` are the checkpoint's."""
+def _fill(held: Held, stored: Stored, weights: Mapping[str, Weight], tiles: Mapping[str, TilePlace]) -> None:
+    """Put this rank's elements of one unit in their place."""
     base = held.params.held.start
 
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
-    def in_order(index: int, kind: str) -> Tensor:
-        name, shape = held.unit.names[index], held.unit.params[index].shape
-        return reordered(sources[name, kind], readers, shape, orders.get(name), held.unit.orders.get(index))
+    def cut_anew(index: int, kind: str) -> Tensor:
+        """A parameter that was saved in other tiles, or in another order, as it lies here: (numel,)."""
+        name = held.unit.names[index]
+        if name in tiles:
+            return held.unit.flat(index, stored.region(weights[tiles[name].whole], kind, *tiles[name].place))
+        weight = weights[name]
+        if weight.parts[0].place is None:
+            return held.unit.flat(index, stored.whole(weight.parts[0], kind))
+        return held.unit.flat(index, stored.region(weight, kind, slice(0, weight.shape[0]), slice(0, weight.shape[1])))
 
     def runs(index: int, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements ``start`` to ``stop`` of a parameter, as ``elements``."""
-        name = held.unit.names[index]
-        if orders.get(name) == held.unit.orders.get(index):
-            yield from elements(sources[name, kind], readers, start, stop)
+        """Elements ``start`` to ``stop`` of a parameter, as ``Stored.elements``."""
+        name, order = held.unit.names[index], held.unit.orders.get(index)
+        place, weight = (tiles[name].place, weights[tiles[name].whole]) if name in tiles else (None, weights[name])
+        alike = next((part for part in weight.parts if part.place == place and part.order == order), None)
+        if alike is not None:
+            yield from stored.elements(alike.name, kind, start, stop)
         else:
-            yield start, in_order(index, kind)[start:stop]
+            yield start, cut_anew(index, kind)[start:stop]
 
     def values(kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Elements of the flat buffer."""

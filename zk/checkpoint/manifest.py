@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Written, check_file
+from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 
 if TYPE_CHECKING:
@@ -183,6 +184,33 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Saved:
+    """A parameter of a checkpoint: a weight, or a tile of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # of its dimensions in memory; None is row by row
+    place: tuple[slice, ...] | None  # of a tile: its rows and columns in the weight
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of a checkpoint, in one part or in tiles."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # in which it computed
+    steps: int
+    kinds: tuple[str, ...]
+    parts: list[Saved]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its elements lie row by row, as a model without tiles has them."""
+        return len(self.parts) == 1 and self.parts[0].order is None and self.parts[0].place is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
     """A checkpoint's manifest, and where every element of it is."""
 
@@ -215,13 +243,23 @@ class Manifest:
             pieces += [Piece(unit, kind, start, stop, key, said["file"]) for unit, kind, start, stop, key in said["pieces"]]
         return cls(folder, head, files, pieces, ranks)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters, by name."""
-        return {param["name"]: tuple(param["shape"]) for unit in self.head["units"] for param in unit["params"]}
-
-    def orders(self) -> dict[str, tuple[int, ...]]:
-        """In which order the dimensions of parameters lie in memory, by name; of those that do not lie row by row."""
-        return {param["name"]: tuple(param["order"]) for unit in self.head["units"] for param in unit["params"] if "order" in param}
+    def weights(self, tiles: Mapping[str, TilePlace] | None = None) -> dict[str, Weight]:
+        """All weights by the name that they have in the model without tiles. ``tiles`` of today's model tell what a manifest does not say yet."""
+        found: dict[str, Weight] = {}
+        for unit in self.head["units"]:
+            for param in unit["params"]:
+                name, shape, place = param["name"], tuple(param["shape"]), None
+                order = tuple(param["order"]) if "order" in param else None
+                if "whole" in param:
+                    whole, whole_shape = param["whole"]["name"], tuple(param["whole"]["shape"])
+                    place = tuple(slice(*cut) for cut in param["whole"]["place"])
+                elif tiles and name in tiles and shape == tuple(cut.stop - cut.start for cut in tiles[name].place):
+                    whole, whole_shape, place = tiles[name].whole, tiles[name].shape, tiles[name].place
+                else:
+                    whole, whole_shape = name, shape
+                weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], param["steps"], tuple(unit["kinds"]), []))
+                weight.parts.append(Saved(name, shape, order, place))
+        return found
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.held import Held
+from zk.tiled_linear import Whole
 
 
 class Owner(Protocol):
@@ -101,9 +102,15 @@ class Shown(defaultdict[Any, Any]):
         return any(param is other for other in self.keys())
 
     def __getitem__(self, param: Any) -> StateOf:
-        if param not in self.owner.units:
-            raise KeyError("no parameter of this optimizer")
+        self._place_of(param)
         return StateOf(self.owner, param)
+
+    def _place_of(self, param: Any) -> tuple[Held, int]:
+        if isinstance(param, Whole):
+            raise KeyError("the weight of a TiledLinear has its state by tile: optimizer.state[layer.tiles[0].weight]")
+        if not isinstance(param, nn.Parameter) or param not in self.owner.units:
+            raise KeyError(f"the state of this optimizer is by parameter that it holds; got {type(param).__name__}: keep what is your own elsewhere")
+        return self.owner.units[param]
 
     def get(self, param: Any, default: Any = None) -> Any:
         return self[param] if param in self else default  # noqa: SIM401
@@ -114,7 +121,8 @@ class Shown(defaultdict[Any, Any]):
         return self[param]
 
     def __setitem__(self, param: Any, state: Mapping[str, Any]) -> None:
-        held, index = self.owner.units[param]
+        held, index = self._place_of(param)
+        held.check_state_names(index, state.keys() - {"master"})
         self.owner._settle_state()
         for write in held.import_plan(index, state):
             write()

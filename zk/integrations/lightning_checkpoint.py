@@ -55,8 +55,8 @@ class Elsewhere(MutableMapping[str, Any]):
 def check_names(optimizer: ZeroOptimizer, folder: Path) -> None:
     """CheckpointError if a model has other parameters or buffers than a folder: these are never loaded in part."""
     manifest = Manifest.read(load.find(folder))
-    saved = {*manifest.shapes(), *manifest.ranks[0]["buffers"]}
-    mine = {name for held in optimizer.held for name in held.unit.names} | {name for name, _ in buffers_of(optimizer)}
+    saved = {*manifest.weights(), *manifest.ranks[0]["buffers"]}
+    mine = {*load.names_without_tiles(optimizer).values(), *(name for name, _ in buffers_of(optimizer))}
     if saved != mine:
         names = ", ".join(map(repr, sorted(saved ^ mine)[:3]))
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""Parameters that do not lie row by row (channels_last, transposed) keep their format, and train, save and load in it as in any other."""
+"""Weights that lie in memory in another order (channels_last, transposed) or in tiles: kept so, and saved and loaded as any other."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 import zk
 from tests.world import run_world
+from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
+from zk.checkpoint.manifest import sealed
+from zk.tiled_linear import pieces_of
 from zk.units import flat_of, order_of, shaped_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
@@ -211,3 +215,81 @@ def test_ranks_hand_over_from_one_format_to_the_other(tmp_path: Path) -> None:
 def test_ranks_with_models_in_different_formats_are_refused() -> None:
     for message in run_world(2, other_formats, [None])[0]:
         assert "memory formats" in message
+
+
+# ---- the same weights, cut in other ways -----------------------------------------------------------------------------------------
+
+
+def cut(how: str) -> nn.Sequential:
+    """A model whose weights are whole, transposed in memory, or in tiles of some size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 160), nn.GELU(), nn.Linear(160, 130, bias=False), nn.GELU(), nn.Linear(130, 7))
+    if how == "turned":
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    elif how == "fine":
+        zk.tile_linears(model, 20_000)
+    elif how == "coarse":
+        zk.tile_linears(model, 60_000)
+    elif how == "odd":
+        model[0], model[2] = zk.TiledLinear.from_linear(model[0], 3, 2), zk.TiledLinear.from_linear(model[2], 2, 3)
+    return model
+
+
+def hold(model: nn.Module, stage: int) -> zk.ZeroOptimizer:
+    matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
+    inner = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+    return zk.ZeroOptimizer(model, inner, stage=stage, dtype="bf16")
+
+
+def without_tiles(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
+    """As ``exact``, with the state of tiles put together."""
+    tiles, found = pieces_of(optimizer.model), dict[str, Tensor]()
+    for name, value in exact(optimizer).items():
+        param, _, kind = name.rpartition(".")
+        if param in tiles:
+            whole = f"{tiles[param].whole}.{kind}"
+            if kind == "step":
+                found[whole] = value
+            else:
+                found.setdefault(whole, torch.full(tiles[param].shape, float("nan")))[tiles[param].place] = value
+        else:
+            found[name] = value
+    return found
+
+
+HOWS = ("whole", "turned", "fine", "coarse", "odd")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_checkpoint_loads_into_the_same_weights_cut_in_another_way(how: str, tmp_path: Path) -> None:
+    optimizer = hold(model := cut(how), 2)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 200, generator=torch.Generator().manual_seed(step)).bfloat16()).square().mean().backward()
+        optimizer.step()
+    optimizer.save_checkpoint(tmp_path / "saved")
+    want = without_tiles(optimizer)
+    for other in HOWS:
+        second = hold(cut(other), 3)
+        second.load_checkpoint(tmp_path / "saved")
+        assert_equal(without_tiles(second), want)
+        second.close()
+    export(tmp_path / "saved", tmp_path / "exported", torch.float32)
+    assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), optimizer.consolidated_state_dict(dtype="fp32"))
+
+
+def test_tiles_of_a_manifest_that_does_not_say_so_load_as_they_were_and_missing_ones_are_named(tmp_path: Path) -> None:
+    optimizer = hold(cut("fine"), 2)
+    optimizer.save_checkpoint(tmp_path)
+    want = without_tiles(optimizer)
+    path = next(tmp_path.glob("step-*")) / "manifest.json"
+    head = json.loads(path.read_text())
+    head.pop("crc32")
+    for param in (param for unit in head["units"] for param in unit["params"]):
+        param.pop("whole", None)
+    path.write_bytes(sealed(head))
+    again = hold(cut("fine"), 3)
+    again.load_checkpoint(tmp_path)
+    assert_equal(without_tiles(again), want)
+    with pytest.raises(CheckpointError, match=r"parameter '0\.weight' is not there"):
+        hold(cut("coarse"), 2).load_checkpoint(tmp_path)
