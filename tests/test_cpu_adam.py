@@ -161,7 +161,7 @@ def test_split_and_join_lose_nothing(moments: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_squares_is_exact_and_sees_every_bad_value(dtype: torch.dtype) -> None:
-    for numel in (0, 1, 7, 8, 9, BLOCK + 3):
+    for numel in (0, 1, 7, 8, 9, BLOCK + 3, 12 * BLOCK + 5):
         grad = torch.randn(numel).to(dtype)
         want = grad.double().square().sum().item()
         assert sum_of_squares(grad, 1) == sum_of_squares(grad, 2)

@@ -292,6 +292,10 @@ def adam(
 def sum_of_squares(grad: np.ndarray, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
     partial = np.zeros((grad.size + BLOCK - 1) // BLOCK)
-    with _threads(num_threads):
-        _sum_of_squares_parallel(grad, partial)
+    if partial.size <= 2 or num_threads == 1:  # starting threads would take longer
+        for block in range(partial.size):
+            partial[block] = _sum_of_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
+    else:
+        with _threads(num_threads):
+            _sum_of_squares_parallel(grad, partial)
     return float(partial.sum())
