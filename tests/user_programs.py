@@ -749,6 +749,13 @@ def assign_data(run: Run) -> None:
     run.finish()
 
 
+@program(partitioned("is read while released"), model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+def turn_data(run: Run) -> None:
+    run.model[0].weight.data = run.model[0].weight.data.t()
+    run.backward()
+    run.finish()
+
+
 @program(lambda case: "use zk.gather" if case.stage == 3 and (case.world > 1 or case.tier == "nvme") else None)
 def write_data_of_what_is_gathered_to_be_read(run: Run) -> None:
     with zk.gather(run.params):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -81,6 +82,12 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
     for path, module in matched:
         if not any(path.startswith(f"{other}.") for other in found):
             yield path, module
+
+
+@functools.cache
+def strides_of(shape: torch.Size, order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The strides that ``shaped_of`` gives."""
+    return shaped_of(torch.empty(shape.numel(), device="meta"), shape, order).stride()
 
 
 def find_units(

@@ -9,7 +9,7 @@ from torch import Tensor
 from zk.memory import zeros
 from zk.parallel.comm import Done, Group, Pending, Solo
 from zk.parallel.layout import Layout
-from zk.units import Unit
+from zk.units import Unit, strides_of
 
 
 def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str], Tensor] | None) -> Tensor:
@@ -35,22 +35,25 @@ def view_params(unit: Unit, layout: Layout, full: Tensor) -> None:
 
 
 def adopt_replaced(unit: Unit, layout: Layout, full: Tensor) -> list[int]:
-    """Parameters that were given other memory (``param.data = ...``) become views of ``full`` again, with their new values; returns their numbers.
+    """Parameters that were given other memory, or lie in it otherwise (``param.data = ...``), become views of ``full`` again, with their new values.
+
+    Returns their numbers.
 
     RuntimeError for one that has another dtype or shape, or is elsewhere.
     """
     found, start, size = [], full.data_ptr(), full.element_size()
     for index, param in enumerate(unit.params):
         offset, numel = layout.offsets[index], layout.numels[index]
-        if param.dtype == full.dtype and param.numel() == numel and (not numel or param.data_ptr() == start + offset * size):
+        is_alike, strides = param.dtype == full.dtype and param.numel() == numel, strides_of(param.shape, unit.orders.get(index))
+        if is_alike and (not numel or (param.data_ptr() == start + offset * size and param.stride() == strides)):
             continue
-        if param.dtype != full.dtype or param.numel() != numel or param.device != full.device:
+        if not is_alike or param.device != full.device:
             raise RuntimeError(
                 f"parameter {unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
                 ".data); move the model first, then wrap it, and use dtype= to convert"
             )
         place = unit.shaped(index, full[layout.whole(index)])
-        place.copy_(param.data)
+        place.copy_(param.data.clone())  # it may lie where it goes to
         param.data = place
         found.append(index)
     return found
