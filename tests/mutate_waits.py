@@ -68,6 +68,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),
     ("zk/held.py", "_arrive", "landing.done.wait()"): "a unit that is gone has no update under way: the thread's job keeps it, and an error does",
+    ("zk/checkpoint/load.py", "_fill", "held.params.settle()"): (
+        "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
+        "the host the collective reads that memory, and nothing here can hold it up"
+    ),
     ("zk/checkpoint/save.py", "_finish_all", "ticket.join()"): (
         "alone, the thread is joined a little later anyway; ranks lose their connections before (tests/test_rank_killed.py, in processes of its own)"
     ),

@@ -22,9 +22,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
+from tests.adversary import late_worker
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk.checkpoint import load as loading
@@ -387,6 +389,85 @@ def test_gradients_dropped_after_step_are_those_of_the_next_one() -> None:
             found.append(values(model))
         optimizer.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("looks", (True, False))
+def test_gradients_that_stay_after_a_step_are_used_again_when_the_step_is_over(looks: bool) -> None:
+    """Looked at, or added to. What clipping has made of them is known then."""
+    torch.manual_seed(0)
+    plain = GPT(width=24, layers=2)
+    model = copy.deepcopy(plain)
+    inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = zk.ZeroOptimizer(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2, optimizer_tier="host", overlap_step=True, clip_grad_norm=0.05
+    )
+    with late_worker():
+        for step in range(3):
+            loss_of(plain, batch(step)).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            inner.step()
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            if looks:
+                for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+    for mine, theirs in zip(values(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("writes", (False, True))
+def test_state_that_is_looked_at_after_a_step_is_that_of_its_end(writes: bool) -> None:
+    torch.manual_seed(0)
+    plain = GPT(width=24, layers=2)
+    model = copy.deepcopy(plain)
+    inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2, optimizer_tier="host", overlap_step=True)
+    with late_worker():
+        for step in range(3):
+            for net, its in ((plain, inner), (model, optimizer)):
+                loss_of(net, batch(step)).backward()
+                its.step()
+                its.zero_grad()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                if writes:
+                    optimizer.state[mine] = {"step": torch.tensor(7.0), "exp_avg": torch.zeros_like(theirs), "exp_avg_sq": torch.ones_like(theirs)}
+                    inner.state[theirs] |= {"step": torch.tensor(7.0), "exp_avg": torch.zeros_like(theirs), "exp_avg_sq": torch.ones_like(theirs)}
+                else:
+                    got = optimizer.state[mine]
+                    assert got["step"] == inner.state[theirs]["step"]
+                    torch.testing.assert_close(got["exp_avg"], inner.state[theirs]["exp_avg"])
+    for mine, theirs in zip(values(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    optimizer.close()
+
+
+def adding_where_another_rank_has_a_gradient(_: None) -> str:
+    """After a step that clipped, rank 1 uses one of two layers only; it still takes its part of the other's gradient."""
+    torch.manual_seed(0)
+    model = nn.ModuleList((nn.Linear(8, 8), nn.Linear(8, 8)))
+    plain, rank = copy.deepcopy(model), dist.get_rank()
+    x = torch.randn(2, 6, 8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zk.ZeroOptimizer(model, inner, stage=2, optimizer_tier="host", overlap_step=True, clip_grad_norm=0.05)
+    with late_worker():
+        (model[0](x[0]) + model[1](x[0])).square().mean().backward()
+        (plain[0](x[0]) + plain[1](x[0])).square().mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+        (model[0](x[1]).sum() + (model[1](x[1]).sum() if rank == 0 else 0)).backward()
+        grads = [param.grad for param in model.parameters()]
+    optimizer.close()
+    with torch.no_grad():
+        for param, share in zip(plain.parameters(), (1, 1, 0.5, 0.5), strict=True):
+            param.grad += share * (torch.full((8,), 6.0) if param.ndim == 1 else x[1].sum(0).expand(8, 8))
+    for mine, theirs in zip(grads, plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.grad, rtol=1e-4, atol=1e-5)
+    return ""
+
+
+def test_a_rank_adds_to_gradients_that_a_step_still_uses_when_it_is_over() -> None:
+    assert run_world(2, adding_where_another_rank_has_a_gradient, [None])[0] == ["", ""]
 
 
 def test_a_core_is_left_for_the_thread_that_launches() -> None:

@@ -26,7 +26,7 @@ class Gradients:
         units: where each parameter is: its unit, and its number in that.
         reducer: takes gradients away.
         comm: the ranks.
-        settle: reduces what has not been reduced, on all ranks; True leaves what is in its own place there.
+        reduce_rest: reduces what has not been reduced, on all ranks; True leaves what is in its own place there.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Gradients:
         units: Mapping[nn.Parameter, tuple[Held, int]],
         reducer: GradReducer,
         comm: Solo | Group,
-        settle: Callable[[bool], None],
+        reduce_rest: Callable[[bool], None],
     ) -> None:
-        self.units, self.reducer, self.comm, self.settle = units, reducer, comm, settle
+        self.units, self.reducer, self.comm, self.reduce_rest = units, reducer, comm, reduce_rest
         self.looked: list[Held] = []  # units whose gradients have been brought back
 
     def has_left(self, param: nn.Parameter) -> bool:
@@ -48,7 +48,7 @@ class Gradients:
 
     def is_asked(self, param: nn.Parameter) -> bool:
         """Check that it has one there, or may have one on another rank."""
-        return self.has_left(param) or (self.comm.world > 1 and self.reducer.pending)
+        return self.has_left(param) or (self.comm.world > 1 and self.reducer.unfinished)
 
     @torch.no_grad()
     def read(self, param: nn.Parameter) -> Tensor | None:
@@ -126,7 +126,7 @@ class Gradients:
             held.used |= held.grads.used
             held.grads.used.clear()
         else:
-            self.settle(own_grad(held.unit.params[index]) is None)
+            self.reduce_rest(own_grad(held.unit.params[index]) is None)
         if index in held.used and not self._is_shown(held, index):
             alone = self.comm.world == 1  # else who has a reference may differ by rank, and what is brought back is so together
             for other in [other for other in self.looked if alone and other is not held and other.only_here()]:

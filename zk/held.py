@@ -174,8 +174,7 @@ class Held:
     def take_in(self, grad: Tensor) -> Event | None:
         """Add a reduced gradient, as OptimizerShard.add does, to what ``param.grad`` is."""
         assert self.shard is not None
-        if self.underway is not None and self.underway.keep:
-            self.arrive()
+        assert self.underway is None or not self.underway.keep, "an update still uses the gradient that is added to"  # reductions come after it
         self.clip()
         self.renew()
         return self.shard.add(grad)

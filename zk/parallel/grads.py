@@ -96,7 +96,7 @@ class GradReducer:
         self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Leaving]]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
-        self.pending = False  # a backward has brought gradients since ``finish``
+        self.unfinished = False  # a backward has brought gradients since ``finish``
         self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes
         self.lock = threading.RLock()  # several threads may be in backward at once
         self.threads: set[int] = set()  # that called the model since the last step
@@ -149,7 +149,7 @@ class GradReducer:
         if not unit.arrived:
             unit.expected = sum(p.requires_grad for p in unit.unit.params)
         grad = own_grad(param)
-        self.pending = True
+        self.unfinished = True
         hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
         if grad is not None and hooked and grad_is_away(param):
             raise RuntimeError(
@@ -214,7 +214,7 @@ class GradReducer:
     @property
     def settled(self) -> bool:
         """Check that ``finish`` has seen all gradients that have left."""
-        return not self.pending and not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
+        return not self.unfinished and not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
 
     def pass_on(self, unit: UnitGrads) -> None:
         """Alone, in backward: what there is of a unit goes on now, the rest of it after."""
@@ -360,7 +360,7 @@ class GradReducer:
         for unit in self.units:
             self.drop(unit, range(len(unit.unit.params)))
             unit.arrived.clear()
-        self.pending = False
+        self.unfinished = False
         self.threads.clear()
         self.started, self.completed, self.task = set(), [], -1
 
