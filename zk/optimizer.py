@@ -571,10 +571,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finish_update()
 
     def _keep_state(self) -> None:
-        """Keep what user code has made of ``optimizer.state``."""
+        """Keep what user code has made of ``optimizer.state``: no update has begun since it was shown."""
         for held in self._trained:
             if held.shown_state:
-                held.arrive()
                 held.keep_state()
 
     def state_dict(self) -> dict[str, Any]:
