@@ -107,7 +107,7 @@ def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) ->
 
 
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> dict[str, int]:
-    """That the checkpoint has all that this optimizer holds; returns the step count of every parameter."""
+    """Check that the checkpoint has all that this optimizer holds; return the step count of every parameter."""
     _check_model(optimizer, manifest, sources)
     whole, weights = names_without_tiles(optimizer), manifest.weights(pieces_of(optimizer.model))
     saved_as = {part.name: weight.name for weight in weights.values() for part in weight.parts}
@@ -129,7 +129,7 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> di
 
 
 def _check_model(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> None:
-    """That every element that this optimizer holds is there, of a model with the same weights and buffers."""
+    """Check that every element that this optimizer holds is there, of a model with the same weights and buffers."""
     where, tiles, whole = manifest.folder / "manifest.json", pieces_of(optimizer.model), names_without_tiles(optimizer)
     weights = manifest.weights(tiles)
     shapes = {name: weight.shape for name, weight in weights.items()}

@@ -50,7 +50,7 @@ def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any
     """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of."""
 
     def more(index: int, name: str) -> dict[str, Any]:
-        """What only some parameters have: the order of their dimensions in memory, and the weight that a tile is a piece of."""
+        """Entries that only some parameters have: the order of their dimensions in memory, and the weight that a tile is a piece of."""
         order, tile = held.unit.orders.get(index), (tiles or {}).get(name)
         found: dict[str, Any] = {} if order is None else {"order": list(order)}
         if tile is not None:
@@ -206,7 +206,7 @@ class Weight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its elements lie row by row, as a model without tiles has them."""
+        """Check that its elements lie row by row, as a model without tiles has them."""
         return len(self.parts) == 1 and self.parts[0].order is None and self.parts[0].place is None
 
 
