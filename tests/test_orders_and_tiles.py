@@ -278,6 +278,26 @@ def test_a_checkpoint_loads_into_the_same_weights_cut_in_another_way(how: str, t
     assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), optimizer.consolidated_state_dict(dtype="fp32"))
 
 
+def test_tiles_of_one_weight_that_are_frozen_or_start_anew_stay_so(tmp_path: Path) -> None:
+    def build_frozen() -> nn.Sequential:
+        model = cut("fine")
+        model[0].tiles[0].weight.requires_grad_(False)
+        return model
+
+    optimizer = hold(model := build_frozen(), 2)
+    model(torch.ones(8, 200).bfloat16()).square().mean().backward()
+    optimizer.step()
+    del optimizer.state[model[0].tiles[2].weight]
+    optimizer.save_checkpoint(tmp_path / "saved")
+    want = exact(optimizer)
+    second = hold(build_frozen(), 3)
+    second.load_checkpoint(tmp_path / "saved")
+    assert_equal(exact(second), want)
+    assert "0.tiles.2.weight.step" not in want and want["0.tiles.1.weight.step"] == 1
+    export(tmp_path / "saved", tmp_path / "exported", torch.float32)
+    assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), optimizer.consolidated_state_dict(dtype="fp32"))
+
+
 def test_tiles_of_a_manifest_that_does_not_say_so_load_as_they_were_and_missing_ones_are_named(tmp_path: Path) -> None:
     optimizer = hold(cut("fine"), 2)
     optimizer.save_checkpoint(tmp_path)

@@ -93,7 +93,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
 
 def _row_by_row(stored: Stored, weight: Weight) -> Iterator[Tensor]:
     """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
-    kind, numel, first = weight.kinds[0], math.prod(weight.shape), weight.parts[0]
+    numel, first = math.prod(weight.shape), weight.parts[0]
+    kind = first.kinds[0]
     if weight.is_plain:
         for start in range(0, numel, _PIECE_NUMEL):
             for _, values in stored.elements(first.name, kind, start, min(start + _PIECE_NUMEL, numel)):
@@ -104,7 +105,7 @@ def _row_by_row(stored: Stored, weight: Weight) -> Iterator[Tensor]:
         height, width = weight.shape
         step = max(1, _PIECE_NUMEL // max(1, width))
         for row in range(0, height, step):
-            yield stored.region(weight, kind, slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
+            yield stored.region(weight, None, slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
 
 
 def _entries(manifest: Manifest, weights: dict[str, Weight], dtype: torch.dtype | None) -> list[Entry]:

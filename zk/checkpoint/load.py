@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,12 +47,12 @@ def find(path: Path) -> Path:
 def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
     with save.together(optimizer.comm, f"checking {path}"):
-        manifest, sources = _opened(optimizer, path)
-        steps = _check(optimizer, manifest, sources)
+        opened = _opened(optimizer, path)
+        manifest, steps = opened.manifest, _check(optimizer, opened)
         if (scheduler is None) != (manifest.head["scheduler"] is None):
             has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
             raise CheckpointError(f"{manifest.folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
-    _fill_all(optimizer, manifest, sources)
+    _fill_all(optimizer, opened)
     for held in optimizer.held:
         for index, name in enumerate(held.unit.names):
             held.steps.pop(index, None)
@@ -74,17 +73,47 @@ def load_model(optimizer: ZeroOptimizer, path: Path) -> None:
     """Take over parameters and buffers alone, whatever the groups are, into an optimizer that keeps no state. All ranks call it."""
     assert not any(held.shard.names for held in optimizer.held if held.shard is not None)
     with save.together(optimizer.comm, f"checking {path}"):
-        manifest, sources = _opened(optimizer, path)
-        _check_model(optimizer, manifest, sources)
-    _fill_all(optimizer, manifest, sources)
+        opened = _opened(optimizer, path)
+        _check_model(optimizer, opened)
+    _fill_all(optimizer, opened)
 
 
-def _opened(optimizer: ZeroOptimizer, path: Path) -> tuple[Manifest, Sources]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opened:
+    """A checkpoint, and how it and this model are cut."""
+
+    manifest: Manifest
+    sources: Sources
+    tiles: Mapping[str, TilePlace]  # of this model
+    weights: Mapping[str, Weight]  # of the checkpoint
+
+    def whole(self, name: str) -> str:
+        """The name of the weight that a parameter is, or is a tile of."""
+        return self.tiles[name].whole if name in self.tiles else name
+
+    def place(self, name: str) -> tuple[slice, ...] | None:
+        """Rows and columns of a tile."""
+        return self.tiles[name].place if name in self.tiles else None
+
+    def alike(self, held: Held, index: int) -> Saved | None:
+        """The part of a weight that was cut and laid out as a parameter is here."""
+        name, order = held.unit.names[index], held.unit.orders.get(index)
+        parts = self.weights[self.whole(name)].parts
+        return next((part for part in parts if part.place == self.place(name) and part.order == order), None)
+
+    def origin(self, held: Held, index: int) -> list[Saved]:
+        """What a parameter is read from: the part that is cut alike, or all of its weight."""
+        alike = self.alike(held, index)
+        return [alike] if alike is not None else self.weights[self.whole(held.unit.names[index])].parts
+
+
+def _opened(optimizer: ZeroOptimizer, path: Path) -> _Opened:
     """What a checkpoint has, after this rank's share of its files was checked."""
     manifest = Manifest.read(find(path))
     for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
         check_file(manifest.folder, written)
-    return manifest, sources_of(manifest)
+    tiles = pieces_of(optimizer.model)
+    return _Opened(manifest, sources_of(manifest), tiles, manifest.weights(tiles))
 
 
 def names_without_tiles(optimizer: ZeroOptimizer) -> dict[str, str]:
@@ -93,64 +122,70 @@ def names_without_tiles(optimizer: ZeroOptimizer) -> dict[str, str]:
     return {name: tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
 
 
-def _fill_all(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> None:
+def _fill_all(optimizer: ZeroOptimizer, opened: _Opened) -> None:
     """Put this rank's elements of all units, and the buffers, in their place."""
-    tiles = pieces_of(optimizer.model)
-    weights = manifest.weights(tiles)
+    manifest = opened.manifest
     with readers_of(manifest) as readers:
         for held in optimizer.held:
-            _fill(held, Stored(sources, readers), weights, tiles)
+            _fill(held, opened, Stored(opened.sources, readers))
         buffers = dict(save.buffers_of(optimizer))
         for name in manifest.ranks[0]["buffers"]:
             value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
             overwrite(buffers[name], value.view(buffers[name].shape))
 
 
-def _check(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> dict[str, int]:
+def _check(optimizer: ZeroOptimizer, opened: _Opened) -> dict[str, int]:
     """Check that the checkpoint has all that this optimizer holds; return the step count of every parameter."""
-    _check_model(optimizer, manifest, sources)
-    whole, weights = names_without_tiles(optimizer), manifest.weights(pieces_of(optimizer.model))
-    saved_as = {part.name: weight.name for weight in weights.values() for part in weight.parts}
+    _check_model(optimizer, opened)
+    manifest, whole = opened.manifest, opened.whole
+    saved_as = {part.name: weight.name for weight in opened.weights.values() for part in weight.parts}
     # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
-    trained = {whole[name] for held in optimizer.held if held.shard is not None for name in held.unit.names}
+    trained = {whole(name) for held in optimizer.held if held.shard is not None for name in held.unit.names}
     saved_groups = [trained.intersection(saved_as.get(name, name) for name in group["params"]) for group in manifest.head["groups"]]
-    if saved_groups != [trained.intersection(whole[name] for name in names) for names in names_of_groups(optimizer)]:
+    if saved_groups != [trained.intersection(map(whole, names)) for names in names_of_groups(optimizer)]:
         raise CheckpointError(
             f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
         )
+    steps = {}
     for held in optimizer.held:
-        saved = weights[whole[held.unit.names[0]]].kinds[1:] if held.shard is not None and held.unit.names else ()
-        if held.shard is not None and saved and not set(saved) & set(held.shard.names):
-            raise CheckpointError(
-                f"{manifest.folder / 'manifest.json'} has {', '.join(saved)}, the state of another kind of optimizer than "
-                f"{type(optimizer.inner).__name__}; make the same kind, or take the weights alone (python -m zk export)"
-            )
-    return {name: weights[whole[name]].steps for name in whole}
+        for index, name in enumerate(held.unit.names):
+            origin = opened.origin(held, index)
+            saved = origin[0].kinds[1:]
+            if held.shard is not None and saved and not set(saved) & set(held.shard.names):
+                raise CheckpointError(
+                    f"{manifest.folder / 'manifest.json'} has {', '.join(saved)}, the state of another kind of optimizer than "
+                    f"{type(optimizer.inner).__name__}; make the same kind, or take the weights alone (python -m zk export)"
+                )
+            steps[name] = max(part.steps for part in origin)
+    return steps
 
 
-def _check_model(optimizer: ZeroOptimizer, manifest: Manifest, sources: Sources) -> None:
+def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
     """Check that every element that this optimizer holds is there, of a model with the same weights and buffers."""
-    where, tiles, whole = manifest.folder / "manifest.json", pieces_of(optimizer.model), names_without_tiles(optimizer)
-    weights = manifest.weights(tiles)
-    shapes = {name: weight.shape for name, weight in weights.items()}
+    manifest, where = opened.manifest, opened.manifest.folder / "manifest.json"
+    shapes = {name: weight.shape for name, weight in opened.weights.items()}
     mine: dict[str, tuple[int, ...]] = {}
     for held in optimizer.held:
         for name, param in zip(held.unit.names, held.unit.params, strict=True):
-            mine[whole[name]] = tiles[name].shape if name in tiles else tuple(param.shape)
+            mine[opened.whole(name)] = opened.tiles[name].shape if name in opened.tiles else tuple(param.shape)
     for name in [*mine, *shapes]:
         if mine.get(name) != shapes.get(name):
             raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
-    for held in optimizer.held:
-        for name, kind in itertools.product(held.unit.names, kinds_of(held)):
-            parts = weights[whole[name]].parts
-            for part in parts:
-                lacking = gaps(sources.get((part.name, kind), ()), math.prod(part.shape))
-                if lacking:
-                    raise CheckpointError(
-                        f"{where}: {kind!r} of parameter {part.name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})"
-                    )
-            if sum(math.prod(part.shape) for part in parts) != math.prod(weights[whole[name]].shape):
-                raise CheckpointError(f"{where}: the tiles of {whole[name]!r} are not all there, or lie over each other")
+    for weight in opened.weights.values():
+        if sum(math.prod(part.shape) for part in weight.parts) != math.prod(weight.shape):
+            raise CheckpointError(f"{where}: the tiles of {weight.name!r} are not all there, or lie over each other")
+    # each part once, however many tiles are read from it
+    needed = {
+        (part.name, kind): math.prod(part.shape)
+        for held in optimizer.held
+        for index in range(len(held.unit.names))
+        for kind in kinds_of(held)
+        for part in opened.origin(held, index)
+    }
+    for (name, kind), numel in needed.items():
+        lacking = gaps(opened.sources.get((name, kind), ()), numel)
+        if lacking:
+            raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})")
     buffers = {name: tuple(buffer.shape) for name, buffer in save.buffers_of(optimizer)}
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
@@ -184,8 +219,8 @@ class Stored:
         flat = torch.cat([values for _, values in self.elements(part.name, kind, 0, numel)]) if numel else torch.zeros(0)
         return shaped_of(flat, part.shape, part.order)
 
-    def region(self, weight: Weight, kind: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and columns of a matrix, from the tiles that it was saved in. Only these rows are read."""
+    def region(self, weight: Weight, kind: str | None, rows: slice, columns: slice) -> Tensor:
+        """Rows and columns of a matrix, from the tiles that it was saved in. Only these rows are read. None: what is exact of each tile."""
         found: Tensor | None = None
         for part in weight.parts:
             top, left = part.place or (slice(0, weight.shape[0]), slice(0, weight.shape[1]))
@@ -193,20 +228,22 @@ class Stored:
             begin, end = max(columns.start, left.start), min(columns.stop, left.stop)
             if first >= last or begin >= end:
                 continue
+            wanted = part.kinds[0] if kind is None else kind
             if part.order is None:
                 width = left.stop - left.start
-                runs = self.elements(part.name, kind, (first - top.start) * width, (last - top.start) * width)
+                runs = self.elements(part.name, wanted, (first - top.start) * width, (last - top.start) * width)
                 values = torch.cat([run for _, run in runs]).view(-1, width)
             else:
-                values = self.whole(part, kind)[first - top.start : last - top.start]
+                values = self.whole(part, wanted)[first - top.start : last - top.start]
             if found is None:
                 found = values.new_empty(rows.stop - rows.start, columns.stop - columns.start)
+            found = found.to(torch.promote_types(found.dtype, values.dtype))  # a frozen tile is in the precision that it computes in
             into = found[first - rows.start : last - rows.start, begin - columns.start : end - columns.start]
             into.copy_(values[:, begin - left.start : end - left.start])
         return torch.zeros(rows.stop - rows.start, columns.stop - columns.start) if found is None else found
 
 
-def _fill(held: Held, stored: Stored, weights: Mapping[str, Weight], tiles: Mapping[str, TilePlace]) -> None:
+def _fill(held: Held, opened: _Opened, stored: Stored) -> None:
     """Put this rank's elements of one unit in their place."""
     base = held.params.held.start
 
@@ -214,18 +251,14 @@ def _fill(held: Held, stored: Stored, weights: Mapping[str, Weight], tiles: Mapp
     def cut_anew(index: int, kind: str) -> Tensor:
         """A parameter that was saved in other tiles, or in another order, as it lies here: (numel,)."""
         name = held.unit.names[index]
-        if name in tiles:
-            return held.unit.flat(index, stored.region(weights[tiles[name].whole], kind, *tiles[name].place))
-        weight = weights[name]
-        if weight.parts[0].place is None:
+        weight, place = opened.weights[opened.whole(name)], opened.place(name)
+        if place is None and weight.parts[0].place is None:
             return held.unit.flat(index, stored.whole(weight.parts[0], kind))
-        return held.unit.flat(index, stored.region(weight, kind, slice(0, weight.shape[0]), slice(0, weight.shape[1])))
+        return held.unit.flat(index, stored.region(weight, kind, *(place or map(functools.partial(slice, 0), weight.shape))))
 
     def runs(index: int, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Elements ``start`` to ``stop`` of a parameter, as ``Stored.elements``."""
-        name, order = held.unit.names[index], held.unit.orders.get(index)
-        place, weight = (tiles[name].place, weights[tiles[name].whole]) if name in tiles else (None, weights[name])
-        alike = next((part for part in weight.parts if part.place == place and part.order == order), None)
+        alike = opened.alike(held, index)
         if alike is not None:
             yield from stored.elements(alike.name, kind, start, stop)
         else:

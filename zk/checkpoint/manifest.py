@@ -191,6 +191,8 @@ class Saved:
     shape: tuple[int, ...]
     order: tuple[int, ...] | None  # of its dimensions in memory; None is row by row
     place: tuple[slice, ...] | None  # of a tile: its rows and columns in the weight
+    kinds: tuple[str, ...]
+    steps: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,8 +202,6 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     dtype: str  # in which it computed
-    steps: int
-    kinds: tuple[str, ...]
     parts: list[Saved]
 
     @property
@@ -257,8 +257,8 @@ class Manifest:
                     whole, whole_shape, place = tiles[name].whole, tiles[name].shape, tiles[name].place
                 else:
                     whole, whole_shape = name, shape
-                weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], param["steps"], tuple(unit["kinds"]), []))
-                weight.parts.append(Saved(name, shape, order, place))
+                weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
+                weight.parts.append(Saved(name, shape, order, place, tuple(unit["kinds"]), param["steps"]))
         return found
 
 
