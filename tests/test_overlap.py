@@ -48,6 +48,13 @@ def make(width: int = 24, layers: int = 3, **options: Any) -> tuple[GPT, zk.Zero
     return model, zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **settings)
 
 
+def beside_plain(**options: Any) -> tuple[GPT, torch.optim.AdamW, GPT, zk.ZeroOptimizer]:
+    """The model and its optimizer in plain torch, in fp32, and the same with zk."""
+    model, optimizer = make(layers=2, dtype=None, **options)
+    plain = copy.deepcopy(model)
+    return plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), model, optimizer
+
+
 def train(model: nn.Module, optimizer: zk.ZeroOptimizer, steps: int = 1, start: int = 0) -> list[float]:
     losses = []
     for step in range(start, start + steps):
@@ -394,13 +401,7 @@ def test_gradients_dropped_after_step_are_those_of_the_next_one() -> None:
 @pytest.mark.parametrize("looks", (True, False))
 def test_gradients_that_stay_after_a_step_are_used_again_when_the_step_is_over(looks: bool) -> None:
     """Looked at, or added to. What clipping has made of them is known then."""
-    torch.manual_seed(0)
-    plain = GPT(width=24, layers=2)
-    model = copy.deepcopy(plain)
-    inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    optimizer = zk.ZeroOptimizer(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2, optimizer_tier="host", overlap_step=True, clip_grad_norm=0.05
-    )
+    plain, inner, model, optimizer = beside_plain(clip_grad_norm=0.05)
     with late_worker():
         for step in range(3):
             loss_of(plain, batch(step)).backward()
@@ -418,11 +419,7 @@ def test_gradients_that_stay_after_a_step_are_used_again_when_the_step_is_over(l
 
 @pytest.mark.parametrize("writes", (False, True))
 def test_state_that_is_looked_at_after_a_step_is_that_of_its_end(writes: bool) -> None:
-    torch.manual_seed(0)
-    plain = GPT(width=24, layers=2)
-    model = copy.deepcopy(plain)
-    inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2, optimizer_tier="host", overlap_step=True)
+    plain, inner, model, optimizer = beside_plain()
     with late_worker():
         for step in range(3):
             for net, its in ((plain, inner), (model, optimizer)):

@@ -46,17 +46,27 @@ def order_of(tensor: Tensor) -> tuple[int, ...] | None:
     return order if order != tuple(range(tensor.ndim)) and tensor.numel() and tensor.permute(order).is_contiguous() else None
 
 
-def flat_of(tensor: Tensor, order: Sequence[int] | None) -> Tensor:
+def flat_of(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     """The elements of ``tensor`` with its dimensions in ``order``: (numel,)."""
-    return (tensor if order is None else tensor.permute(tuple(order))).reshape(-1)
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
 
 
-def shaped_of(flat: Tensor, shape: Sequence[int], order: Sequence[int] | None) -> Tensor:
+def shaped_of(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None) -> Tensor:
     """Undo ``flat_of``: a view of ``flat`` (numel,) that has ``shape``."""
     if order is None:
-        return flat.view(torch.Size(shape))
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return flat.view([shape[dim] for dim in order]).permute(inverse)
+        return flat.view(shape)
+    return flat.view([shape[dim] for dim in order]).permute(inverse_of(order))
+
+
+def inverse_of(order: Sequence[int]) -> list[int]:
+    """Where each dimension is in ``order``."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+@functools.cache
+def strides_of(shape: torch.Size, order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The strides that ``shaped_of`` gives."""
+    return shaped_of(torch.empty(shape.numel(), device="meta"), shape, order).stride()
 
 
 def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
@@ -82,12 +92,6 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
     for path, module in matched:
         if not any(path.startswith(f"{other}.") for other in found):
             yield path, module
-
-
-@functools.cache
-def strides_of(shape: torch.Size, order: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The strides that ``shaped_of`` gives."""
-    return shaped_of(torch.empty(shape.numel(), device="meta"), shape, order).stride()
 
 
 def find_units(

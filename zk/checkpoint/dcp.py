@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zk.parallel.comm import Group
-from zk.units import flat_of, shaped_of
+from zk.units import flat_of, inverse_of, shaped_of
 
 if TYPE_CHECKING:
     from zk.held import Held
@@ -150,7 +150,7 @@ class Part(DTensor):
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, Box]]:
         shape, order = self.place.shape, self.place.order or range(len(self.place.shape))
-        back = sorted(range(len(shape)), key=order.__getitem__)
+        back = inverse_of(order)
         return [
             (ChunkStorageMetadata(torch.Size(box.offsets[at] for at in back), torch.Size(box.sizes[at] for at in back)), box)
             for box in boxes([shape[dim] for dim in order], self.place.mine)
