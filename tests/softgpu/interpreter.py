@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,14 +58,37 @@ def _far(value: Any) -> Any:
     return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
 
 
+def _once_for_each_launch(interpreter: Any, call: Callable[..., None]) -> Callable[..., None]:
+    """A launch that makes triton's modules ready for the interpreter once, and not again for each call inside of the kernel: a third of its time."""
+    patch, language = interpreter._patch_lang, interpreter.tl
+
+    @functools.cache
+    def modules_of(fn: Any) -> frozenset[str]:
+        return frozenset(value.__name__ for value in fn.__globals__.values() if value is language or value is language.core)
+
+    def patch_new(fn: Any) -> Any:
+        ready: set[str] = _running.ready
+        if ready and modules_of(fn) <= ready:
+            return None  # nobody looks at what a call inside returns
+        ready |= modules_of(fn)
+        return patch(fn)
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        _running.ready = set()
+        call(self, *args, **kwargs)
+
+    interpreter._patch_lang = patch_new
+    return launch
+
+
 def install() -> None:
     """Change the interpreter that is installed."""
     from triton.runtime import interpreter
 
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    call, to_host, to_device = executor.__call__, executor._init_args_hst, executor._restore_args_dev
+    call = _once_for_each_launch(interpreter, executor.__call__)
+    to_host, to_device = executor._init_args_hst, executor._restore_args_dev
     load, store = builder.create_masked_load, builder.create_masked_store
-
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not any(tensor.is_cuda for tensor in given):
