@@ -135,7 +135,7 @@ def drive(case: Case) -> Iterator[dict[str, object]]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if case.adversary:
             stack.enter_context(adversarial_drive())
-        yield {"nvme_path": folder, "nvme_checksum": case.accumulation > 1}
+        yield {"nvme_path": folder, "nvme_checksum": case.accumulation == 1}
         assert os.listdir(folder) == [], "the scratch folder is still there"
 
 

@@ -231,7 +231,7 @@ def test_a_drive_that_does_not_answer_ends_in_a_bounded_wait(tmp_path: Path, fau
 
 def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     model = GPT()
-    optimizer = wrap(model, tmp_path, nvme_checksum=True)
+    optimizer = wrap(model, tmp_path)
     step(model, optimizer)
     nvme_file = next(tmp_path.rglob("state.bin"))
     with open(nvme_file, "r+b") as file:

@@ -439,7 +439,7 @@ def test_master_keeps_the_precision_of_the_original_model() -> None:
         ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
         ({"stage": 3, "param_tier": "nvme", "optimizer_tier": "device", "nvme_path": "/tmp"}, "updated in host memory"),
         ({"stage": 2, "param_tier": "nvme", "nvme_path": "/tmp"}, "needs stage=3"),
-        ({"nvme_checksum": True}, "no effect without nvme_path"),
+        ({"nvme_checksum": False}, "no effect without nvme_path"),
         ({"nvme_path": "/tmp"}, "no effect"),
         ({"stage": 2, "param_tier": "host"}, "param_tier='host' needs stage=3"),
         ({"host_budget": "24 potatoes"}, "host_budget must be a number of bytes or a string like"),

@@ -168,8 +168,8 @@ class ZeroConfig:
     """Where gradients and optimizer state live, and so where the update runs."""
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     """Folder (or several, to stripe over) for the "nvme" tier; what is put there is private, and removed in the end."""
-    nvme_checksum: bool = False
-    """A CRC-32 for everything written there, checked when it is read."""
+    nvme_checksum: bool = True
+    """A checksum for everything written there, checked when it is read: a drive that returns something else is an OSError."""
     device_budget: int | str | None = None
     """Bytes (or "24GiB") of device memory that training state may take on a rank; with "auto" tiers the device is filled first. None: with
     "auto" half of what is free on a GPU, otherwise no limit."""
@@ -293,8 +293,8 @@ class ZeroConfig:
             object.__setattr__(self, "nvme_path", paths)
             if "nvme" not in tiers and "auto" not in tiers:
                 raise ValueError(f"nvme_path={paths!r} has no effect: no tier is 'nvme' or 'auto'; remove it, or set optimizer_tier='nvme'")
-        elif self.nvme_checksum:
-            raise ValueError("nvme_checksum=True has no effect without nvme_path; remove it")
+        elif not self.nvme_checksum:
+            raise ValueError("nvme_checksum=False has no effect without nvme_path; remove it")
         if self.param_tier == "nvme" and self.optimizer_tier == "device":
             raise ValueError("param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are updated in host memory")
         if self.param_tier in ("host", "nvme") and self.stage != 3:

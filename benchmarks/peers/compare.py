@@ -28,6 +28,7 @@ RATIOS = (
     ("zk_stage3", "torch_autocast"),
     ("zk_stage2", "fsdp2"),
     ("zk_stage3_nvme", "deepspeed_zero3_nvme"),
+    ("zk_stage3_nvme", "zk_stage3_nvme_unchecked"),
     ("zk_stage3_nvme_cached", "deepspeed_zero3_nvme"),
     ("zk_stage3_nvme_bf16_moments", "deepspeed_zero3_nvme"),
 )
@@ -41,6 +42,7 @@ WHAT = {
     "zk_stage3": "zk stage 3, optimizer and parameters on host",
     "deepspeed_zero3_nvme": "DeepSpeed ZeRO-3, optimizer and parameters on NVMe",
     "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",
+    "zk_stage3_nvme_unchecked": "zk stage 3, both on NVMe, no host budget, nvme_checksum=False",
     "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.75 GiB",
     "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.75 GiB, bf16 moments",
     "zk_stage3_overlap_step": "zk stage 3, optimizer and parameters on host, overlap_step",

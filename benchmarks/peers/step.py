@@ -162,6 +162,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage2": lambda model: zk(model, 2),
     "zk_stage3": lambda model: zk(model, 3),
     "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
+    "zk_stage3_nvme_unchecked": lambda model: zk(model, 3, "nvme", nvme_checksum=False),
     "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB"),
     "zk_stage3_overlap_step": lambda model: zk(model, 3, "host", overlap_step=True),
     "zk_stage3_nvme_overlap_step": lambda model: zk(model, 3, "nvme", overlap_step=True),

@@ -26,6 +26,7 @@ import functools
 import mmap
 import os
 import queue
+import secrets
 import threading
 import weakref
 import zlib
@@ -62,7 +63,7 @@ def round_up(nbytes: int, multiple: int = ALIGN) -> int:
 @functools.cache
 def can_bypass_cache(directory: str) -> bool:
     """Whether files in ``directory`` take O_DIRECT; tried once for each directory, with one warning where they do not."""
-    probe = os.path.join(directory, f".zk-probe-{os.getpid()}-{threading.get_ident()}")
+    probe = os.path.join(directory, f".zk-probe-{secrets.token_hex(8)}")
     buffer = memoryview(mmap.mmap(-1, ALIGN))
     descriptor = -1
     try:
@@ -190,12 +191,17 @@ def _engine_of(pid: int) -> Engine:
     return engine
 
 
+_checksum: Callable[[memoryview], int] = zlib.crc32
+with contextlib.suppress(ImportError):  # as fast as memory is read, five times as fast as that
+    from xxhash import xxh3_64_intdigest as _checksum  # type: ignore[no-redef]
+
+
 class _Checksums:
-    """CRC-32 of what was written, by place; a place that was written again in other pieces is forgotten."""
+    """A checksum of what was written (XXH3, 64 bits), by place; a place that was written again in other pieces is forgotten."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
-        self.entries: dict[int, tuple[int, int]] = {}  # start -> (nbytes, crc)
+        self.entries: dict[int, tuple[int, int]] = {}  # start -> (nbytes, checksum)
         self.lock = threading.Lock()
 
     def forget(self, offset: int, nbytes: int) -> None:
@@ -212,21 +218,21 @@ class _Checksums:
         del self.starts[first:last]
 
     def note(self, offset: int, data: memoryview) -> None:
-        crc = zlib.crc32(data)
+        checksum = _checksum(data)
         with self.lock:
             self._forget(offset, len(data))
             bisect.insort(self.starts, offset)
-            self.entries[offset] = (len(data), crc)
+            self.entries[offset] = (len(data), checksum)
 
     def check(self, path: str, offset: int, data: memoryview) -> None:
         with self.lock:
             first, last = bisect.bisect_left(self.starts, offset), bisect.bisect_left(self.starts, offset + len(data))
             known = [(start, *self.entries[start]) for start in self.starts[first:last]]
-        for start, nbytes, crc in known:
-            if start + nbytes <= offset + len(data) and zlib.crc32(data[start - offset : start - offset + nbytes]) != crc:
+        for start, nbytes, checksum in known:
+            if start + nbytes <= offset + len(data) and _checksum(data[start - offset : start - offset + nbytes]) != checksum:
                 raise OSError(
                     errno.EIO,
-                    f"the {nbytes} bytes at offset {start} are not what was written there (their CRC-32 differs): the drive, or "
+                    f"the {nbytes} bytes at offset {start} are not what was written there (their checksum differs): the drive, or "
                     "another process, has changed them",
                     path,
                 )
@@ -248,7 +254,7 @@ class File:
         nbytes: size in all. Given, the file is created if need be, readable by its owner only, and its space is reserved now, in whole
             pages of 4096 bytes; None opens what is there.
         writable: False opens existing files for reading only.
-        checksum: keep a CRC-32 of every piece written and check it when the piece is read.
+        checksum: keep a checksum of every piece written and check it when the piece is read.
         engine: threads to use; None takes those shared by all files.
         timeout_s: how many seconds ``wait`` waits for the drive.
 
