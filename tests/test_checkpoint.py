@@ -94,6 +94,11 @@ def snapshot(model: GPT, optimizer: zk.ZeroOptimizer) -> dict[str, torch.Tensor]
     return {name: value.cpu() for name, value in found.items()}
 
 
+def there(folder: Path) -> list[str]:
+    """What is in a folder of checkpoints, but for the lock of the run that saves into it."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
 def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in mine.keys() | theirs.keys() if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name])]
 
@@ -258,7 +263,7 @@ def test_what_is_written_under_a_save_is_not_in_it(setting: str, waits: bool, na
         else:  # nobody could wait
             with pytest.raises(RuntimeError, match="were written from outside"):
                 optimizer.synchronize()
-            assert list((tmp_path / "saved").iterdir()) == []
+            assert there(tmp_path / "saved") == []
 
 
 def test_a_drive_that_refuses_is_an_error_at_the_next_step_or_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,7 +287,7 @@ def test_a_drive_that_refuses_is_an_error_at_the_next_step_or_a_warning(tmp_path
     optimizer.step()  # the gradient is still there
     scheduler.step()
     optimizer.zero_grad()
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", old.name]
+    assert there(tmp_path / "saved") == ["latest", old.name]
     losses += train(model, optimizer, scheduler, 4, 5)
     model, optimizer, scheduler = make("3-host", tmp_path)
     want = train(model, optimizer, scheduler, 0, 5)
@@ -302,7 +307,7 @@ def test_an_update_that_fails_is_not_saved(tmp_path: Path) -> None:
         optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
         assert optimizer.saver is not None and optimizer.saver.ticket is not None
         optimizer.saver.ticket.event.wait(30)
-    assert isinstance(optimizer.saver.ticket.error, ArithmeticError) and list((tmp_path / "saved").iterdir()) == []
+    assert isinstance(optimizer.saver.ticket.error, ArithmeticError) and there(tmp_path / "saved") == []
     with pytest.raises(ArithmeticError):
         train(model, optimizer, scheduler, 3, 4)
     with pytest.raises(ArithmeticError):
@@ -396,7 +401,7 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     other.load_checkpoint(tmp_path)
     assert same(snapshot(model, other), want) == []
     optimizer.save_checkpoint(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert there(tmp_path) == ["latest", "step-00000001"]
 
 
 # ---- precisions and worlds ---------------------------------------------------------------------------------------------------
@@ -591,7 +596,7 @@ def test_a_full_drive_leaves_the_old_checkpoint_whole_and_training_goes_on(momen
 
     with mock.patch.object(nvme.SYSTEM, "posix_fallocate" if moment == "reserving" else "pwritev", full), pytest.raises(OSError, match=r"space|free"):
         optimizer.save_checkpoint(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", old.name]
+    assert there(tmp_path / "saved") == ["latest", old.name]
     train(model, optimizer, scheduler, 3, 4)
     assert optimizer.save_checkpoint(tmp_path / "saved", keep=1).name == "step-00000004" and not old.exists()
     assert len(losses) == 2

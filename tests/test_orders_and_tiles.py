@@ -214,7 +214,7 @@ def test_ranks_hand_over_from_one_format_to_the_other(tmp_path: Path) -> None:
 
 def test_ranks_with_models_in_different_formats_are_refused() -> None:
     for message in run_world(2, other_formats, [None])[0]:
-        assert "memory formats" in message
+        assert "memory format" in message
 
 
 # ---- the same weights, cut in other ways -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -165,3 +166,29 @@ def check_group(units: Mapping[nn.Parameter, Held], group: Mapping[str, Any], ru
                 f"the options of a param_group ask for {', '.join(sorted(missing))}, which the optimizer had not when ZeroOptimizer was made; "
                 "set amsgrad or momentum before"
             )
+
+
+def check_options(number: int, group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """That the options of a saved group are of the kind that is here: a step would fail on others, or go another way."""
+    for name, value in saved.items():
+        here = group.get(name)
+        if name != "params" and here is not None and kind_of(value) != kind_of(here) and not (value is None and kind_of(here) != "number"):
+            raise ValueError(f"{where}: {name!r} of param_groups[{number}] is {value!r}, and {here!r} in this optimizer: of another type")
+
+
+def check_scale_and_counters(saved: Mapping[str, Any], where: str) -> None:
+    """That a saved loss scale and counters are numbers."""
+    if not isinstance(saved, Mapping) or not all(isinstance(saved.get(part), Mapping) for part in ("loss_scale", "counters")):
+        raise ValueError(f"{where} has no loss scale, or no counters")
+    for name, value in (*saved["loss_scale"].items(), *saved["counters"].items()):
+        if kind_of(value) != "number" and name != "active":
+            raise ValueError(f"{where}: {name!r} is {value!r}, and no number")
+
+
+def kind_of(option: Any) -> str:
+    """How an option is used, whatever holds it: a learning rate may be a tensor."""
+    if isinstance(option, bool) or option is None:
+        return type(option).__name__
+    if isinstance(option, (int, float, Tensor, np.number)):
+        return "number"
+    return "sequence" if isinstance(option, (list, tuple)) else type(option).__name__

@@ -422,7 +422,10 @@ class Held:
         unknown = saved.keys() - {"step", "master", *shard.names}
         if unknown and not set(shard.names) & saved.keys():
             raise ValueError(f"the state of {name!r} is {', '.join(('step', *shard.names))}; got {', '.join(sorted(unknown))}")
-        writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(index, int(saved.get("step", 1)))]
+        step = saved.get("step", 1)
+        if isinstance(step, str) or not float(step) >= 0 or float(step) % 1:
+            raise ValueError(f"the step of {name!r} is {step!r}, and no count of steps")
+        writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(index, int(step))]
         for key in [*shard.names, "master"]:
             value = saved.get(key)
             if key == "master":
@@ -436,6 +439,8 @@ class Held:
                 from zk.checkpoint.dcp import values_of
 
                 value = values_of(value, self, index)
+            if value.is_meta or not value.is_floating_point():
+                raise ValueError(f"{key!r} of {name!r} is {value.dtype} on {value.device}; real floating point values are needed, in memory")
             if tuple(value.shape) == tuple(param.shape):
                 value = self.unit.flat(index, value.detach())[piece]
             elif tuple(value.shape) != (mine.stop - mine.start,):

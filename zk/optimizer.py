@@ -15,14 +15,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zk.assemble import Assembly
 from zk.checkpoint import load, save
+from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
-from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_params
+from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
 from zk.config import ZeroConfig, parse_dtype
 from zk.gradients import Gradients
 from zk.held import OWNERS, Held
@@ -38,7 +40,7 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.parallel.comm import Group, Solo, connect
+from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
@@ -51,6 +53,10 @@ from zk.units import find_units
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
+
+
+# fields of ZeroConfig that may differ from rank to rank
+_OF_A_RANK = ("device", "process_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -85,25 +91,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if config is not None and not isinstance(config, ZeroConfig):
             raise TypeError(f"config must be a zk.ZeroConfig, or options be given by name (stage=2); got {config!r}")
         self._built = False
-        self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
-        self.model, self.inner, self.closed = model, optimizer, False
-        check_arguments(model, optimizer, ZeroOptimizer)
-        self.rule = rule_for(optimizer)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
-        for hooks in _HOOKS:  # and the same hooks
-            setattr(self, hooks, getattr(optimizer, hooks))
-        self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
-        self.asked = False  # torch.distributed.checkpoint has looked whether there is state
-        assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
-        self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
-        check_params(model, self.param_groups, self.stored, self.config.device is not None)
-        check_aliases(model)
-        if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
-            raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
+        with giving_up(overrides.get("process_group", config.process_group if config is not None else None)):
+            self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
+            self.model, self.inner, self.closed = model, optimizer, False
+            check_arguments(model, optimizer, ZeroOptimizer)
+            self.rule = rule_for(optimizer)
+            super().__init__(optimizer.param_groups, optimizer.defaults)
+            self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
+            for hooks in _HOOKS:  # and the same hooks
+                setattr(self, hooks, getattr(optimizer, hooks))
+            self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
+            self.asked = False  # torch.distributed.checkpoint has looked whether there is state
+            assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
+            self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
+            check_params(model, self.param_groups, self.stored, self.config.device is not None)
+            check_aliases(model)
+            if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
+                raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
-        assert self.config.device is None or isinstance(self.config.device, torch.device)
-        self.device = self.config.device or compute_device(model)
+            assert self.config.device is None or isinstance(self.config.device, torch.device)
+            self.device = self.config.device or compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device)
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[Held] = []
@@ -113,15 +120,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
-        self.torn = ""  # what ended a step half-way
+        self.torn = ""  # what has left parameters and state mixed
+        self.mixed: set[str] = set()  # which of them
         self.tiers: dict[str, Tier] = {}
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.publisher: Solo | Group = Solo()
+        self.claim = Claim()  # of the folders that it saves into
         self.saver: save.Saver | None = None  # made with the first save beside training
         try:
             self._build()
-        except BaseException:
+        except BaseException as error:
+            self.comm.fail(error)
             with _logged():
                 self._close_memory()
             raise
@@ -157,8 +167,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         units = find_units(self.model, number, self.stored, config.units, device, moved)
         layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
-        shapes = [(unit.names, [param.shape for param in unit.params], unit.orders, unit.dtype) for unit in units]
-        self.comm.name_units([unit.name for unit in units], repr(shapes))
+        params = {
+            name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
+            for unit in units
+            for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
+        }
+        self.comm.name_units([unit.name for unit in units], params)
+        self._agree()
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
@@ -194,6 +209,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.handles.append(self.model.register_forward_hook(Hook(weakly(self.gradients.forward_ended)), always_call=True))
         ends_save = weakly(self._end_save)
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
+        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self._weights_come))))
+        self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self._weights_came))))
         if config.dtype is not None:
             assert isinstance(config.dtype, torch.dtype)
             calls = Calls()
@@ -215,6 +232,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 )
         if config.overlap_step:
             self._watch_forward()
+        refuses_mixed = weakly(self._check_whole)  # before anything is gathered for it
+        self.handles.append(self.model.register_forward_pre_hook(Hook(lambda *_: refuses_mixed("the model's forward")), prepend=True))
         self.handles += [*self.grads.handles, *self.partition.handles]
         self._finalizer = weakref.finalize(self, _remove, self.handles)  # an optimizer that is dropped takes no gradients away any more
         self._finalizer.atexit = False
@@ -253,11 +272,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._end_save()
         if self.counters["steps"] or any(held.used for held in self.held):
             raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
-        super().add_param_group(param_group)
+        before = len(self.param_groups)
         try:
-            check_params(self.model, self.param_groups, self.stored, self.config.device is not None)
+            with save.together(self.comm, "add_param_group()"):
+                super().add_param_group(param_group)
+                check_params(self.model, self.param_groups, self.stored, self.config.device is not None)
+            self._agree()
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
         self._rebuild()
 
@@ -313,15 +335,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "and optimizer.backward(loss) applies it"
             )
         if self.torn:
-            raise RuntimeError(
-                f"an earlier step() ended half-way ({self.torn}): some parameters are updated, others are not. load_state_dict() of a state "
-                "saved before makes parameters and state whole again"
-            )
+            with save.together(self.comm, "step()"):  # ranks that are whole hear of it
+                self._check_whole("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._finish_update()
+        self._agree()
         if self.saver is not None:
             self.saver.check(self.comm)
         self._reduce()
@@ -412,6 +433,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.reset()
 
     # ---- the phases of a step ------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Compare the options that decide what a step does: ranks that differ would train by different rules."""
+        if self.comm.world == 1:
+            return
+        rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
+        if self._built:
+            rules |= {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
+        for index, group in enumerate(map(_as_now, self.param_groups)):
+            rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
+        self.comm.agree({name: _as_number(value) for name, value in rules.items()})
 
     @property
     def _trained(self) -> list[Held]:
@@ -526,7 +558,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise
 
     def _tear(self, error: BaseException) -> None:
-        self.torn = self.torn or f"{type(error).__name__}: {error}"
+        self.torn = self.torn or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
+        self.mixed = {"parameters", "state"}
 
     def _written(self, params: PartitionedParams, indices: list[int]) -> None:
         self._end_save()
@@ -554,6 +587,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("this ZeroOptimizer is closed; make a new one to go on training")
+
+    def _check_whole(self, what: str) -> None:
+        if self.torn:
+            mends = {
+                frozenset({"state"}): "load_state_dict()",
+                frozenset({"parameters"}): "model.load_state_dict() or zk.load_pretrained()",
+            }.get(frozenset(self.mixed), "model.load_state_dict() and then load_state_dict()")
+            raise RuntimeError(
+                f"{self.torn}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() makes "
+                f"all of it whole again; so does {mends}, of what was saved together"
+            )
+
+    @contextlib.contextmanager
+    def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
+        """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
+        before = self.torn
+        self.torn, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
+        try:
+            with save.together(self.comm, what):
+                yield
+        except BaseException as error:
+            self.torn = f"{what} was interrupted ({type(error).__name__}: {error})"
+            raise
+        self._made_whole(kinds)
+
+    def _made_whole(self, kinds: Collection[str]) -> None:
+        self.mixed = self.mixed.difference(kinds)
+        self.torn = self.torn if self.mixed else ""
 
     def _check_arrival(self, param: nn.Parameter) -> None:
         self._check_open()
@@ -587,7 +648,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.torn:
             self._finish_update()
         if self.torn:
-            log.warning("this state_dict() is from within a step() that ended half-way (%s)", self.torn)
+            log.warning("this state_dict() is of mixed parameters and state: %s", self.torn)
         self._keep_state()
         if self.asked:
             for held in self._trained:
@@ -614,6 +675,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        with save.together(self.comm, "load_state_dict()"):
+            plan = self._import_plan(state_dict)
+        for held in self._trained:
+            held.shown_state.clear()
+        self._end_update()
+        if self.torn:
+            self._drop_gradients()  # which the step that ended half-way was given
+        # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
+        entries = [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
+        with_values = all("master" in entry for entry in entries) and all(held.shard is None or held.shard.has_master for held in self.held)
+        with self.replacing("load_state_dict()", ("state", "parameters") if with_values else ("state",)):
+            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
+            for held in self._trained:
+                held.params.settle()
+            with save.together(self.comm, "load_state_dict()"):  # all of it, before ranks exchange anything
+                for write in plan:
+                    write()
+            for held in self._trained:
+                held.republish()
+            if "zk" in state_dict:
+                self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
+                self.counters.update(state_dict["zk"]["counters"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _import_plan(self, state_dict: dict[str, Any]) -> list[Callable[[], None]]:
+        """What loading a state will write, after checking that it fits."""
         if not {"state", "param_groups"} <= set(state_dict):
             raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
         if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
@@ -621,41 +710,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's. If it comes from "
                 "torch.distributed.checkpoint: that loads only what there is before; give it get_optimizer_state_dict(model, optimizer)"
             )
+        if "zk" in state_dict:
+            check_scale_and_counters(state_dict["zk"], "the state")
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
                 f"{[len(g['params']) for g in self.param_groups]}; build the same groups in the same order first"
             )
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            check_options(number, group, saved, "the state")
             check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, self.rule)
-        for held in self._trained:
-            held.shown_state.clear()
         params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
-        self._end_update()
-        if self.torn:
-            self._drop_gradients()  # which the step that ended half-way was given
-        plan = []
+        plan: list[Callable[[], None]] = []
         for key, param in params.items():
             held, index = self.units[param]
             if key in state_dict["state"]:
                 plan += held.import_plan(index, state_dict["state"][key])
             elif index in held.steps:
                 plan.append(functools.partial(held.forget_state, index))
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        for held in self._trained:
-            held.params.settle()
-        for write in plan:
-            write()
-        for held in self._trained:
-            held.republish()
-        self.torn = ""
-        if "zk" in state_dict:
-            self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
-            self.counters.update(state_dict["zk"]["counters"])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        return plan
+
+    def _weights_come(self, *given: Any) -> None:
+        self._errors = given[-1]  # the list in which torch collects what does not fit
+
+    def _weights_came(self, _: nn.Module, differ: Any) -> None:
+        """A model whose parameters were mixed has been given all of them."""
+        if self.mixed and not self._errors and not set(differ.missing_keys).intersection(name for held in self.held for name in held.unit.names):
+            self._made_whole(("parameters",))
 
     def save_checkpoint(
         self,
@@ -686,8 +768,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
         """
         self._check_open()
-        if self.torn:
-            raise RuntimeError(f"an earlier step() ended half-way ({self.torn}): there is no whole state to save")
+        self._check_whole("save_checkpoint()")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
         if on_save_error not in ("raise", "warn"):
@@ -701,10 +782,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.adopt_writes()  # what the user wrote since the last step
         self.partition.reset()
         quiet = on_save_error == "warn"
-        begun = save.Save(self, Path(directory), scheduler, extra, keep)
+        with save.together(self.comm, f"saving into {directory}"):
+            begun = save.Save(self, Path(directory), scheduler, extra, keep)
         if async_save:
             if self.saver is None:
-                self.saver = save.Saver(self.comm.twin("gloo") if isinstance(self.comm, Group) else self.comm)
+                self.saver = save.Saver(self.comm)
             self.saver.start(begun, save.room_for_copies(self), quiet)
             return begun.final
         try:
@@ -736,14 +818,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 has been changed.
         """
         self._check_open()
-        self._end_save()
-        self._end_update()
-        self._drop_gradients()
-        for held in self._trained:
-            held.shown_state.clear()
-        extra = load.load(self, Path(directory), scheduler)
-        self.torn = ""
-        return extra
+        with save.together(self.comm, "load_checkpoint()"):
+            self._end_save()
+            self._end_update()
+            self._drop_gradients()
+            for held in self._trained:
+                held.shown_state.clear()
+        return load.load(self, Path(directory), scheduler)
 
     @torch.no_grad()
     def consolidated_state_dict(
@@ -759,6 +840,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Tied parameters share memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
         """
         self._check_open()
+        self._check_whole("consolidated_state_dict()")
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
         self._finish_update()
         self.partition.reset()
@@ -858,6 +940,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             watch_grad(param, None)
             undress(param)
         self._close_memory()
+        self.claim.let_go()
         self.comm.close()
         self.publisher.close()
 
@@ -891,7 +974,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.close()
             return
         self.worker.close()  # the run is over: what is under way is not worth waiting for, but a save
-        self.torn = self.torn or kind.__name__
+        self.torn, self.mixed = self.torn or f"the run ended with {kind.__name__}", {"parameters", "state"}
         with _logged():
             self.close()
 
@@ -905,11 +988,18 @@ def _logged() -> Iterator[None]:
         rank_log.error("while closing: %s: %s", type(error).__name__, error)
 
 
+def _as_number(option: Any) -> Any:
+    """An option, to be compared: 1 is 1.0."""
+    return int(option) if isinstance(option, float) and option.is_integer() else option
+
+
 def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on beside training."""
 
     def value(option: Any) -> Any:
-        return option.item() if isinstance(option, Tensor) else tuple(map(value, option)) if isinstance(option, tuple) else option
+        if isinstance(option, (Tensor, np.generic)):
+            return option.item()
+        return tuple(map(value, option)) if isinstance(option, (tuple, list)) else option
 
     return {name: option if name == "params" else value(option) for name, option in group.items()}
 

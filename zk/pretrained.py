@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from zk.checkpoint import save
 from zk.held import Held, owner_of
 from zk.materialize import compute_device, promise
 from zk.tiled_linear import Piece, pieces_of
+
+if TYPE_CHECKING:
+    from zk.optimizer import ZeroOptimizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +89,14 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         ValueError: before anything is changed, with the names that are missing, unexpected, or of another shape.
         FileNotFoundError: if a file is not there.
     """
+    owner = next(filter(None, map(owner_of, model.parameters())), None)
+    with save.together(owner.comm, f"checking {path}") if owner is not None else contextlib.nullcontext():
+        sources = _sources(model, path, strict)
+    _load(sources, owner, path)
+
+
+def _sources(model: nn.Module, path: str | Path, strict: bool) -> dict[Tensor, _FromFile]:
+    """Where the values of parameters and buffers are, after checking that they fit."""
     entries = _files(Path(path))
     pieces = pieces_of(model)
     names: dict[Tensor, list[str]] = {}  # in the files
@@ -113,13 +127,11 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     if problems:
         raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}" + ("" if wrong else " (strict=False ignores these)"))
     device = compute_device(model)
-    _load(
-        {
-            tensor: _FromFile(entries[key][0], key, device, parts[tensor].place if tensor in parts else None)
-            for tensor, key in chosen.items()
-            if key is not None
-        }
-    )
+    return {
+        tensor: _FromFile(entries[key][0], key, device, parts[tensor].place if tensor in parts else None)
+        for tensor, key in chosen.items()
+        if key is not None
+    }
 
 
 def _some(items: list[str]) -> str:
@@ -127,17 +139,29 @@ def _some(items: list[str]) -> str:
 
 
 @torch.no_grad()
-def _load(sources: dict[Tensor, _FromFile]) -> None:
-    units: dict[int, tuple[Held, dict[int, Callable[[], Tensor]]]] = {}
+def _load(sources: dict[Tensor, _FromFile], owner: ZeroOptimizer | None, path: str | Path) -> None:
+    units: dict[int, tuple[Held, dict[int, _FromFile]]] = {}
+    of_nobody: dict[Tensor, _FromFile] = {}
     for tensor, source in sources.items():
-        owner = owner_of(tensor)
-        if owner is not None:
-            owner._end_save()
+        if owner is not None and tensor in owner.units:
             held, index = owner.units[tensor]  # type: ignore[index]
-            units.setdefault(id(held), (held, {}))[1][index] = lambda tensor=tensor, source=source: source.make(tensor)  # type: ignore[misc]
+            units.setdefault(id(held), (held, {}))[1][index] = source
         elif tensor.is_meta:
             promise(tensor, dataclasses.replace(source, version=tensor._version))
         else:
-            tensor.copy_(source.make(tensor))
-    for held, values in units.values():
-        held.overwrite(values)
+            of_nobody[tensor] = source
+    if owner is None:
+        _copy(of_nobody)
+        return
+    owner._end_save()
+    with owner.replacing(f"load_pretrained({str(path)!r})", ("parameters",)):
+        for held, of_unit in units.values():
+            with save.together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything
+                values = {index: source.make(held.unit.params[index]) for index, source in of_unit.items()}
+            held.overwrite({index: functools.partial(values.pop, index) for index in list(values)})
+        _copy(of_nobody)
+
+
+def _copy(sources: dict[Tensor, _FromFile]) -> None:
+    for tensor, source in sources.items():
+        tensor.copy_(source.make(tensor))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from zk.checkpoint import manifest, save
+from zk.checkpoint import folders, manifest, save
 from zk.checkpoint.files import CheckpointError, Entry, Writer
 from zk.offload.rules import AdamRule
 
@@ -99,9 +99,10 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
     """
     folder, root = _find(Path(directory)), Path(out)
     with contextlib.suppress(FileNotFoundError):
-        named = (root / save.LATEST).read_text().strip()
+        named = (root / folders.LATEST).read_text().strip()
         if not named.startswith("step-"):
-            raise ValueError(f"{root / save.LATEST} names {named!r}, which zk did not save; give another folder, where nothing of others is replaced")
+            where = root / folders.LATEST
+            raise ValueError(f"{where} names {named!r}, which zk did not save; give another folder, where nothing of others is replaced")
     ranks, model_files = _files(folder)
     models = [_load(path) for path in model_files]
     for path, model in zip(model_files, models, strict=True):
@@ -391,7 +392,7 @@ def _unit(param: _Param) -> dict[str, Any]:
 
 def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: Mapping[str, Tensor]) -> Path:
     """The checkpoint of one rank that holds everything."""
-    final, beside = save.places_of(root, head["counters"]["steps"])
+    final = folders.place_of(root, head["counters"]["steps"])
     entries, pieces = [], []
     for number, param in enumerate(params):
         for kind in param.kinds:
@@ -399,7 +400,8 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
             entries.append(Entry(key, param.dtype if kind == "param" else torch.float32, (numel,)))
             pieces.append([number, kind, 0, numel, key])
     entries += [Entry(f"buffer/{name}", value.dtype, tuple(value.shape)) for name, value in buffers.items()]
-    save.begin(beside)
+    claim = folders.Claim()
+    beside = folders.beside(final, folders.begin(final, claim))
     try:
         writer = Writer(beside / manifest.rank_files(0, 1)[0], entries, {"format": "pt"})
         try:
@@ -414,9 +416,11 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
         except BaseException:
             writer.abort()
             raise
-        save.say(beside, 0, 1, written, pieces, buffers, None)
-        save.publish(beside, final, head, 1)
+        folders.say(beside, 0, 1, written, pieces, buffers, None)
+        folders.publish(beside, final, head, 1)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+    finally:
+        claim.let_go()
     return final

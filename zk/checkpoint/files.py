@@ -14,6 +14,8 @@ import functools
 import json
 import math
 import os
+import secrets
+import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -214,6 +216,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_regular(path)
         self.file = File(path, writable=False)
         try:
             length = torch.empty(8, dtype=torch.uint8)
@@ -255,10 +258,24 @@ class Reader:
         self.close()
 
 
+def check_name(folder: Path, name: str) -> None:
+    """CheckpointError unless ``name`` is that of a file in ``folder``, and of none elsewhere."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise CheckpointError(f"{folder / 'manifest.json'} names {name!r}, which is not in its folder")
+
+
+def check_regular(path: Path) -> None:
+    """CheckpointError for what is no file with bytes of its own: opening a FIFO waits until somebody writes. FileNotFoundError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+
+
 def check_file(folder: Path, written: Written) -> None:
     """CheckpointError, with the file's name, unless it is byte for byte what was written."""
+    check_name(folder, written.name)
     path = folder / written.name
     try:
+        check_regular(path)
         nbytes = path.stat().st_size
         if nbytes != written.nbytes:
             raise CheckpointError(f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or another file")
@@ -298,7 +315,7 @@ def _checksums(file: File, nbytes: int) -> Iterator[int]:
 
 def write_durably(path: Path, data: bytes) -> None:
     """A small file that is whole or not there, also after a crash."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(beside, "xb") as file:
             file.write(data)

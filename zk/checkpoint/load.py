@@ -16,9 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import save
+from zk.checkpoint import folders, save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
-from zk.checkpoint.manifest import Manifest, Saved, Source, Weight, gaps, kinds_of, names_of_groups, revived, set_random_state, sources_of
+from zk.checkpoint.manifest import (
+    Manifest,
+    Saved,
+    Source,
+    Weight,
+    check_random_state,
+    gaps,
+    kinds_of,
+    names_of_groups,
+    revived,
+    seal_of,
+    set_random_state,
+    sources_of,
+)
+from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
 from zk.parallel.partitioned import PartitionedParams
 from zk.tiled_linear import Piece as TilePlace
@@ -36,7 +50,7 @@ def find(path: Path) -> Path:
     """The checkpoint that ``path`` means: itself, or the latest one in it."""
     if (path / "manifest.json").exists():
         return path
-    found = save.latest(path)
+    found = folders.latest(path)
     if found is None:
         weights = path.is_dir() and any(path.glob("*.safetensors*"))
         hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there" if weights else ""
@@ -46,36 +60,83 @@ def find(path: Path) -> Path:
 
 def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
-    with save.together(optimizer.comm, f"checking {path}"):
-        opened = _opened(optimizer, path)
+    with _checking(optimizer, path) as folder:
+        opened = _opened(optimizer, folder)
         manifest, steps = opened.manifest, _check(optimizer, opened)
-        if (scheduler is None) != (manifest.head["scheduler"] is None):
-            has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
-            raise CheckpointError(f"{manifest.folder / 'manifest.json'} has {has} scheduler, and {gets} given; give the same as when it was saved")
-    _fill_all(optimizer, opened)
-    for held in optimizer.held:
-        for index, name in enumerate(held.unit.names):
-            held.steps.pop(index, None)
-            if steps[name] and held.shard is not None:
-                held.steps[index] = steps[name]
-    for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
-        group.update({key: tuple(value) if key == "betas" else revived(value) for key, value in saved.items() if key != "params"})
-    optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
-    optimizer.counters.update(manifest.head["counters"])
-    if scheduler is not None:
-        scheduler.load_state_dict(revived(manifest.head["scheduler"]))
-    if optimizer.comm.rank < len(manifest.ranks) and manifest.ranks[optimizer.comm.rank]["random"] is not None:  # an import has none
-        set_random_state(manifest.ranks[optimizer.comm.rank]["random"], optimizer.device)
+        _check_scheduler(manifest, scheduler)
+        random = manifest.ranks[optimizer.comm.rank]["random"] if optimizer.comm.rank < len(manifest.ranks) else None  # an import has none
+        if random is not None:
+            check_random_state(random)
+    with optimizer.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
+        _fill_all(optimizer, opened)
+        for held in optimizer.held:
+            for index, name in enumerate(held.unit.names):
+                held.steps.pop(index, None)
+                if steps[name] and held.shard is not None:
+                    held.steps[index] = steps[name]
+        for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
+            group.update(_options(saved))
+        optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
+        optimizer.counters.update(manifest.head["counters"])
+        if scheduler is not None:
+            scheduler.load_state_dict(revived(manifest.head["scheduler"]))
+        if random is not None:
+            set_random_state(random, optimizer.device)
     return revived(manifest.head["extra"])
 
 
 def load_model(optimizer: ZeroOptimizer, path: Path) -> None:
     """Take over parameters and buffers alone, whatever the groups are, into an optimizer that keeps no state. All ranks call it."""
     assert not any(held.shard.names for held in optimizer.held if held.shard is not None)
-    with save.together(optimizer.comm, f"checking {path}"):
-        opened = _opened(optimizer, path)
+    with _checking(optimizer, path) as folder:
+        opened = _opened(optimizer, folder)
         _check_model(optimizer, opened)
-    _fill_all(optimizer, opened)
+    with optimizer.replacing(f"loading {opened.manifest.folder}"):
+        _fill_all(optimizer, opened)
+
+
+def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, as they were."""
+    return {key: tuple(value) if key == "betas" else revived(value) for key, value in saved.items() if key != "params"}
+
+
+# ---- what is checked first -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _checking(optimizer: ZeroOptimizer, path: Path) -> Iterator[Path]:
+    """The folder of the checkpoint that all ranks read, to be checked inside. What is wrong on one rank is a CheckpointError on all of them."""
+    comm, what = optimizer.comm, f"checking {path}"
+    with save.together(comm, what):
+        found = find(path) if comm.rank == 0 else path
+    name = comm.exchange(found.name if comm.rank == 0 and found != path else "")[0]  # the first rank's choice, as each rank sees it
+    folder = path / name if name and not (path / "manifest.json").exists() else path
+    with save.together(comm, what):
+        mine = seal_of(folder)
+    seals = comm.exchange(mine)
+    if len(set(seals)) > 1:
+        odd = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
+        raise CheckpointError(f"{folder} is another checkpoint on rank {odd} than on rank 0; all ranks load the same one, from the same folder")
+    with save.together(comm, what):
+        try:
+            yield folder
+        except (CheckpointError, torch.OutOfMemoryError):
+            raise
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:  # what is there is of another kind
+            raise CheckpointError(f"{folder / 'manifest.json'} is damaged, or was written by something else: {error!r}") from error
+
+
+def _check_scheduler(manifest: Manifest, scheduler: Any) -> None:
+    """Check that a scheduler is given where there was one, and of the same kind."""
+    where, saved = manifest.folder / "manifest.json", manifest.head["scheduler"]
+    if (scheduler is None) != (saved is None):
+        has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
+        raise CheckpointError(f"{where} has {has} scheduler, and {gets} given; give the same as when it was saved")
+    kind = manifest.head.get("scheduler_type")  # what older checkpoints do not say
+    if scheduler is not None and kind not in (None, type(scheduler).__name__):
+        raise CheckpointError(f"{where} has the state of a {kind}, another kind of scheduler than {type(scheduler).__name__}; give the same kind")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,9 +168,9 @@ class _Opened:
         return [alike] if alike is not None else self.weights[self.whole(held.unit.names[index])].parts
 
 
-def _opened(optimizer: ZeroOptimizer, path: Path) -> _Opened:
+def _opened(optimizer: ZeroOptimizer, folder: Path) -> _Opened:
     """What a checkpoint has, after this rank's share of its files was checked."""
-    manifest = Manifest.read(find(path))
+    manifest = Manifest.read(folder)
     for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
         check_file(manifest.folder, written)
     tiles = pieces_of(optimizer.model)
@@ -123,15 +184,50 @@ def names_without_tiles(optimizer: ZeroOptimizer) -> dict[str, str]:
 
 
 def _fill_all(optimizer: ZeroOptimizer, opened: _Opened) -> None:
-    """Put this rank's elements of all units, and the buffers, in their place."""
+    """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
     manifest = opened.manifest
     with readers_of(manifest) as readers:
+        with save.together(optimizer.comm, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
+            for held in optimizer.held:
+                _fill(held, opened, Stored(opened.sources, readers))
         for held in optimizer.held:
-            _fill(held, opened, Stored(opened.sources, readers))
+            held.republish()
+            if held.shard is not None:
+                held.rewritten()
         buffers = dict(save.buffers_of(optimizer))
         for name in manifest.ranks[0]["buffers"]:
             value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
             overwrite(buffers[name], value.view(buffers[name].shape))
+    for tier in optimizer.tiers.values():
+        tier.flush()
+
+
+def _check_pieces(manifest: Manifest, readers: Mapping[str, Reader]) -> None:
+    """Check that the pieces which the manifest names are in the files, as it says."""
+    numels = [sum(math.prod(param["shape"]) for param in unit["params"]) for unit in manifest.head["units"]]
+    for piece in manifest.pieces:
+        entry = readers[piece.file].entries.get(piece.key) if piece.file in readers else None
+        is_there = entry is not None and math.prod(entry.shape) == piece.stop - piece.start
+        is_number = piece.kind == "param" or (entry is not None and entry.dtype.is_floating_point)  # frozen weights are of any kind
+        if not is_there or not is_number or not 0 <= piece.start <= piece.stop or not 0 <= piece.unit < len(numels):
+            has = "nothing of that name" if entry is None else f"{entry.dtype} {entry.shape}"
+            wanted = f"{piece.key!r}, elements {piece.start} to {piece.stop} of unit {piece.unit}"
+            raise CheckpointError(f"{manifest.folder / piece.file} has {has} where the manifest has {wanted}")
+
+
+def _check_options(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
+    """Check that groups, loss scale and counters are of the kind that is here: a step would fail on them, or go another way."""
+    where = manifest.folder / "manifest.json"
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, manifest.head["groups"], strict=True)):
+        options = _options(saved)
+        check_options(number, group, options, str(where))
+        asked, kept = (set(optimizer.rule.state_names(given)) for given in ({**group, **options}, group))
+        if asked != kept:
+            raise CheckpointError(
+                f"{where}: the options of param_groups[{number}] keep {', '.join(sorted(asked)) or 'no state'}, those of this optimizer "
+                f"{', '.join(sorted(kept)) or 'none'}; make it with the same amsgrad and momentum"
+            )
+    check_scale_and_counters(manifest.head, str(where))
 
 
 def _check(optimizer: ZeroOptimizer, opened: _Opened) -> dict[str, int]:
@@ -146,6 +242,7 @@ def _check(optimizer: ZeroOptimizer, opened: _Opened) -> dict[str, int]:
         raise CheckpointError(
             f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
         )
+    _check_options(optimizer, manifest)
     steps = {}
     for held in optimizer.held:
         for index, name in enumerate(held.unit.names):
@@ -186,9 +283,17 @@ def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
         lacking = gaps(opened.sources.get((name, kind), ()), numel)
         if lacking:
             raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})")
-    buffers = {name: tuple(buffer.shape) for name, buffer in save.buffers_of(optimizer)}
+    buffers = dict(save.buffers_of(optimizer))
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
+    with readers_of(manifest) as readers:
+        _check_pieces(manifest, readers)
+        entries = readers[manifest.ranks[0]["file"]].entries
+        for name, buffer in buffers.items():
+            entry = entries.get(f"buffer/{name}")
+            if entry is None or entry.shape != tuple(buffer.shape) or entry.dtype.is_floating_point != buffer.is_floating_point():
+                saved = "not there" if entry is None else f"{entry.dtype} {entry.shape}"
+                raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {buffer.dtype} {tuple(buffer.shape)} in this model")
 
 
 @contextlib.contextmanager
@@ -283,16 +388,13 @@ def _fill(held: Held, opened: _Opened, stored: Stored) -> None:
             held.params.home.write(mine)
         else:
             held.params.shard.copy_(mine)
-        held.republish()
         return
     held.params.settle()
     for number, chunk in enumerate(held.shard.chunks):
-        with held.shard.changed(number, held.shard.unread) as fields:
+        with held.shard.opened(number, changes=True, read=False) as fields:
             for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
                 here = slice(start - chunk.start, stop - chunk.start)
                 exact = {kind: values(kind, base + start, base + stop, torch.float32) for kind in kinds_of(held)}
                 held.shard.put(fields, here, exact)
     held.shard.upload()
-    held.republish()
-    held.rewritten()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk.checkpoint.files import CheckpointError, Written, check_file
+from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular
 from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 
@@ -183,6 +183,16 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
 
 
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Raise for what ``set_random_state`` could not take, without touching any generator in use."""
+    version, numbers, gauss = state["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.RandomState().set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.Generator().set_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    torch.tensor([] if state["cuda"] is None else state["cuda"], dtype=torch.uint8)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saved:
     """A parameter of a checkpoint: a weight, or a tile of one."""
@@ -240,6 +250,7 @@ class Manifest:
             check_file(folder, part)
             said = _json(folder / part.name)
             ranks.append(said)
+            check_name(folder, said["file"])
             pieces += [Piece(unit, kind, start, stop, key, said["file"]) for unit, kind, start, stop, key in said["pieces"]]
         return cls(folder, head, files, pieces, ranks)
 
@@ -262,8 +273,14 @@ class Manifest:
         return found
 
 
+def seal_of(folder: Path) -> str:
+    """The CRC-32 that a checkpoint's manifest has: what tells it from others."""
+    return str(_json(folder / MANIFEST).get("crc32"))
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
+        check_regular(path)
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict):
             raise ValueError("it holds no object")

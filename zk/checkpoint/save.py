@@ -15,15 +15,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zk.checkpoint import manifest
-from zk.checkpoint.files import Entry, Writer, Written, sync_folder, write_durably
+from zk.checkpoint import folders, manifest
+from zk.checkpoint.files import CheckpointError, Entry, Writer
 from zk.logs import rank_log
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.streams import PAST
@@ -31,6 +31,7 @@ from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Ticket, Worker
 from zk.parallel.comm import Group, Solo
 from zk.parallel.partitioned import PartitionedParams
+from zk.parallel.presence import Board
 from zk.timeline import phase
 
 if TYPE_CHECKING:
@@ -38,15 +39,8 @@ if TYPE_CHECKING:
     from zk.offload.pipeline import Task
     from zk.optimizer import ZeroOptimizer
 
-LATEST = "latest"
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
 _NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short
-
-
-def places_of(root: Path, step: int) -> tuple[Path, Path]:
-    """The folder of a step, and the one beside it that it is until it is whole."""
-    name = f"step-{step:08d}"
-    return root / name, root / f".{name}.partial"
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------------------
@@ -151,9 +145,11 @@ class Save:
 
     def __init__(self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None) -> None:
         self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
-        self.final, self.beside = places_of(root, int(optimizer.counters["steps"]))
+        self.final = folders.place_of(root, int(optimizer.counters["steps"]))
+        self.claim = optimizer.claim
         self.head = manifest.of_optimizer(optimizer)
         self.head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
+        self.head["scheduler_type"] = type(scheduler).__name__ if scheduler is not None else None
         self.head["extra"] = manifest.plain(extra, "extra")
         self.random = manifest.random_state(optimizer.device)
         self.parts = parts_of(optimizer)
@@ -184,13 +180,13 @@ class Save:
             assert shard is not None
             shard.unread = self.unread[unit]
 
-    def run(self, comm: Solo | Group) -> None:
+    def run(self, comm: Speaks) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and nothing of it is left then. Earlier checkpoints stay whole."""
         what = f"saving {self.final}"
         try:
             with together(comm, what):
-                if self.rank == 0:
-                    begin(self.beside)
+                token = folders.begin(self.final, self.claim) if self.rank == 0 else ""
+            self.beside = folders.beside(self.final, comm.exchange(token)[0])
             try:
                 with together(comm, what), phase("write", "checkpoint"):
                     self._write_rank()
@@ -233,7 +229,7 @@ class Save:
         except BaseException:
             writer.abort()
             raise
-        say(self.beside, self.rank, self.world, written, pieces, self.buffers, self.random)
+        folders.say(self.beside, self.rank, self.world, written, pieces, self.buffers, self.random)
 
     def _write_part(self, part: Part, writer: Writer, following: Part | None) -> None:
         if part.unit in self.before:
@@ -268,97 +264,59 @@ class Save:
         return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
 
     def _publish(self) -> None:
-        publish(self.beside, self.final, self.head, self.world)
+        folders.publish(self.beside, self.final, self.head, self.world)
         if self.keep is not None:  # only now, what is too old
-            for old in whole(self.root)[: -self.keep]:
+            for old in folders.whole(self.root)[: -self.keep]:
                 if old != self.final:
                     shutil.rmtree(old, ignore_errors=True)
 
 
-# ---- folders -----------------------------------------------------------------------------------------------------------------
+# ---- over ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def begin(beside: Path) -> None:
-    """Make the folder that is written into; what saves left there that were killed goes."""
-    root = beside.parent
-    root.mkdir(parents=True, exist_ok=True)
-    for folder in root.glob(".step-*.replaced"):
-        final = folder.with_name(folder.name[1:].removesuffix(".replaced"))
-        if final.exists():
-            shutil.rmtree(folder)
-        else:
-            folder.rename(final)
-    for folder in root.glob(".step-*.partial"):
-        shutil.rmtree(folder)
-    beside.mkdir()
+class Speaks(Protocol):
+    """Ranks that can tell each other what went wrong: those of training, or a board."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+        """What each rank has to say, by rank."""
 
 
-def say(
-    beside: Path, rank: int, world: int, written: Written, pieces: Sequence[Sequence[Any]], buffers: Iterable[str], random: dict[str, Any] | None
-) -> None:
-    """Write what a rank says of its file: (unit, kind, start, stop, key) of every piece, names of buffers, and its random numbers."""
-    said = {"rank": rank, "file": written.name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": random}
-    write_durably(beside / manifest.rank_files(rank, world)[1], json.dumps(said, separators=(",", ":")).encode())
-
-
-def publish(beside: Path, final: Path, head: Mapping[str, Any], world: int) -> None:
-    """``beside`` has all that ranks write: add the manifest, give the folder its final name, and let ``latest`` name it."""
-    parts, files = [], []
-    for rank in range(world):
-        name = manifest.rank_files(rank, world)[1]
-        data = (beside / name).read_bytes()
-        parts.append(Written.of_bytes(name, data).as_json())
-        files.append(json.loads(data)["written"])
-    write_durably(beside / manifest.MANIFEST, manifest.sealed({**head, "parts": parts, "files": files}))
-    sync_folder(beside)
-    replaced = _replaced(final)
-    if final.exists():  # the same step again
-        final.rename(replaced)
-    beside.rename(final)
-    sync_folder(final.parent)
-    write_durably(final.parent / LATEST, final.name.encode() + b"\n")
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _replaced(final: Path) -> Path:
-    """Where a checkpoint is while another one of the same step takes its place."""
-    return final.with_name(f".{final.name}.replaced")
-
-
-def whole(root: Path) -> list[Path]:
-    """All whole checkpoints in ``root``, oldest first. What a crash left unfinished is passed over."""
-    found = {folder.name: folder for folder in root.glob("step-*")}
-    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
-        found.setdefault(folder.name[1:].removesuffix(".replaced"), folder)
-    return [folder for _, folder in sorted(found.items()) if (folder / manifest.MANIFEST).exists()]
-
-
-def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in ``root``, or None."""
-    with contextlib.suppress(OSError, ValueError):
-        name = (root / LATEST).read_text().strip()
-        if name.startswith("step-") and name == Path(name).name and (root / name / manifest.MANIFEST).exists():
-            return root / name
-    return next(reversed(whole(root)), None)
+_KINDS = {kind.__name__: kind for kind in (OSError, CheckpointError)}
 
 
 @contextlib.contextmanager
-def together(comm: Solo | Group, what: str) -> Iterator[None]:
-    """What fails on one rank fails on all: what a drive refused as an OSError, anything else as a RuntimeError, on the others."""
+def together(comm: Speaks, what: str) -> Iterator[None]:
+    """What fails on one rank fails on all, by name: an OSError or a CheckpointError as such, anything else as a RuntimeError, on the others."""
     failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # also Ctrl-C
+        if getattr(error, "told", False):
+            raise
         failure = error
-    refused = isinstance(failure, OSError)
-    failed = torch.tensor([float(refused), float(failure is not None and not refused)], dtype=torch.float64)
-    comm.all_reduce(failed)
+    kind = next((name for name, kind in _KINDS.items() if isinstance(failure, kind)), type(failure).__name__)
+    try:
+        said = comm.exchange(json.dumps([kind, str(failure)]) if failure is not None else "", is_error=failure is not None)
+    except RuntimeError as error:
+        _tell(failure, getattr(error, "told", False))
+        raise failure or _tell(RuntimeError(f"{what}: {error}"), getattr(error, "told", False)) from error
     if failure is not None:
-        raise failure
-    if failed.any():
-        count = int(failed.sum())
-        kind = RuntimeError if failed[1] else OSError
-        raise kind(f"{what} failed on {count} other rank{'s' * (count > 1)}; see the error there")
+        raise _tell(failure)
+    failed = {rank: json.loads(words) for rank, words in enumerate(said) if words}
+    if failed:
+        kinds = {kind for kind, _ in failed.values()}
+        reasons = "; ".join(f"on rank {rank}: {reason if kind in _KINDS else f'{kind}: {reason}'}" for rank, (kind, reason) in failed.items())
+        raise _tell(_KINDS.get(kinds.pop() if len(kinds) == 1 else "", RuntimeError)(f"{what} has failed elsewhere, {reasons}"))
+
+
+def _tell(error: Any, told: bool = True) -> Any:
+    """Note that all ranks have heard of it, so that nobody exchanges it again further out."""
+    if error is not None and told:
+        error.told = True
+    return error
 
 
 # ---- beside training ---------------------------------------------------------------------------------------------------------
@@ -368,7 +326,7 @@ class Saver:
     """Saves beside training, one at a time.
 
     Args:
-        comm: ranks' connections of its own.
+        comm: of training; each save has a board of its own, as one rank may give up earlier than others.
     """
 
     def __init__(self, comm: Solo | Group) -> None:
@@ -386,10 +344,10 @@ class Saver:
         save.go_on_beside(room_nbytes)
         self.snapshot, self.quiet, self.begun = save.snapshot, quiet, True
         _UNDER_WAY.add(self)
-        self.ticket = self.worker.submit(functools.partial(self._run, save))
+        self.ticket = self.worker.submit(functools.partial(self._run, save, self.comm.board()))
 
-    def _run(self, save: Save) -> None:
-        save.run(self.comm)
+    def _run(self, save: Save, board: Solo | Board) -> None:
+        save.run(board)
         _UNDER_WAY.discard(self)  # what goes wrong stays there, as somebody should hear of it
 
     def check(self, comm: Solo | Group) -> None:
@@ -428,7 +386,6 @@ class Saver:
             self.finish()
         finally:
             self.worker.close()
-            self.comm.close()
 
 
 def refuse(error: BaseException, quiet: bool) -> None:

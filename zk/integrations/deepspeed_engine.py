@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zk.checkpoint import load, save
+from zk.checkpoint import folders, load
 from zk.checkpoint.manifest import Manifest
 from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
@@ -121,9 +121,9 @@ class Engine(nn.Module):
         folder = root if tag is None else root / str(tag)
         self.optimizer.save_checkpoint(folder, scheduler=self.lr_scheduler, extra={"client_state": dict(client_state or {})})
         if tag is not None and save_latest and self.optimizer.comm.rank == 0:
-            beside = root / f"{save.LATEST}.new"
+            beside = root / f"{folders.LATEST}.new"
             beside.write_text(str(tag))
-            beside.replace(root / save.LATEST)
+            beside.replace(root / folders.LATEST)
         return True
 
     def load_checkpoint(
@@ -282,9 +282,9 @@ def _loader(data: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]]
 def _folder_of(root: Path, tag: Any) -> Path | None:
     """What zk saved under ``tag``, or last; None if nothing is there and no tag was given."""
     if tag is None:
-        named = (root / save.LATEST).read_text().strip() if (root / save.LATEST).exists() else ""
+        named = (root / folders.LATEST).read_text().strip() if (root / folders.LATEST).exists() else ""
         tag = named if named and not named.startswith("step-") else None
     folder = root if tag is None else root / str(tag)
     if any(folder.glob("*_states.pt")):
         raise ValueError(f"{folder} was written by DeepSpeed; turn it into a zk checkpoint first: python -m zk import-deepspeed {root} OUT")
-    return None if tag is None and save.latest(root) is None and not (root / "manifest.json").exists() else folder
+    return None if tag is None and folders.latest(root) is None and not (root / "manifest.json").exists() else folder

@@ -2,7 +2,8 @@
 
 Each rank makes one folder of its own under every path, ``zk-scratch-HOST-PID-TOKEN-rankN``, and holds a lock on the file ``owner`` in it
 for as long as it lives. The kernel lets go of the lock when the process ends, however it ends, so the next run on the same path can tell
-what is left over. It removes that, and nothing else: only folders with this name, this user's, with our mark in ``owner`` and no lock.
+what is left over. It removes that, and nothing else: only folders with this name, this user's, with our mark in ``owner`` and no lock, of a run on
+this machine: where several machines see the path, a lock may be known to one of them only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import secrets
 import socket
@@ -55,7 +57,7 @@ class Scratch:
         except OSError as error:
             raise OSError(error.errno, f"the scratch folder cannot be made ({error.strerror}); nvme_path must be writable", str(path)) from None
         lock = os.open(made / "owner", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(lock, f"{_MARK}{socket.gethostname()} {os.getpid()}\n".encode())
+        os.write(lock, f"{_MARK}{socket.gethostname()}\n{_boot()}\n{os.getpid()}\n".encode())
         with contextlib.suppress(OSError):  # a file system without locks: then no other run can take one either, and none sweeps
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         made.rename(path / name)
@@ -118,6 +120,15 @@ def sweep(path: str) -> list[str]:
     return removed
 
 
+@functools.cache
+def _boot() -> str:
+    """Which start of which kernel this is: the same in all containers on it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return ""
+
+
 def _is_abandoned(entry: os.DirEntry[str]) -> bool:
     try:
         folder = entry.stat(follow_symlinks=False)
@@ -128,8 +139,10 @@ def _is_abandoned(entry: os.DirEntry[str]) -> bool:
     except OSError:
         return False  # gone in the meantime, or not made by us
     try:
-        if not stat.S_ISREG(os.fstat(owner).st_mode) or not os.read(owner, len(_MARK)).startswith(_MARK.encode()):
-            return False
+        text = os.read(owner, 1000).decode(errors="replace") if stat.S_ISREG(os.fstat(owner).st_mode) else ""
+        host, boot, *_ = [*text.removeprefix(_MARK).splitlines(), "", ""]
+        if not text.startswith(_MARK) or not (boot == _boot() or host == socket.gethostname()):
+            return False  # of another kernel, whose locks may not be known here; a machine that was started again has its name still
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False  # its owner lives, or this file system has no locks

@@ -6,6 +6,7 @@ A piece is asked for ahead (``fetch``), opened when it is needed (``open`` waits
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -50,7 +51,7 @@ class _Slot:
     buffer: Tensor  # (at least piece.nbytes,) uint8
     state: State
     request: Event | None = None  # the transfer under way
-    dirty: bool = False  # the file does not have what is here
+    dirty: bool = False  # the file does not have what is here, as far as is known
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,19 +100,41 @@ class Spill:
         for others in self.buffers:
             if others is not by:
                 others.drop(offset, offset + buffer.nbytes)
-        self._after_writes(offset, buffer.nbytes)
+        self._after_writes(offset, buffer.nbytes, by_write=True)
         assert self.file is not None
         request = self.file.write_async(buffer, offset)
         self.writes[offset] = (offset + buffer.nbytes, request)
         return request
 
-    def _after_writes(self, offset: int, nbytes: int) -> None:
+    def _after_writes(self, offset: int, nbytes: int, by_write: bool = False) -> None:
+        """Wait for writes to these bytes. One that failed raises for every reader, until all of its bytes are written again."""
         for start, (stop, request) in list(self.writes.items()):
-            if start < offset + nbytes and offset < stop and not request.done:
-                self.stall(request)
-            if request.done:
-                request.wait()  # raises what went wrong
+            touches = start < offset + nbytes and offset < stop
+            if not touches and not request.done:
+                continue
+            if self.succeeds(request) or (by_write and offset <= start and stop <= offset + nbytes):
                 del self.writes[start]
+            elif touches and not by_write:
+                request.wait()  # raises what went wrong
+
+    def flush(self) -> None:
+        """Return when no write is under way; raises what went wrong in those that were."""
+        with self.lock:
+            for _, request in list(self.writes.values()):
+                request.wait()
+
+    def succeeds(self, request: Event) -> bool:
+        """Wait for a transfer. Raises only where the drive says nothing any more: it may still use the memory."""
+        try:
+            if request.done:
+                request.wait()
+            else:
+                self.stall(request)
+        except OSError:
+            if not request.done:
+                raise
+            return False
+        return True
 
     def stall(self, request: Event) -> None:
         """Wait, and count the time."""
@@ -173,8 +196,21 @@ class Buffers:
         """Free the buffers of writes that are done."""
         for offset, slot in list(self.slots.items()):
             if slot.state is State.EVICTING and slot.request is not None and slot.request.done:
-                slot.request.wait()
+                self._end(offset)
+
+    def _end(self, offset: int) -> None:
+        """Free a buffer once its transfer is over. What could not be written stays here, to be written another time."""
+        slot = self.slots[offset]
+        assert slot.request is not None
+        try:
+            self.spill.stall(slot.request)
+        except BaseException:
+            if slot.request.done and slot.dirty:
+                slot.state, slot.request = State.KEPT, None
+            elif slot.request.done:
                 self._free(offset)
+            raise
+        self._free(offset)
 
     def _free(self, offset: int) -> None:
         self.free.append(self.slots.pop(offset).buffer)
@@ -194,9 +230,7 @@ class Buffers:
                 if slot.state is state:
                     if state is State.KEPT:
                         self.evict(slot.piece, changed=True)
-                    assert slot.request is not None
-                    self.spill.stall(slot.request)
-                    self._free(offset)
+                    self._end(offset)
                     return self.free.pop()
         raise AssertionError(f"all {self.count} buffers of {self.nbytes} bytes are in use")
 
@@ -229,11 +263,9 @@ class Buffers:
         """The bytes of a piece (nbytes,) uint8, to work on until it is put back. ``read=False`` if all of it is to be overwritten."""
         slot = self.slots.get(piece.offset)
         if slot is not None and slot.state is State.EVICTING:
-            # what is in the buffer is what is in the file, but a write is reading it
+            # what is in the buffer is what is in the file, but a write is reading it; if that failed, it is here alone
             assert slot.request is not None
-            if not slot.request.done:
-                self.spill.stall(slot.request)
-            slot.request.wait()
+            slot.dirty = not self.spill.succeeds(slot.request) and slot.dirty
         elif slot is None and not read:
             buffer = self._take(patient=True)
             assert buffer is not None
@@ -269,7 +301,7 @@ class Buffers:
                 slot.request, slot.state = after, State.EVICTING
             return
         slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset, self)
-        slot.state, slot.dirty = State.EVICTING, False
+        slot.state, slot.dirty = State.EVICTING, True
 
     @_locked
     def drop(self, start: int, stop: int) -> None:
@@ -472,8 +504,9 @@ class FileGrads:
         self.dtype = taken.dtype
 
     def clear(self) -> None:
-        """Forget the gradient."""
-        self._settle()
+        """Forget the gradient, also one that could not be written."""
+        with contextlib.suppress(OSError):
+            self._settle()
         self.dtype = None
 
     @property

@@ -316,6 +316,9 @@ class MemoryTier:
         """(numel,) zeros; ``crosses``: they are copied to or from the device."""
         return self.transfer.memory(numel, dtype) if crosses and self.across else zeros(numel, dtype, self.device)
 
+    def flush(self) -> None:
+        """Nothing is written behind."""
+
     def home(self, numel: int, dtype: torch.dtype) -> MemoryHome:
         """Room for parameters."""
         return MemoryHome(self.zeros(numel, dtype, crosses=True), self.chunks(numel), self.memory)
@@ -354,6 +357,10 @@ class NVMeTier:
     def chunks(self, numel: int) -> list[slice]:
         """What is moved, and worked on, at once."""
         return chunks_of(numel)
+
+    def flush(self) -> None:
+        """Return when the drive has taken what was written behind; raises what it refused."""
+        self.spill.flush()
 
     def home(self, numel: int, dtype: torch.dtype) -> FileHome:
         """Room for parameters."""

@@ -101,6 +101,7 @@ def _run(jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]) -> N
 
 
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_WORKERS.clear)  # a forked process has none of these threads
 
 
 @atexit.register

@@ -1,9 +1,13 @@
 """In: flat buffers and the name of their unit. Out: collectives, checked and in order. Beside checkpoint/dcp.py
 the only importer of torch.distributed.
 
-Every collective is announced first: ranks exchange what they are about to do (operation, unit, count), 24 bytes each. A rank that
+Every collective is announced first: ranks exchange what they are about to do (operation, unit, count), 32 bytes each. A rank that
 goes another way, because its inputs took another branch or a unit was skipped, is then an error that names both units, where a
-mismatched collective would hang, mix up data or end the process inside the transport.
+mismatched collective would hang, mix up data or end the process inside the transport. Announcements have connections of their own, so
+that no collective of the user's can meet them.
+
+Every wait for other ranks ends: with the process group's timeout at the latest, at once where a rank has said why it gives up, and within a
+second on Ctrl-C.
 
 Two collectives are spelled differently on gloo, for measured reasons (2 ranks on 2 cores, 12.6M bf16 elements, torch 2.13):
 reduce-scatter as all-to-all plus a local fp32 sum in rank order takes 7 ms against gloo's 91, rounds once, and its result does
@@ -13,12 +17,18 @@ not depend on the backend's algorithm; all-gather as one broadcast for each rank
 from __future__ import annotations
 
 import atexit
+import contextlib
+import copy
+import functools
 import hashlib
 import itertools
+import json
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,11 +36,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zk.parallel.presence import Presence
+from zk.logs import rank_log
+from zk.parallel.presence import Board, Presence, fail
 from zk.timeline import note, now_ns, phase, recording
 
-GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY = range(6)
-_VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory")
+GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES = range(8)
+_VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory", "the exchange of errors", "the check of options")
+LOOK_S = 1.0  # in a wait for other ranks, how often to look whether it can still end well
+TELL_S = 10.0  # how often to log who is waited for
 
 
 class Pending(Protocol):
@@ -41,6 +54,12 @@ class Pending(Protocol):
 
         A call orders one stream: whoever reads the result on another one calls again.
         """
+
+
+class RankError(RuntimeError):
+    """What went wrong has been heard of by all ranks, at the same point: nobody need tell it again."""
+
+    told = True
 
 
 class Done:
@@ -57,7 +76,19 @@ class Solo:
 
     rank, world = 0, 1
 
-    def name_units(self, names: Sequence[str], digest: str) -> None:
+    def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
+        return
+
+    def agree(self, rules: Mapping[str, object]) -> None:
+        return
+
+    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+        return [text]
+
+    def board(self) -> Solo:
+        return self
+
+    def fail(self, error: BaseException) -> None:
         return
 
     def close(self) -> None:
@@ -86,67 +117,134 @@ class _Works:
     ``finish`` runs once, on the stream of the first ``wait``.
     """
 
-    def __init__(self, comm: Group, label: str, works: list[dist.Work], finish: Callable[[], object] | None = None) -> None:
-        self.comm, self.label, self.works, self.finish = comm, label, works, finish
+    def __init__(
+        self, comm: Group, label: str, works: list[dist.Work], finish: Callable[[], object], wait_for: Callable[[dist.Work], object]
+    ) -> None:
+        self.comm, self.label, self.works, self.wait_for = comm, label, works, wait_for
+        self.finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
         with phase("wait", f"other ranks: {self.label}"):
             for work in self.works:
-                self.comm.guard(self.label, work.wait)
+                self.comm.guard(self.label, functools.partial(self.wait_for, work))
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
 
 
 class Group:
-    """Ranks of a torch.distributed process group (gloo or NCCL).
+    """Ranks of a torch.distributed process group (gloo or NCCL), with connections of zk's own for announcements and host values.
 
     Args:
         process_group: None takes the default group.
         overlap: False waits for each collective where it is started.
-        presence: tells which ranks are there; None makes one.
+
+    All of the group's ranks make one at the same point; ranks that are not in it have no part in that.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True, presence: Presence | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True) -> None:
         self.group: Any = process_group or dist.distributed_c10d._get_default_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.gloo = dist.get_backend(self.group) == "gloo"
         self.overlap = overlap
         self.names: tuple[str, ...] = ()
-        self.count = 0
-        ranks = dist.get_process_group_ranks(self.group)
-        # announcements and small host values travel over gloo, whatever carries the data
-        self.control: Any = self.group if self.gloo else dist.new_group(ranks, backend="gloo")
-        self.ranks = ranks
-        self.presence = presence or Presence(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        self.count = self.boards = 0
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.timeout: timedelta = self.group._get_backend(torch.device("cpu" if self.gloo else "cuda")).options._timeout
+        self.place = _next_place(self.ranks)
+        self.presence = Presence(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         if not _GROUPS:
-            atexit.register(_leave)
+            atexit.register(_leave, os.getpid())
         _GROUPS.add(self)
+        # torch's own rendezvous waits for a rank that has ended, and does not hear Ctrl-C: ranks meet before it
+        self.presence.meet(self.place, self.ranks, self.timeout.total_seconds())
+        self.control: Any = self._own("gloo")
 
-    def twin(self, backend: str | None = None) -> Group:
-        """The same ranks over connections of their own, for another thread; a collective. ``backend``: another than this one's."""
-        group = dist.new_group(self.ranks, backend=backend or dist.get_backend(self.group))
-        twin = Group(group, self.overlap, self.presence)
-        twin.names = self.names
+    @property
+    def _of_host(self) -> Any:
+        """What carries host memory."""
+        return self.group if self.gloo else self.control
+
+    def _own(self, backend: str) -> Any:
+        return dist.new_group(self.ranks, self.timeout, backend, use_local_synchronization=True)
+
+    def twin(self) -> Group:
+        """The same ranks over connections of their own, for another thread; a collective."""
+        twin: Group = copy.copy(self)
+        twin.group, twin.control, twin.count = self._own(dist.get_backend(self.group)), self._own("gloo"), 0
+        _GROUPS.add(twin)
         return twin
+
+    def board(self) -> Board:
+        """Where another thread hears what other ranks have to say in one piece of work, without connections of its own."""
+        self.boards += 1
+        return Board(self.presence, f"{self.place}/{self.boards}", self.ranks, self.rank, self.timeout.total_seconds())
 
     def close(self) -> None:
         """Let go of the process groups, so that destroying them ends their threads."""
         self.group = self.control = None
 
-    def name_units(self, names: Sequence[str], digest: str) -> None:
-        """Agree on the units: ``names`` for error messages, ``digest`` (names and shapes) equal on all ranks or RuntimeError."""
+    def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
+        """Agree on the units: ``names`` for error messages; ``params`` says what each parameter is. RuntimeError on all ranks where these differ."""
         self.names = tuple(names)
-        mine = torch.tensor(list(hashlib.sha256(digest.encode()).digest()), dtype=torch.uint8)
-        first = mine.clone()
-        dist.broadcast(first, self.ranks[0], group=self.control)
-        same = torch.tensor([int(torch.equal(mine, first))])
-        dist.all_reduce(same, op=dist.ReduceOp.MIN, group=self.control)
-        if not same.item():
-            raise RuntimeError(
-                f"the ranks hold different models or parameter groups (seen from rank {self.rank}): parameter names, shapes, memory formats, order, "
-                "requires_grad and groups must be the same on every rank"
-            )
+        self.agree({f"parameter {name!r}": value for name, value in params.items()}, "hold different models")
+
+    def agree(self, rules: Mapping[str, object], failing: str = "train by different rules") -> None:
+        """Compare what must be the same on all ranks; RuntimeError on all of them, naming the first difference, where it is not."""
+        text = json.dumps({key: str(value) for key, value in sorted(rules.items())})
+        mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        _, check = self._announce(RULES, -1, mine)
+        if set(check()) == {mine}:
+            return
+        everyone = [json.loads(said) for said in self.exchange(text)]
+        for key in dict.fromkeys(itertools.chain.from_iterable(everyone)):
+            for rank, others in enumerate(everyone):
+                if others.get(key) != everyone[0].get(key):
+                    here, there = (said.get(key, "not there") for said in (everyone[0], others))
+                    raise RankError(f"the ranks {failing}: {key} is {here} on rank 0 and {there} on rank {rank}; it must be the same on all ranks")
+        raise AssertionError(f"the same rules have other digests: {everyone}")
+
+    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+        """What each rank has to say, by rank. Nothing at all costs an announcement; an error is heard by ranks that are elsewhere too."""
+        data = text.encode()
+        _, check = self._announce(TEXT, -1, len(data) if is_error else -len(data))
+        lengths = list(map(abs, check()))
+        return self._say(data, lengths) if any(lengths) else [""] * self.world
+
+    def _say(self, data: bytes, lengths: Sequence[int]) -> list[str]:
+        """Exchange texts of known lengths in bytes."""
+        label = self._label(TEXT, -1)
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        all_ = torch.empty(self.world, max(lengths), dtype=torch.uint8)
+        works: list[dist.Work] = []
+        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, self.control)))
+        self.guard(label, lambda: self.wait_for(works[0]))
+        return [row[:length].numpy().tobytes().decode() for row, length in zip(all_, lengths, strict=True)]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell ranks that wait, or come to wait, for this one why it will not come."""
+        self.presence.fail(self.place, _why(self.rank, error))
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for a collective in host memory; RuntimeError where it cannot end any more."""
+        begun = time.monotonic()
+        tell = begun + TELL_S
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # its own error; or it ended meanwhile
+                    return
+            failure = self.presence.failure(self.place)
+            if failure:
+                raise RuntimeError(failure)
+            if time.monotonic() > tell:
+                tell += TELL_S
+                waited, at_most = time.monotonic() - begun, self.timeout.total_seconds()
+                rank_log.warning("waiting for other ranks for %.0f s, at most %.0f s. %s", waited, at_most, self.presence.who_is_gone(self.ranks))
 
     def _label(self, operation: int, unit: int) -> str:
         if not 0 <= operation < len(_VERBS):
@@ -159,44 +257,56 @@ class Group:
             call()
         except RuntimeError as error:
             where = f"rank {self.rank} of {self.world} failed in collective {self.count} ({label})"
-            raise RuntimeError(f"{where}: {self._who_is_gone()}{error}") from error
+            reason = self.presence.failure(self.place)
+            if reason:
+                raise RuntimeError(f"{where}: {reason}") from error
+            raise RuntimeError(f"{where}: {self.presence.who_is_gone(self.ranks)}{error}") from error
 
-    def _who_is_gone(self) -> str:
-        """Ranks that have ended, as a sentence; nothing where all of them show signs of life, as then only the error says what went wrong."""
-        gone = self.presence.gone()
-        if gone is None:
-            return "the store over which the ranks have met is gone, and with it the process that keeps it (rank 0, or torchrun). "
-        named = [self.ranks.index(rank) for rank in gone if rank in self.ranks]
-        if named:
-            return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} ended: no sign of life any more. "
-        return ""
+    def _announce(self, operation: int, unit: int, value: int = 0) -> tuple[str, Callable[[], list[int]]]:
+        """Tell the other ranks what comes next. Returns its label and a check that raises if any of them is about to do something else.
 
-    def _announce(self, operation: int, unit: int) -> tuple[str, Callable[[], None]]:
-        """Tell the other ranks what comes next. Returns its label and a check that raises if any of them is about to do something else."""
+        The check returns every rank's ``value``.
+        """
         self.count += 1
         label = self._label(operation, unit)
-        mine = torch.tensor([operation, unit, self.count])
-        all_ = torch.empty(self.world, 3, dtype=torch.int64)
+        number = self.count
+        mine = torch.tensor([operation, unit, number, value])
+        all_ = torch.empty(self.world, 4, dtype=torch.int64)
         works: list[dist.Work] = []
         self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, self.control)))
 
-        def check() -> None:
+        @functools.cache
+        def check() -> list[int]:
             with phase("wait", f"other ranks: they announce {label}"):
-                self.guard(label, works[0].wait)
-            for rank, row in enumerate(all_.tolist()):
-                if row != mine.tolist():
-                    raise RuntimeError(
-                        f"ranks diverged at collective {self.count}: rank {self.rank} is in {label} while rank {rank} is in "
+                self.guard(label, lambda: self.wait_for(works[0]))
+            rows = all_.tolist()
+            said = [max(row[3], 0) if row[0] == TEXT else 0 for row in rows]
+            if self.gloo and any(said):  # a rank has left what it was in, and says why: whatever this one is in, it listens
+                if operation == TEXT and value >= 0:
+                    return said
+                reasons = "; ".join(f"rank {rank} failed: {reason_of(text)}" for rank, text in enumerate(self._say(b"", said)) if text)
+                raise RankError(f"{reasons} (this rank was in {label})")
+            for rank, row in enumerate(rows):
+                if row[:3] != [operation, unit, number]:
+                    raise RankError(
+                        f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
                         f"{self._label(row[0], row[1])} (its number {row[2]}). Every rank must run the same modules in the same order: "
                         "look for a branch that depends on the rank's data, or for a call made on one rank only"
                     )
+            return [row[3] for row in rows]
 
         if self.gloo:  # a mismatched collective ends the process inside gloo, so look before starting it
             check()
-            return label, lambda: None
         return label, check
 
-    def _launch(self, label: str, check: Callable[[], None], start: Callable[[], list[dist.Work]], finish: Callable[[], object] | None) -> Pending:
+    def _launch(
+        self,
+        label: str,
+        check: Callable[[], list[int]],
+        start: Callable[[], list[dist.Work]],
+        finish: Callable[[], object] | None = None,
+        on_device: bool = False,
+    ) -> Pending:
         works: list[dist.Work] = []
         start_ns = now_ns()
         self.guard(label, lambda: works.extend(start()))
@@ -209,7 +319,7 @@ class Group:
                 with phase("collective", f"{label}: its arithmetic"):
                     finish()
 
-        pending = _Works(self, label, works, done)
+        pending = _Works(self, label, works, done, dist.Work.wait if on_device else self.wait_for)
         if not self.overlap:
             pending.wait()
         return pending
@@ -221,16 +331,16 @@ class Group:
         """
         label, check = self._announce(GATHER, unit)
         if not self.gloo and full.device.type != "cpu":
-            return self._launch(label, check, lambda: [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), self.group)], None)
+            return self._launch(label, check, lambda: [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), self.group)], on_device=True)
         parts = full.chunk(self.world)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
         as_bytes = [part.view(torch.uint8) for part in parts]
+        group = self._of_host
         return self._launch(
             label,
             check,
-            lambda: [dist.broadcast(part, self.ranks[rank], group=self.control, async_op=True) for rank, part in enumerate(as_bytes)],
-            None,
+            lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
         )
 
     def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Pending:
@@ -242,7 +352,7 @@ class Group:
         if not self.gloo:
             mean_shard = shard if shard.dtype == bucket.dtype else torch.empty_like(shard, dtype=bucket.dtype)
             cast = None if mean_shard is shard else lambda: shard.copy_(mean_shard)
-            return self._launch(label, check, lambda: [_reduce_scatter(mean_shard, bucket, self.group)], cast)
+            return self._launch(label, check, lambda: [_reduce_scatter(mean_shard, bucket, self.group)], cast, on_device=True)
         received = torch.empty_like(bucket)  # (world, shard_numel): what each rank has for this one
 
         def mean() -> None:
@@ -263,14 +373,15 @@ class Group:
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         """Overwrite ``tensor`` (contiguous) on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
         label, check = self._announce(operation, unit)
-        group = self.group if tensor.device.type != "cpu" else self.control
+        on_device = tensor.device.type != "cpu" and not self.gloo
+        group = self.group if on_device else self._of_host
         as_bytes = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL knows all dtypes
-        self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], None).wait()
+        self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], on_device=on_device).wait()
 
     def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place."""
-        label, check = self._announce(operation, -1)
-        self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self.control, async_op=True)], None).wait()
+        label, check = self._announce(operation, -tensor.numel())  # another size would end the process inside gloo
+        self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self._of_host, async_op=True)]).wait()
 
 
 def _note_when_done(label: str, start_ns: int, works: Sequence[dist.Work]) -> None:
@@ -300,8 +411,41 @@ def _reduce_scatter(shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-def _leave() -> None:
+_TRIED: Counter[tuple[int, ...]] = Counter()  # how often the same ranks have begun to make an optimizer
+
+
+def _next_place(ranks: Sequence[int]) -> str:
+    """Name where these ranks meet to make an optimizer: the same on all of them, and another one each time."""
+    _TRIED[tuple(ranks)] += 1
+    return f"{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}/{_TRIED[tuple(ranks)]}"
+
+
+def _why(rank: int, error: BaseException) -> str:
+    return f"rank {rank} gave up: {type(error).__name__}: {error}"
+
+
+def reason_of(words: str) -> str:
+    """What ``zk.checkpoint.save.together`` has a rank say, for people."""
+    kind, reason = json.loads(words)
+    return f"{kind}: {reason}"
+
+
+@contextlib.contextmanager
+def giving_up(process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Where this fails, ranks that come to ``connect`` hear that this one will not; they must have met before."""
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_available() and dist.is_initialized() and isinstance(process_group, (dist.ProcessGroup, type(None))):
+            ranks = dist.get_process_group_ranks(process_group or dist.distributed_c10d._get_default_group())
+            fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), _why(dist.get_rank(process_group), error))
+        raise
+
+
+def _leave(process: int) -> None:
     """At exit: end gloo's threads while Python can still take back the tensors they hold; later, that ends the process with SIGABRT."""
+    if process != os.getpid():  # forked, without these threads
+        return
     for group in _GROUPS:
         group.close()
     # after an error peers may be waiting in a collective, and ending the threads would wait for them

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zk.hooks import Hook
 from zk.memory import Lease
+from zk.offload.streams import Event
 from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.prefetch import Prefetcher
@@ -143,8 +144,18 @@ class PartitionedParams:
         source = self.home.open()
         if self.lease is not None:
             self.lease.take()
-            self._fill(source)
+            try:
+                self._fill(source)
+            except BaseException:  # other ranks are elsewhere, or gone
+                self._undo(self.uploaded)
+                raise
         self.state = State.GATHERING
+
+    def _undo(self, uploaded: Event | None) -> None:
+        """GATHERING -> RELEASED, without the full parameters."""
+        self.pending = self.uploaded = None
+        self.home.close() if uploaded is None else self.home.close(uploaded)
+        self._free()
 
     def _fill(self, source: Tensor) -> None:
         if self.uploads is None:
@@ -165,7 +176,11 @@ class PartitionedParams:
                 self.uploads.follow(uploaded)
             pending, self.pending = self.pending, None
             if pending is not None:
-                pending.wait()
+                try:
+                    pending.wait()
+                except BaseException:
+                    self._undo(uploaded)
+                    raise
             if uploaded is None:
                 self.home.close()
             else:

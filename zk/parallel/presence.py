@@ -1,16 +1,27 @@
-"""In: the store that ranks have met over. Out: which of them are still there, once a collective has failed."""
+"""In: the store that ranks have met over. Out: who is at a place, who has given up and why, and who shows no sign of life any more.
+
+The store belongs to a process that may stand still, or wait for another one with a lock on its connection. So everything here goes over a
+connection of its own, in a thread of its own: whoever asks waits for the answer as long as it wants, and hears Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import queue
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 BEAT_S = 1.0
-PATIENCE_S = 4.0  # without a beat, a rank is taken to be gone
+PATIENCE_S = 4.0  # without a beat, a rank shows no sign of life; it may be busy all the same
+STORE_GONE = "the store over which the ranks have met is gone, and with it the process that keeps it (rank 0, or torchrun). "
+STORE_SILENT = "the store over which the ranks have met does not answer: the process that keeps it (rank 0, or torchrun) stands still. "
 
 
 class Presence:
@@ -22,52 +33,221 @@ class Presence:
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self.store, self.rank, self.world = store, rank, world
-        self.beats, self.stopped = 0, threading.Event()
+        self.rank, self.world = rank, world
+        try:
+            self.store = store.clone()
+        except (RuntimeError, AttributeError):  # a kind of store that has one connection
+            self.store = store
+        self.beats = 0
+        self.tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._beat()
-        self.thread = threading.Thread(target=_go_on, args=(weakref.ref(self), self.stopped), name="zk presence", daemon=True)
+        self.thread = threading.Thread(target=_go_on, args=(weakref.ref(self), self.tasks), name="zk presence", daemon=True)
         self.thread.start()
+        weakref.finalize(self, self.tasks.put, None).atexit = False
         _ALL.add(self)
 
     def _beat(self) -> None:
         self.beats += 1
-        self.store.set(f"zk/beat/{self.rank}", str(self.beats))
+        self.store.set(f"zk/beat/{self.rank}", f"{_process()} {self.beats}")
 
-    def _read(self) -> dict[int, bytes]:
-        others = [rank for rank in range(self.world) if rank != self.rank and self.store.check([f"zk/beat/{rank}"])]
-        return {rank: self.store.get(f"zk/beat/{rank}") for rank in others}
+    def ask(self, task: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
+        """Do something with the store. TimeoutError where it does not answer; RuntimeError where it is gone."""
+        answer: Future[T] = Future()
+        self.tasks.put((task, answer))
+        return answer.result(timeout_s)
 
-    def gone(self) -> list[int] | None:
-        """Ranks that show no sign of life for PATIENCE_S; None where the store is gone itself. Takes that long."""
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        self.store.check([f"zk/beat/{self.rank}"])  # that it answers, also where nobody is asked for
+        there = [rank for rank in ranks if rank != self.rank and self.store.check([f"zk/beat/{rank}"])]
+        return {rank: self.store.get(f"zk/beat/{rank}").decode() for rank in there}
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that have ended for sure: processes on this machine that are there no more. Empty where the store does not answer."""
         try:
-            first = last = self._read()
+            beats = self.ask(lambda: self._read(ranks))
+        except (TimeoutError, RuntimeError):
+            return []
+        return [rank for rank, beat in beats.items() if _has_ended(beat.split()[0])]
+
+    def who_is_gone(self, ranks: Sequence[int]) -> str:
+        """Name those of a group's ``ranks``, in a sentence. Empty where all show signs of life: then only the error says what is wrong."""
+        try:
+            first = last = self.ask(lambda: self._read(ranks))
             until = time.monotonic() + PATIENCE_S
-            while any(first[rank] == last[rank] for rank in first) and time.monotonic() < until:
-                self.stopped.wait(BEAT_S / 4)
-                last = self._read()
-            return [rank for rank in first if first[rank] == last[rank]]
-        except (RuntimeError, OSError):
-            return None
+            while any(first[rank] == last.get(rank) for rank in first) and time.monotonic() < until:
+                if any(_has_ended(beat.split()[0]) for beat in last.values()):
+                    break
+                time.sleep(BEAT_S / 4)
+                last = self.ask(lambda: self._read(ranks))
+        except TimeoutError:
+            return STORE_SILENT
+        except RuntimeError:
+            return STORE_GONE
+        over = time.monotonic() >= until
+        named = [str(ranks.index(rank)) for rank in first if (over and first[rank] == last.get(rank)) or _has_ended(first[rank].split()[0])]
+        return f"rank{'s' * (len(named) > 1)} {', '.join(named)} ended, or stands still: no sign of life any more. " if named else ""
+
+    def meet(self, place: str, ranks: Sequence[int], timeout_s: float) -> None:
+        """Return when all of ``ranks`` have come to ``place``. RuntimeError, naming who is missing and why, if that cannot be.
+
+        Each of these ends it: a rank that gives up there, one that has ended, ``timeout_s`` seconds, Ctrl-C.
+        """
+        begun = time.monotonic()
+        missing = [rank for rank in ranks if rank != self.rank]
+
+        def come() -> None:
+            self.store.set(f"zk/at/{place}/{self.rank}", "")
+
+        def look() -> list[int]:
+            return [rank for rank in missing if not self.store.check([f"zk/at/{place}/{rank}"])]
+
+        try:
+            self.ask(come, timeout_s)
+            while missing := self.ask(look, timeout_s):
+                late = time.monotonic() - begun
+                failure = self.failure(place)
+                ended = self.ended(missing) if late > BEAT_S else []
+                if failure or ended or late > timeout_s:
+                    who = f"rank{'s' * (len(missing) > 1)} {', '.join(str(ranks.index(rank)) for rank in missing)}"
+                    why = failure or ("it has ended" if ended else f"not there after {late:.0f} s")
+                    raise RuntimeError(f"{who} did not come to where a ZeroOptimizer is made: {why}")
+                time.sleep(min(0.1, 0.001 + late / 10))
+            failure = self.failure(place)
+            if failure:  # of one that was here, and is gone
+                raise RuntimeError(f"not all ranks stayed where a ZeroOptimizer is made: {failure}")
+        except BaseException as error:
+            self.fail(place, f"rank {ranks.index(self.rank)} gave up: {type(error).__name__}: {error}")
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(STORE_SILENT) from error
+            raise
+
+    def fail(self, place: str, why: str) -> None:
+        """Tell those who are at ``place``, or come there, that this rank gives up."""
+        with contextlib.suppress(TimeoutError):
+            self.ask(lambda: fail(self.store, place, why))
+
+    def failure(self, place: str) -> str:
+        """Why a rank gave up at ``place``; nothing if none did, or nobody answers."""
+        try:
+            key = f"zk/failed/{place}"
+            return self.ask(lambda: str(self.store.get(key).decode()) if self.store.check([key]) else "", BEAT_S)
+        except (TimeoutError, RuntimeError):
+            return ""
 
     def close(self) -> None:
-        """No more beats; returns when the thread has ended."""
-        self.stopped.set()
-        self.thread.join()
+        """No more beats; returns when the thread has ended, or is seen to wait for a store that does not answer."""
+        self.tasks.put(None)
+        self.thread.join(PATIENCE_S)
 
 
-def _go_on(reference: weakref.ref[Presence], stopped: threading.Event) -> None:
-    while not stopped.wait(BEAT_S):
-        presence = reference()
-        if presence is None:
-            return
+def fail(store: Any, place: str, why: str) -> None:
+    """Tell those who are at ``place``, or come there, that a rank gives up. The first one's reason counts."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, and with it everybody who could read this
+        store.compare_set(f"zk/failed/{place}", "", why)
+
+
+class Board:
+    """Where ranks leave words for each other, in the store: for threads beside training, which need no speed and no connections.
+
+    Args:
+        name: the same on all ranks, and of no other board.
+        ranks: in the default group; ``rank`` is this one's position among them.
+        timeout_s: how many seconds to wait for the others.
+    """
+
+    def __init__(self, presence: Presence, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        self.presence, self.store, self.name, self.ranks = presence, presence.store, name, list(ranks)
+        self.rank, self.world, self.timeout_s, self.count = rank, len(ranks), timeout_s, 0
+
+    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+        """What each rank has to say, by rank. RuntimeError where one of them does not come."""
+        self.count += 1
+        here = f"zk/board/{self.name}/{self.count}"
+        begun = time.monotonic()
+
+        def come() -> None:
+            self.store.set(f"{here}/{self.rank}", text)
+            if text:
+                self.store.add(f"{here}/said", 1)
+            self.store.add(f"{here}/here", 1)
+
+        def read() -> list[str]:
+            said = self.store.add(f"{here}/said", 0)
+            found = [self.store.get(f"{here}/{rank}").decode() if said else "" for rank in range(self.world)]
+            if self.store.add(f"{here}/read", 1) == self.world:  # the last one clears the place
+                for key in (*map(str, range(self.world)), "said", "here", "read"):
+                    self.store.delete_key(f"{here}/{key}")
+            return found
+
         try:
-            presence._beat()
-        except (RuntimeError, OSError):
-            return  # the store is gone, and with it everybody who could read this
-        del presence
+            self.presence.ask(come, self.timeout_s)
+            look = begun + BEAT_S
+            while self.presence.ask(lambda: int(self.store.add(f"{here}/here", 0)), self.timeout_s) < self.world:
+                now = time.monotonic()
+                if now > look:
+                    look = now + BEAT_S
+                    ended = [str(self.ranks.index(rank)) for rank in self.presence.ended(self.ranks)]
+                    if ended or now - begun > self.timeout_s:
+                        raise RuntimeError(f"rank {', '.join(ended)} has ended" if ended else f"other ranks did not come for {now - begun:.0f} s")
+                time.sleep(min(0.05, 0.001 + (now - begun) / 10))
+            return self.presence.ask(read, self.timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(STORE_SILENT) from error
+        except RuntimeError as error:
+            raise RuntimeError(self.presence.who_is_gone([]) + str(error)) from error  # of the store, that is
+
+
+def _process() -> str:
+    """This process, for others on the same machine to look whether it is there: namespace of ids, id, and when it began."""
+    try:
+        return f"{os.readlink('/proc/self/ns/pid')}/{os.getpid()}/{_begun(os.getpid())}"
+    except OSError:  # no /proc
+        return "elsewhere"
+
+
+def _begun(process: int) -> str:
+    """When a process began, in the system's ticks; empty where it has ended, whether its parent has heard of that or not."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except FileNotFoundError:
+        return ""
+
+
+def _has_ended(process: str) -> bool:
+    """Check that a process which another rank has named is there no more; False for processes that cannot be seen from here."""
+    try:
+        space, number, begun = process.split("/")
+        return space == os.readlink("/proc/self/ns/pid") and _begun(int(number)) != begun
+    except (OSError, ValueError):
+        return False
+
+
+def _go_on(reference: weakref.ref[Presence], tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    beat = time.monotonic() + BEAT_S
+    while True:
+        with contextlib.suppress(queue.Empty):
+            task = tasks.get(timeout=max(0.0, beat - time.monotonic()))
+            if task is None:
+                return
+            try:
+                task[1].set_result(task[0]())
+            except BaseException as error:
+                task[1].set_exception(error)
+            del task
+        if time.monotonic() >= beat:
+            beat = time.monotonic() + BEAT_S
+            presence = reference()
+            if presence is None:
+                return
+            with contextlib.suppress(RuntimeError, OSError):  # the store is gone: whoever asks hears of it
+                presence._beat()
+            del presence
 
 
 _ALL: weakref.WeakSet[Presence] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_ALL.clear)  # a forked process has none of these threads
 
 
 @atexit.register

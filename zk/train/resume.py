@@ -14,7 +14,7 @@ import torch
 
 import zk
 from zk.checkpoint import CheckpointError
-from zk.checkpoint.save import latest
+from zk.checkpoint.folders import latest
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,191 @@
+"""In: a folder of checkpoints. Out: which of them are whole, which is the newest, and a new one, whole or not there; for one run at a time.
+
+A checkpoint is written into a folder with a name of its own, and gets its final name when all of it is on the drive; ``latest`` names it after
+that. Checkpoints are numbered as they are finished, as a run that has gone back to an earlier step finishes a lower step later. Whoever saves
+holds a lock on the file ``.lock`` until it closes its optimizer or ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zk.checkpoint import manifest
+from zk.checkpoint.files import Written, check_regular, sync_folder, write_durably
+from zk.logs import rank_log
+
+LATEST = "latest"
+LOCK = ".lock"
+
+
+def place_of(root: Path, step: int) -> Path:
+    """The folder of a step."""
+    return root / f"step-{step:08d}"
+
+
+def beside(final: Path, token: str) -> Path:
+    """Where a checkpoint is until it is whole. ``token``: what ``begin`` returned."""
+    return final.with_name(f".{final.name}.{token}.partial")
+
+
+def begin(final: Path, claim: Claim) -> str:
+    """Make the folder that is written into; what saves left there that were killed goes. Returns the token of its name.
+
+    Raises OSError, naming the other run, where another process saves into the same folder.
+    """
+    root = final.parent
+    root.mkdir(parents=True, exist_ok=True)
+    claim.hold(root)
+    for folder in root.glob(".step-*.replaced"):
+        name = folder.with_name(folder.name[1:].removesuffix(".replaced"))
+        if name.exists():
+            shutil.rmtree(folder)
+        else:
+            folder.rename(name)
+    for folder in root.glob(".step-*.partial"):
+        shutil.rmtree(folder)
+    for file in root.glob(f".{LATEST}.*.tmp"):
+        file.unlink(missing_ok=True)
+    token = secrets.token_hex(4)
+    beside(final, token).mkdir()
+    return token
+
+
+def say(
+    folder: Path, rank: int, world: int, written: Written, pieces: Sequence[Sequence[Any]], buffers: Iterable[str], random: dict[str, Any] | None
+) -> None:
+    """Write what a rank says of its file: (unit, kind, start, stop, key) of every piece, names of buffers, and its random numbers."""
+    said = {"rank": rank, "file": written.name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": random}
+    write_durably(folder / manifest.rank_files(rank, world)[1], json.dumps(said, separators=(",", ":")).encode())
+
+
+def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> None:
+    """``folder`` has all that ranks write: add the manifest, give it its final name, and let ``latest`` name it."""
+    parts, files = [], []
+    for rank in range(world):
+        name = manifest.rank_files(rank, world)[1]
+        data = (folder / name).read_bytes()
+        parts.append(Written.of_bytes(name, data).as_json())
+        files.append(json.loads(data)["written"])
+    number = 1 + max(map(_number, whole(final.parent)), default=0)
+    write_durably(folder / manifest.MANIFEST, manifest.sealed({"finished": number, **head, "parts": parts, "files": files}))
+    sync_folder(folder)
+    replaced = final.with_name(f".{final.name}.replaced")  # where a checkpoint is while another one of the same step takes its place
+    if final.exists():
+        final.rename(replaced)
+    folder.rename(final)
+    sync_folder(final.parent)
+    write_durably(final.parent / LATEST, final.name.encode() + b"\n")
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _number(folder: Path) -> int:
+    """How many checkpoints had been finished in its folder with this one; 0 where that is not known."""
+    with open(folder / manifest.MANIFEST, "rb") as file:
+        begins = re.match(rb'\s*{\s*"finished": (\d{1,9}),', file.read(100))  # and may be long
+    return int(begins[1]) if begins else 0
+
+
+def whole(root: Path) -> list[Path]:
+    """All whole checkpoints in ``root``, as they were finished. What a crash left unfinished is passed over."""
+    found = {folder.name: folder for folder in root.glob("step-*")}
+    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
+        found.setdefault(folder.name[1:].removesuffix(".replaced"), folder)
+    there = [(_number(folder), name, folder) for name, folder in found.items() if (folder / manifest.MANIFEST).exists()]
+    return [folder for _, _, folder in sorted(there)]
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint in ``root``, or None."""
+    with contextlib.suppress(OSError, ValueError):
+        check_regular(root / LATEST)
+        name = (root / LATEST).read_text().strip()
+        if name.startswith("step-") and name == Path(name).name and (root / name / manifest.MANIFEST).exists():
+            return root / name
+    return next(reversed(whole(root)), None)
+
+
+# ---- one run at a time ---------------------------------------------------------------------------------------------------------
+
+_LOCKS: dict[Path, tuple[int, int]] = {}  # folders that this process saves into -> descriptor of the locked file, how many claims
+
+
+class Claim:
+    """The folders that somebody saves into. Other processes are kept out of them until ``let_go``, or until nobody has this any more."""
+
+    def __init__(self) -> None:
+        self.roots: set[Path] = set()
+        self._let_go = weakref.finalize(self, _release, self.roots, os.getpid())
+
+    def hold(self, root: Path) -> None:
+        """Lock a folder; OSError, naming the other run, if another process has."""
+        root = root.resolve()
+        if root in self.roots:
+            return
+        if root not in _LOCKS:
+            _lock(root)
+        if root in _LOCKS:
+            self.roots.add(root)
+            _LOCKS[root] = _LOCKS[root][0], _LOCKS[root][1] + 1
+
+    def let_go(self) -> None:
+        """Save into these folders no more."""
+        _release(self.roots, os.getpid())
+
+
+def _lock(root: Path) -> None:
+    path = root / LOCK
+    while root not in _LOCKS:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            who = os.read(lock, 200).decode(errors="replace").strip()
+            os.close(lock)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):  # a file system without locks
+                rank_log.warning("%s cannot be locked (%s): see to it that no other run saves there", root, error.strerror)
+                return
+            said = f"another run saves into this folder ({who or 'it has just begun'}); give each run a folder of its own"
+            raise OSError(error.errno, said, str(root)) from None
+        if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"host {socket.gethostname()}, pid {os.getpid()}, since {now}\n".encode(), 0)
+            _LOCKS[root] = lock, 0
+        else:  # who had it has removed it meanwhile
+            os.close(lock)
+
+
+def _release(roots: set[Path], process: int) -> None:
+    if process != os.getpid():  # forked: they are the parent's
+        return
+    for root in roots & _LOCKS.keys():
+        lock, claims = _LOCKS[root]
+        _LOCKS[root] = lock, claims - 1
+        if claims == 1:
+            with contextlib.suppress(OSError):  # the folder is gone, or can be written no more: the lock goes all the same
+                os.unlink(root / LOCK)
+            os.close(_LOCKS.pop(root)[0])
+    roots.clear()
+
+
+def _let_all_go() -> None:
+    """A forked process does not save for its parent, and must not hold its locks on when that has ended."""
+    for lock, _ in _LOCKS.values():
+        os.close(lock)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_let_all_go)
