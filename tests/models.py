@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,3 +71,15 @@ def loss_of(model: nn.Module, ids: Tensor, **kwargs: bool) -> Tensor:
 def batch(seed: int) -> Tensor:
     """(2, LENGTH + 1) token ids."""
     return torch.randint(0, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 1, start: int = 0) -> list[float]:
+    """Steps of a ZeroOptimizer on the batches ``start`` and on; returns the losses."""
+    losses = []
+    for step in range(start, start + steps):
+        loss = loss_of(model, batch(step))
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import zk
+from tests.models import train
 from tests.programs import Program
-from tests.test_load import made, train
+from tests.test_load import made
 from zk.checkpoint import folders
 from zk.offload import scratch
 from zk.offload.scratch import Scratch, sweep
@@ -20,7 +21,8 @@ from zk.offload.scratch import Scratch, sweep
 SAVES = textwrap.dedent(
     """
     import os, sys, time
-    from tests.test_load import made, train
+    from tests.models import train
+    from tests.test_load import made
     model, optimizer = made()
     train(model, optimizer, steps=1)
     optimizer.save_checkpoint(sys.argv[1])
@@ -39,7 +41,7 @@ def test_a_second_run_is_refused_until_the_first_one_has_ended(forks: str, tmp_p
     try:
         assert other.stdout.readline() == "saved\n"
         model, optimizer = made()
-        train(model, optimizer)
+        train(model, optimizer, steps=2)
         said = rf"another run saves into this folder \(host {os.uname().nodename}, pid {other.pid}, since 20..-..-..T.*\).*{tmp_path}"
         for options in ({}, {"async_save": True}):
             with pytest.raises(OSError, match=said):
@@ -75,10 +77,10 @@ def test_optimizers_of_one_process_may_save_into_one_folder(tmp_path: Path) -> N
 def test_the_newest_is_what_was_finished_last(tmp_path: Path) -> None:
     model, optimizer = made()
     for step in range(6):
-        train(model, optimizer, first=step, steps=1)
+        train(model, optimizer, start=step, steps=1)
         optimizer.save_checkpoint(tmp_path)
     optimizer.load_checkpoint(tmp_path / "step-00000001")
-    train(model, optimizer, first=1, steps=2)
+    train(model, optimizer, start=1, steps=2)
     optimizer.save_checkpoint(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006"], "the old step 3 was replaced"
     (tmp_path / "latest").unlink()

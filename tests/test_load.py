@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
 from zk.checkpoint import files, manifest
 from zk.checkpoint.files import CheckpointError, Written
@@ -50,17 +50,6 @@ def made(length: int = 3, seed: int = 0, optimizer: dict[str, Any] | None = None
     return model, zk.ZeroOptimizer(model, inner, **{"stage": 2, "dtype": "bf16", "optimizer_tier": "host", **options})
 
 
-def train(model: nn.Module, optimizer: zk.ZeroOptimizer, first: int = 0, steps: int = 2) -> list[float]:
-    found = []
-    for seed in range(first, first + steps):
-        loss = loss_of(model, batch(seed))
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
 def scheduler_of(optimizer: zk.ZeroOptimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, 10)
 
@@ -70,7 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of two steps, with a scheduler."""
     root = tmp_path_factory.mktemp("saved")
     model, optimizer = made()
-    train(model, optimizer)
+    train(model, optimizer, steps=2)
     optimizer.save_checkpoint(root, scheduler=scheduler_of(optimizer), extra={"position": 7})
     optimizer.close()
     return root
@@ -241,7 +230,7 @@ def test_buffers_and_schedulers_of_another_kind_are_refused(saved: Path) -> None
 
 def test_a_state_of_amsgrad_is_refused_by_an_optimizer_without(saved: Path, tmp_path: Path) -> None:
     model, optimizer = made(optimizer={"amsgrad": True})
-    train(model, optimizer)
+    train(model, optimizer, steps=2)
     optimizer.save_checkpoint(tmp_path)
     refused(*made(seed=1), tmp_path, "max_exp_avg_sq.* those of this optimizer exp_avg, exp_avg_sq; make it with the same amsgrad")
     refused(model, optimizer, saved, "'max_exp_avg_sq' of parameter .* is not there", scheduler=scheduler_of(optimizer))
@@ -295,14 +284,14 @@ def test_what_was_interrupted_is_refused_until_it_is_loaded_whole(
     with mock.patch.object(spill, "CHUNK_NUMEL", 2048):
         model, optimizer = made(**options)
         scheduler = scheduler_of(optimizer)
-        train(model, optimizer)
-        want = train(model, optimizer, first=2)
+        train(model, optimizer, steps=2)
+        want = train(model, optimizer, start=2, steps=2)
         for at in (1, 7):
             with mock.patch.object(files.Reader, "read", Failing(files.Reader.read, at, error)), pytest.raises(type(error)):
                 optimizer.load_checkpoint(saved, scheduler=scheduler)
             is_refused(model, optimizer, tmp_path, type(error).__name__)
         assert optimizer.load_checkpoint(saved, scheduler=scheduler) == {"position": 7}
-        assert train(model, optimizer, first=2) == want
+        assert train(model, optimizer, start=2, steps=2) == want
         optimizer.close()
 
 
@@ -315,11 +304,11 @@ def test_a_drive_that_fails_once_while_a_checkpoint_is_loaded_takes_the_next_try
         with mock.patch.object(nvme.SYSTEM, "pwritev", fails), pytest.raises(OSError, match="Input/output error"):
             optimizer.load_checkpoint(saved, scheduler=scheduler)
             optimizer.synchronize()
-            train(model, optimizer)  # what the drive refused last is heard of when somebody needs it
+            train(model, optimizer, steps=2)  # what the drive refused last is heard of when somebody needs it
         optimizer.load_checkpoint(saved, scheduler=scheduler)
         plain, theirs = made()
-        train(plain, theirs)
-        assert train(model, optimizer, first=2, steps=3) == train(plain, theirs, first=2, steps=3)
+        train(plain, theirs, steps=2)
+        assert train(model, optimizer, start=2, steps=3) == train(plain, theirs, start=2, steps=3)
         optimizer.close()
 
 
@@ -338,10 +327,10 @@ def on_ranks(folder: str) -> dict[str, Any]:
     """One rank fails, or is given something else: all hear of it."""
     root, rank, found = Path(folder), dist.get_rank(), {}
     model, optimizer = made(stage=2)
-    losses = train(model, optimizer)
+    losses = train(model, optimizer, steps=2)
     for step in range(2):
         optimizer.save_checkpoint(root / "saved")
-        train(model, optimizer, first=2 + step, steps=1)
+        train(model, optimizer, start=2 + step, steps=1)
     before = everything(model, optimizer)
     first = root / "saved" / STEP
     found["other folders"] = said_by(lambda: optimizer.load_checkpoint(first if rank else root / "saved"))
@@ -352,7 +341,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
         found["reading"] = said_by(lambda: optimizer.load_checkpoint(root / "saved"))
     found["step"] = said_by(optimizer.step)
     optimizer.load_checkpoint(first)
-    found["again"] = [math.isfinite(loss) for loss in train(model, optimizer, first=2, steps=1)]
+    found["again"] = [math.isfinite(loss) for loss in train(model, optimizer, start=2, steps=1)]
     assert losses
     broken = optimizer.state_dict()
     if rank:
@@ -366,7 +355,7 @@ def deep(folder: str) -> dict[str, str]:
     """One rank fails where others are in a collective, or before it comes to one: all hear of it, and can go on together."""
     root, rank, found = Path(folder), dist.get_rank(), {}
     model, optimizer = made(stage=2)
-    train(model, optimizer)
+    train(model, optimizer, steps=2)
     optimizer.save_checkpoint(root / "saved")
     want = [value.clone() for value in model.state_dict().values()]
 
@@ -387,7 +376,7 @@ def deep(folder: str) -> dict[str, str]:
     tried("extra beside", lambda: optimizer.save_checkpoint(root / "other", extra=object() if rank else None, async_save=True))
     if rank:
         optimizer._tear(ArithmeticError("of the second rank"))
-    tried("a torn step", optimizer.step if rank else lambda: train(model, optimizer))
+    tried("a torn step", optimizer.step if rank else lambda: train(model, optimizer, steps=2))
     state = optimizer.state_dict()
     if rank:
         state["state"][0]["step"] = "two"
@@ -415,9 +404,9 @@ def drive_of_a_rank(folder: str) -> list[str]:
     root, rank = Path(folder), dist.get_rank()
     with mock.patch.object(spill, "CHUNK_NUMEL", 2048):
         model, optimizer = made(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=root)
-        train(model, optimizer)
+        train(model, optimizer, steps=2)
         optimizer.save_checkpoint(root / "saved")
-        want = train(model, optimizer, first=2)
+        want = train(model, optimizer, start=2, steps=2)
 
         def refuses(*_: Any) -> int:
             raise OSError(5, "Input/output error")
@@ -429,7 +418,7 @@ def drive_of_a_rank(folder: str) -> list[str]:
             said = said_by(lambda: optimizer.load_checkpoint(root / "saved"))
             if not said:
                 break
-        assert not said and train(model, optimizer, first=2) == want
+        assert not said and train(model, optimizer, start=2, steps=2) == want
         optimizer.close()
     return found
 
@@ -437,6 +426,19 @@ def drive_of_a_rank(folder: str) -> list[str]:
 def test_a_load_has_not_come_to_its_end_before_the_drive_has_taken_it(tmp_path: Path) -> None:
     for found in run_world(2, drive_of_a_rank, [str(tmp_path)], timeout=60)[0]:
         assert "Input/output error" in found[0] and "the model's forward is refused" in found[1], found
+
+
+def test_weights_reach_all_optimizers_that_hold_parts_of_a_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wanted = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    safetensors.torch.save_file(wanted, tmp_path / "model.safetensors")
+    optimizers = [zk.ZeroOptimizer(part, torch.optim.AdamW(part.parameters()), stage=2, dtype="bf16", optimizer_tier="host") for part in model]
+    zk.load_pretrained(model, tmp_path)
+    for number, optimizer in enumerate(optimizers):
+        for name, value in optimizer.consolidated_state_dict("fp32").items():
+            assert torch.equal(value, wanted[f"{number}.{name}"]), "the master has it, in full precision"
+        optimizer.close()
 
 
 class OfOnesOwn(torch.optim.lr_scheduler.LRScheduler):
@@ -483,14 +485,14 @@ WRONG_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("name", WRONG_STATES)
 def test_a_state_that_is_wrong_is_found_before_anything_changes(name: str) -> None:
     model, optimizer = made()
-    train(model, optimizer)
+    train(model, optimizer, steps=2)
     state = copy.deepcopy(optimizer.state_dict())
     WRONG_STATES[name](state)
     before = everything(model, optimizer)
     with pytest.raises(ValueError, match=r"\S"):
         optimizer.load_state_dict(state)
     assert same(before, everything(model, optimizer)) and not optimizer.torn
-    train(model, optimizer)
+    train(model, optimizer, steps=2)
     optimizer.close()
 
 

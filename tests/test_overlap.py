@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.adversary import late_worker
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
 from zk.checkpoint import load as loading
 from zk.config import DynamicLossScale
@@ -53,17 +53,6 @@ def beside_plain(**options: Any) -> tuple[GPT, torch.optim.AdamW, GPT, zk.ZeroOp
     model, optimizer = make(layers=2, dtype=None, **options)
     plain = copy.deepcopy(model)
     return plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), model, optimizer
-
-
-def train(model: nn.Module, optimizer: zk.ZeroOptimizer, steps: int = 1, start: int = 0) -> list[float]:
-    losses = []
-    for step in range(start, start + steps):
-        loss = loss_of(model, batch(step))
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def values(model: nn.Module) -> list[Tensor]:

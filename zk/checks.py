@@ -169,7 +169,7 @@ def check_group(units: Mapping[nn.Parameter, Held], group: Mapping[str, Any], ru
 
 
 def check_options(number: int, group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """That the options of a saved group are of the kind that is here: a step would fail on others, or go another way."""
+    """Check that the options of a saved group are of the kind that is here: a step would fail on others, or go another way."""
     for name, value in saved.items():
         here = group.get(name)
         if name != "params" and here is not None and kind_of(value) != kind_of(here) and not (value is None and kind_of(here) != "number"):
@@ -177,7 +177,7 @@ def check_options(number: int, group: Mapping[str, Any], saved: Mapping[str, Any
 
 
 def check_scale_and_counters(saved: Mapping[str, Any], where: str) -> None:
-    """That a saved loss scale and counters are numbers."""
+    """Check that a saved loss scale and counters are numbers."""
     if not isinstance(saved, Mapping) or not all(isinstance(saved.get(part), Mapping) for part in ("loss_scale", "counters")):
         raise ValueError(f"{where} has no loss scale, or no counters")
     for name, value in (*saved["loss_scale"].items(), *saved["counters"].items()):
@@ -186,7 +186,7 @@ def check_scale_and_counters(saved: Mapping[str, Any], where: str) -> None:
 
 
 def kind_of(option: Any) -> str:
-    """How an option is used, whatever holds it: a learning rate may be a tensor."""
+    """The use of an option, whatever holds it: a learning rate may be a tensor."""
     if isinstance(option, bool) or option is None:
         return type(option).__name__
     if isinstance(option, (int, float, Tensor, np.number)):

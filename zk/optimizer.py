@@ -438,9 +438,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Compare the options that decide what a step does: ranks that differ would train by different rules."""
         if self.comm.world == 1:
             return
-        rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
-        if self._built:
-            rules |= {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
+        if self._built:  # the rest has been compared, and cannot change
+            rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
+        else:
+            rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
         for index, group in enumerate(map(_as_now, self.param_groups)):
             rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
         self.comm.agree({name: _as_number(value) for name, value in rules.items()})
@@ -702,7 +703,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _import_plan(self, state_dict: dict[str, Any]) -> list[Callable[[], None]]:
-        """What loading a state will write, after checking that it fits."""
+        """The writes that load a state, after checking that it fits."""
         if not {"state", "param_groups"} <= set(state_dict):
             raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
         if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
@@ -732,11 +733,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return plan
 
     def _weights_come(self, *given: Any) -> None:
-        self._errors = given[-1]  # the list in which torch collects what does not fit
+        self._misfits: list[str] = given[-1]  # the list in which torch collects what does not fit
 
     def _weights_came(self, _: nn.Module, differ: Any) -> None:
         """A model whose parameters were mixed has been given all of them."""
-        if self.mixed and not self._errors and not set(differ.missing_keys).intersection(name for held in self.held for name in held.unit.names):
+        if self.mixed and not self._misfits and not set(differ.missing_keys).intersection(name for held in self.held for name in held.unit.names):
             self._made_whole(("parameters",))
 
     def save_checkpoint(

@@ -92,11 +92,11 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     owner = next(filter(None, map(owner_of, model.parameters())), None)
     with save.together(owner.comm, f"checking {path}") if owner is not None else contextlib.nullcontext():
         sources = _sources(model, path, strict)
-    _load(sources, owner, path)
+    _load(sources, path)
 
 
 def _sources(model: nn.Module, path: str | Path, strict: bool) -> dict[Tensor, _FromFile]:
-    """Where the values of parameters and buffers are, after checking that they fit."""
+    """The places of the values of parameters and buffers, after checking that they fit."""
     entries = _files(Path(path))
     pieces = pieces_of(model)
     names: dict[Tensor, list[str]] = {}  # in the files
@@ -139,29 +139,27 @@ def _some(items: list[str]) -> str:
 
 
 @torch.no_grad()
-def _load(sources: dict[Tensor, _FromFile], owner: ZeroOptimizer | None, path: str | Path) -> None:
-    units: dict[int, tuple[Held, dict[int, _FromFile]]] = {}
+def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
+    owners: dict[int, ZeroOptimizer] = {}
+    units: dict[int, tuple[ZeroOptimizer, Held, dict[int, _FromFile]]] = {}
     of_nobody: dict[Tensor, _FromFile] = {}
     for tensor, source in sources.items():
-        if owner is not None and tensor in owner.units:
+        owner = owner_of(tensor)
+        if owner is not None:
+            owners[id(owner)] = owner
             held, index = owner.units[tensor]  # type: ignore[index]
-            units.setdefault(id(held), (held, {}))[1][index] = source
+            units.setdefault(id(held), (owner, held, {}))[2][index] = source
         elif tensor.is_meta:
             promise(tensor, dataclasses.replace(source, version=tensor._version))
         else:
             of_nobody[tensor] = source
-    if owner is None:
-        _copy(of_nobody)
-        return
-    owner._end_save()
-    with owner.replacing(f"load_pretrained({str(path)!r})", ("parameters",)):
-        for held, of_unit in units.values():
+    with contextlib.ExitStack() as replacing:
+        for owner in owners.values():
+            owner._end_save()
+            replacing.enter_context(owner.replacing(f"load_pretrained({str(path)!r})", ("parameters",)))
+        for owner, held, of_unit in units.values():
             with save.together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything
                 values = {index: source.make(held.unit.params[index]) for index, source in of_unit.items()}
             held.overwrite({index: functools.partial(values.pop, index) for index in list(values)})
-        _copy(of_nobody)
-
-
-def _copy(sources: dict[Tensor, _FromFile]) -> None:
-    for tensor, source in sources.items():
-        tensor.copy_(source.make(tensor))
+        for tensor, source in of_nobody.items():
+            tensor.copy_(source.make(tensor))

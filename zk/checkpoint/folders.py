@@ -1,4 +1,4 @@
-"""In: a folder of checkpoints. Out: which of them are whole, which is the newest, and a new one, whole or not there; for one run at a time.
+"""In: a folder of checkpoints. Out: the whole ones, the newest of them, and a new one, whole or not there; for one run at a time.
 
 A checkpoint is written into a folder with a name of its own, and gets its final name when all of it is on the drive; ``latest`` names it after
 that. Checkpoints are numbered as they are finished, as a run that has gone back to an earlier step finishes a lower step later. Whoever saves
@@ -36,7 +36,7 @@ def place_of(root: Path, step: int) -> Path:
 
 
 def beside(final: Path, token: str) -> Path:
-    """Where a checkpoint is until it is whole. ``token``: what ``begin`` returned."""
+    """The folder of a checkpoint until it is whole. ``token``: what ``begin`` returned."""
     return final.with_name(f".{final.name}.{token}.partial")
 
 
@@ -92,7 +92,7 @@ def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> N
 
 
 def _number(folder: Path) -> int:
-    """How many checkpoints had been finished in its folder with this one; 0 where that is not known."""
+    """The number of checkpoints that had been finished in its folder with this one; 0 where that is not known."""
     with open(folder / manifest.MANIFEST, "rb") as file:
         begins = re.match(rb'\s*{\s*"finished": (\d{1,9}),', file.read(100))  # and may be long
     return int(begins[1]) if begins else 0

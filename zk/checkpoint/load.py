@@ -163,7 +163,7 @@ class _Opened:
         return next((part for part in parts if part.place == self.place(name) and part.order == order), None)
 
     def origin(self, held: Held, index: int) -> list[Saved]:
-        """What a parameter is read from: the part that is cut alike, or all of its weight."""
+        """The parts that a parameter is read from: the one that is cut alike, or all of its weight."""
         alike = self.alike(held, index)
         return [alike] if alike is not None else self.weights[self.whole(held.unit.names[index])].parts
 

@@ -172,25 +172,30 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
+def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, Tensor, Tensor | None]:
+    """The states that python, numpy, torch and a GPU take, from what ``random_state`` gave."""
+    version, numbers, gauss = state["python"]
+    kind, keys, *rest = state["numpy"]
+    gpu = None if state["cuda"] is None else torch.tensor(state["cuda"], dtype=torch.uint8)
+    return (version, tuple(numbers), gauss), (kind, np.array(keys, dtype=np.uint32), *rest), torch.tensor(state["torch"], dtype=torch.uint8), gpu
+
+
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo what has been drawn since ``random_state``."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
+    python, numpy, host, gpu = _generators(state)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(host)
+    if gpu is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(gpu, device)
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
     """Raise for what ``set_random_state`` could not take, without touching any generator in use."""
-    version, numbers, gauss = state["python"]
-    random.Random().setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.RandomState().set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.Generator().set_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    torch.tensor([] if state["cuda"] is None else state["cuda"], dtype=torch.uint8)
+    python, numpy, host, _ = _generators(state)
+    random.Random().setstate(python)
+    np.random.RandomState().set_state(numpy)
+    torch.Generator().set_state(host)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -281,7 +281,7 @@ class Speaks(Protocol):
     def rank(self) -> int: ...
 
     def exchange(self, text: str, is_error: bool = False) -> list[str]:
-        """What each rank has to say, by rank."""
+        """The words of each rank, by rank."""
 
 
 _KINDS = {kind.__name__: kind for kind in (OSError, CheckpointError)}
@@ -289,7 +289,7 @@ _KINDS = {kind.__name__: kind for kind in (OSError, CheckpointError)}
 
 @contextlib.contextmanager
 def together(comm: Speaks, what: str) -> Iterator[None]:
-    """What fails on one rank fails on all, by name: an OSError or a CheckpointError as such, anything else as a RuntimeError, on the others."""
+    """Fail on all ranks, by name, where one of them does: on the others with an OSError or a CheckpointError as such, else a RuntimeError."""
     failure: BaseException | None = None
     try:
         yield

@@ -122,7 +122,7 @@ def sweep(path: str) -> list[str]:
 
 @functools.cache
 def _boot() -> str:
-    """Which start of which kernel this is: the same in all containers on it."""
+    """The start of the kernel: the same in all containers on it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

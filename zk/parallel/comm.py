@@ -1,7 +1,7 @@
 """In: flat buffers and the name of their unit. Out: collectives, checked and in order. Beside checkpoint/dcp.py
 the only importer of torch.distributed.
 
-Every collective is announced first: ranks exchange what they are about to do (operation, unit, count), 32 bytes each. A rank that
+Every collective is announced first: ranks exchange what they are about to do (operation, unit, count, a value), 32 bytes each. A rank that
 goes another way, because its inputs took another branch or a unit was skipped, is then an error that names both units, where a
 mismatched collective would hang, mix up data or end the process inside the transport. Announcements have connections of their own, so
 that no collective of the user's can meet them.
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.logs import rank_log
-from zk.parallel.presence import Board, Presence, fail
+from zk.parallel.presence import Board, Presence, fail, why
 from zk.timeline import note, now_ns, phase, recording
 
 GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES = range(8)
@@ -162,7 +162,7 @@ class Group:
 
     @property
     def _of_host(self) -> Any:
-        """What carries host memory."""
+        """The group that carries host memory."""
         return self.group if self.gloo else self.control
 
     def _own(self, backend: str) -> Any:
@@ -205,7 +205,7 @@ class Group:
         raise AssertionError(f"the same rules have other digests: {everyone}")
 
     def exchange(self, text: str, is_error: bool = False) -> list[str]:
-        """What each rank has to say, by rank. Nothing at all costs an announcement; an error is heard by ranks that are elsewhere too."""
+        """The words of each rank, by rank. None at all costs an announcement; an error is heard by ranks that are elsewhere too."""
         data = text.encode()
         _, check = self._announce(TEXT, -1, len(data) if is_error else -len(data))
         lengths = list(map(abs, check()))
@@ -224,7 +224,7 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
-        self.presence.fail(self.place, _why(self.rank, error))
+        self.presence.fail(self.place, why(self.rank, error))
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective in host memory; RuntimeError where it cannot end any more."""
@@ -420,25 +420,21 @@ def _next_place(ranks: Sequence[int]) -> str:
     return f"{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}/{_TRIED[tuple(ranks)]}"
 
 
-def _why(rank: int, error: BaseException) -> str:
-    return f"rank {rank} gave up: {type(error).__name__}: {error}"
-
-
 def reason_of(words: str) -> str:
-    """What ``zk.checkpoint.save.together`` has a rank say, for people."""
+    """The error that ``zk.checkpoint.save.together`` has a rank tell, for people."""
     kind, reason = json.loads(words)
     return f"{kind}: {reason}"
 
 
 @contextlib.contextmanager
 def giving_up(process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Where this fails, ranks that come to ``connect`` hear that this one will not; they must have met before."""
+    """Tell ranks that come to ``connect``, where this fails, that this one will not; they must have met before."""
     try:
         yield
     except BaseException as error:
         if dist.is_available() and dist.is_initialized() and isinstance(process_group, (dist.ProcessGroup, type(None))):
             ranks = dist.get_process_group_ranks(process_group or dist.distributed_c10d._get_default_group())
-            fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), _why(dist.get_rank(process_group), error))
+            fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), why(dist.get_rank(process_group), error))
         raise
 
 

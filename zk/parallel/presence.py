@@ -109,14 +109,14 @@ class Presence:
                 ended = self.ended(missing) if late > BEAT_S else []
                 if failure or ended or late > timeout_s:
                     who = f"rank{'s' * (len(missing) > 1)} {', '.join(str(ranks.index(rank)) for rank in missing)}"
-                    why = failure or ("it has ended" if ended else f"not there after {late:.0f} s")
-                    raise RuntimeError(f"{who} did not come to where a ZeroOptimizer is made: {why}")
+                    reason = failure or ("it has ended" if ended else f"not there after {late:.0f} s")
+                    raise RuntimeError(f"{who} did not come to where a ZeroOptimizer is made: {reason}")
                 time.sleep(min(0.1, 0.001 + late / 10))
             failure = self.failure(place)
             if failure:  # of one that was here, and is gone
                 raise RuntimeError(f"not all ranks stayed where a ZeroOptimizer is made: {failure}")
         except BaseException as error:
-            self.fail(place, f"rank {ranks.index(self.rank)} gave up: {type(error).__name__}: {error}")
+            self.fail(place, why(ranks.index(self.rank), error))
             if isinstance(error, TimeoutError):
                 raise RuntimeError(STORE_SILENT) from error
             raise
@@ -127,7 +127,7 @@ class Presence:
             self.ask(lambda: fail(self.store, place, why))
 
     def failure(self, place: str) -> str:
-        """Why a rank gave up at ``place``; nothing if none did, or nobody answers."""
+        """The reason why a rank gave up at ``place``; empty if none did, or nobody answers."""
         try:
             key = f"zk/failed/{place}"
             return self.ask(lambda: str(self.store.get(key).decode()) if self.store.check([key]) else "", BEAT_S)
@@ -140,6 +140,11 @@ class Presence:
         self.thread.join(PATIENCE_S)
 
 
+def why(rank: int, error: BaseException) -> str:
+    """The reason that a rank gives up for."""
+    return f"rank {rank} gave up: {type(error).__name__}: {error}"
+
+
 def fail(store: Any, place: str, why: str) -> None:
     """Tell those who are at ``place``, or come there, that a rank gives up. The first one's reason counts."""
     with contextlib.suppress(RuntimeError):  # the store is gone, and with it everybody who could read this
@@ -147,7 +152,7 @@ def fail(store: Any, place: str, why: str) -> None:
 
 
 class Board:
-    """Where ranks leave words for each other, in the store: for threads beside training, which need no speed and no connections.
+    """A place where ranks leave words for each other, in the store: for threads beside training, which need no speed and no connections.
 
     Args:
         name: the same on all ranks, and of no other board.
@@ -160,7 +165,7 @@ class Board:
         self.rank, self.world, self.timeout_s, self.count = rank, len(ranks), timeout_s, 0
 
     def exchange(self, text: str, is_error: bool = False) -> list[str]:
-        """What each rank has to say, by rank. RuntimeError where one of them does not come."""
+        """The words of each rank, by rank. RuntimeError where one of them does not come."""
         self.count += 1
         here = f"zk/board/{self.name}/{self.count}"
         begun = time.monotonic()
@@ -206,7 +211,7 @@ def _process() -> str:
 
 
 def _begun(process: int) -> str:
-    """When a process began, in the system's ticks; empty where it has ended, whether its parent has heard of that or not."""
+    """The time at which a process began, in the system's ticks; empty where it has ended, whether its parent has heard of that or not."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
