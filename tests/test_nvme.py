@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -422,6 +424,38 @@ def test_checksums_bear_writes_that_overlap(tmp_path: Path, engine: Engine) -> N
             request.wait()
         file.wait()
         file.read(data)
+
+
+def test_a_part_that_is_read_apart_is_checked_too(tmp_path: Path, engine: Engine) -> None:
+    path, data = tmp_path / "x", aligned(5 * ALIGN).fill_(7)
+    with File(path, 5 * ALIGN, checksum=True, cuts=[2 * ALIGN, 3 * ALIGN], engine=engine) as file:
+        file.write(data)
+        with open(path, "r+b") as other:
+            other.seek(3 * ALIGN + 5)
+            other.write(b"x")
+        file.read(data[: 3 * ALIGN])
+        with pytest.raises(OSError, match=f"at offset {3 * ALIGN} are not what was written"):
+            file.read(data[: 2 * ALIGN], 3 * ALIGN)
+
+
+def test_a_request_that_is_cut_short_by_ctrl_c_ends(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its blocks, the first come to the threads and the others never do."""
+    submit, calls = engine.submit, itertools.count()
+
+    def interrupted(*args: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        submit(*args)
+
+    data = aligned(4 * engine.block_nbytes)
+    file = File(tmp_path / "x", data.nbytes, engine=engine)
+    monkeypatch.setattr(engine, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        file.write_async(data)
+    file.wait()  # for what had begun
+    monkeypatch.undo()
+    file.write(data)
+    file.close()
 
 
 def test_a_forked_child_reads_with_its_own_threads_and_is_told_where_it_cannot(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_a_run_ended_in_mid_step_leaves_nothing_for_the_next(number: int, tmp_pa
 
 
 def test_buffers_are_bounded_and_a_kept_piece_survives_reading(tmp_path: Path) -> None:
-    tier = Spill(lambda nbytes: File(tmp_path / "x", nbytes))
+    tier = Spill(lambda nbytes, _: File(tmp_path / "x", nbytes))
     pieces = [Piece(tier.reserve(8192), 8192) for _ in range(10)]
     tier.create()
     buffers = Buffers(tier, 8192, 3)

@@ -624,7 +624,7 @@ class Refusing:
 
 
 def test_a_write_that_failed_is_told_by_whatever_reads_its_bytes_or_needs_its_buffer_and_loses_nothing() -> None:
-    spill_ = spill.Spill(lambda nbytes: Refusing())  # type: ignore[arg-type, return-value]
+    spill_ = spill.Spill(lambda nbytes, _: Refusing())  # type: ignore[arg-type, return-value]
     first, second = (spill.Piece(spill_.reserve(4096), 4096) for _ in range(2))
     spill_.create()
     buffers = spill.Buffers(spill_, 4096, 1)
@@ -653,7 +653,7 @@ class Prompt(Refusing):
 
 
 def test_a_buffer_is_free_as_soon_as_its_write_is_over() -> None:
-    spill_ = spill.Spill(lambda nbytes: Prompt())  # type: ignore[arg-type, return-value]
+    spill_ = spill.Spill(lambda nbytes, _: Prompt())  # type: ignore[arg-type, return-value]
     first, second = (spill.Piece(spill_.reserve(4096), 4096) for _ in range(2))
     spill_.create()
     buffers = spill.Buffers(spill_, 4096, 1)

@@ -334,9 +334,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        if self.torn:
-            with save.together(self.comm, "step()"):  # ranks that are whole hear of it
-                self._check_whole("step()")
+        with save.telling(self.comm, "step()"):
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        self._check_whole("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -543,7 +545,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
         pipeline.update(ordered, Options(threads), beside=False)
         options = Options(threads, mark=self.transfer.mark())
-        self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop))
+        tell = functools.partial(save.tell, self.publisher, "the update beside training")
+        self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop, tell=tell))
         for number in order:
             self.held[number].updated()
             self.held[number].begin(tasks[number])

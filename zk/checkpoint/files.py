@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -211,21 +211,30 @@ class Writer:
         self.file.close()
 
 
-class Reader:
-    """A safetensors file, read by ranges of elements."""
+Blocks = Callable[["Reader", int], Tensor]  # checked bytes of a block, by its number
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+
+class Reader:
+    """A safetensors file, read by ranges of elements.
+
+    Args:
+        path: of the file.
+        written: what a manifest keeps of it: then every block is checked as it is read. None reads without checks.
+        blocks: ``Reader.block``, or a cache of it.
+    """
+
+    def __init__(self, path: Path, written: Written | None = None, blocks: Blocks | None = None) -> None:
+        self.path, self.written, self.blocks = path, written, blocks or Reader.block
         check_regular(path)
         self.file = File(path, writable=False)
         try:
             length = torch.empty(8, dtype=torch.uint8)
-            self.file.read(length)
+            self._fill(length, 0)
             size = int.from_bytes(length.numpy().tobytes(), "little")
             if not 2 <= size <= min(_LONGEST_HEADER, self.file.nbytes - 8):
                 raise ValueError(f"its header has {size} bytes")
             text = torch.empty(size, dtype=torch.uint8)
-            self.file.read(text, 8)
+            self._fill(text, 8)
             table = json.loads(text.numpy().tobytes())
             self.metadata: dict[str, str] = table.pop("__metadata__", {})
             self.entries = {key: Entry(key, _NAMES[value["dtype"]], tuple(value["shape"])) for key, value in table.items()}
@@ -236,6 +245,8 @@ class Reader:
                     raise ValueError(f"{key!r} does not lie in the file")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self.file.close()
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -245,8 +256,27 @@ class Reader:
         stop = numel if stop is None else stop
         assert 0 <= start <= stop <= numel
         found = torch.empty(stop - start, dtype=entry.dtype)
-        self.file.read(found.view(torch.uint8) if entry.dtype == torch.bool else found, self.offsets[key] + start * entry.dtype.itemsize)
+        self._fill(found.view(torch.uint8), self.offsets[key] + start * entry.dtype.itemsize)
         return found
+
+    def _fill(self, data: Tensor, start: int) -> None:
+        """Fill (nbytes,) uint8 with the bytes of the file from ``start`` on."""
+        if self.written is None:
+            self.file.read(data, start)
+            return
+        stop = start + data.numel()
+        for number in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+            block, begin = self.blocks(self, number), number * BLOCK_NBYTES
+            first, last = max(start, begin), min(stop, begin + block.numel())
+            data[first - start : last - start] = block[first - begin : last - begin]
+
+    def block(self, number: int) -> Tensor:
+        """The bytes of a block; CheckpointError if they are not what was written."""
+        assert self.written is not None
+        data = aligned(max(0, min(BLOCK_NBYTES, self.written.nbytes - number * BLOCK_NBYTES)))
+        self.file.read(data, number * BLOCK_NBYTES)
+        _check_block(self.path, self.written, number, zlib.crc32(data.numpy().data))
+        return data
 
     def close(self) -> None:
         self.file.close()
@@ -281,15 +311,19 @@ def check_file(folder: Path, written: Written) -> None:
             raise CheckpointError(f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or another file")
         with File(path, writable=False) as file:
             for block, crc in enumerate(_checksums(file, nbytes)):
-                if block >= len(written.crc32) or crc != written.crc32[block]:
-                    raise CheckpointError(
-                        f"{path} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not "
-                        f"{written.crc32[block] if block < len(written.crc32) else 0:08x}"
-                    )
+                _check_block(path, written, block, crc)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _check_block(path: Path, written: Written, block: int, crc: int) -> None:
+    expected = written.crc32[block] if block < len(written.crc32) else None
+    if crc != expected:
+        raise CheckpointError(
+            f"{path} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not {expected or 0:08x}"
+        )
 
 
 def _checksums(file: File, nbytes: int) -> Iterator[int]:

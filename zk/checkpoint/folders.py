@@ -78,7 +78,10 @@ def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> N
         name = manifest.rank_files(rank, world)[1]
         data = (folder / name).read_bytes()
         parts.append(Written.of_bytes(name, data).as_json())
-        files.append(json.loads(data)["written"])
+        try:
+            files.append(json.loads(data)["written"])
+        except ValueError as error:
+            raise OSError(errno.EIO, f"the drive has not kept what was written ({error})", str(folder / name)) from error
     number = 1 + max(map(_number, whole(final.parent)), default=0)
     write_durably(folder / manifest.MANIFEST, manifest.sealed({"finished": number, **head, "parts": parts, "files": files}))
     sync_folder(folder)

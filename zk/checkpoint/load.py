@@ -109,11 +109,11 @@ def _checking(optimizer: ZeroOptimizer, path: Path) -> Iterator[Path]:
     comm, what = optimizer.comm, f"checking {path}"
     with save.together(comm, what):
         found = find(path) if comm.rank == 0 else path
-    name = comm.exchange(found.name if comm.rank == 0 and found != path else "")[0]  # the first rank's choice, as each rank sees it
+    name = comm.exchange(found.name if comm.rank == 0 and found != path else "", what)[0]  # the first rank's choice, as each rank sees it
     folder = path / name if name and not (path / "manifest.json").exists() else path
     with save.together(comm, what):
         mine = seal_of(folder)
-    seals = comm.exchange(mine)
+    seals = comm.exchange(mine, what)
     if len(set(seals)) > 1:
         odd = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
         raise CheckpointError(f"{folder} is another checkpoint on rank {odd} than on rank 0; all ranks load the same one, from the same folder")
@@ -298,9 +298,10 @@ def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
 
 @contextlib.contextmanager
 def readers_of(manifest: Manifest) -> Iterator[dict[str, Reader]]:
-    """All files with tensors, open, by name."""
+    """All files with tensors, open, by name. What is read is checked once more: a drive may give other bytes the second time."""
+    blocks = functools.lru_cache(maxsize=3)(Reader.block)  # of all of them: memory does not grow with their number
     with contextlib.ExitStack() as opened:
-        yield {written.name: opened.enter_context(Reader(manifest.folder / written.name)) for written in manifest.files}
+        yield {written.name: opened.enter_context(Reader(manifest.folder / written.name, written, blocks)) for written in manifest.files}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

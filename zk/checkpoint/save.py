@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ from torch import Tensor
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.files import CheckpointError, Entry, Writer
 from zk.logs import rank_log
+from zk.offload.nvme import default_engine
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.streams import PAST
 from zk.offload.tiers import free_nbytes
@@ -186,10 +188,15 @@ class Save:
         try:
             with together(comm, what):
                 token = folders.begin(self.final, self.claim) if self.rank == 0 else ""
-            self.beside = folders.beside(self.final, comm.exchange(token)[0])
+            self.beside = folders.beside(self.final, comm.exchange(token, what)[0])
             try:
                 with together(comm, what), phase("write", "checkpoint"):
-                    self._write_rank()
+                    try:
+                        self._write_rank()
+                    except FileNotFoundError as error:
+                        if self.beside.exists():
+                            raise
+                        raise OSError(errno.ENOENT, "the first rank has given this save up meanwhile, and removed", str(self.beside)) from error
                 with together(comm, what):
                     if self.rank == 0:
                         self._publish()
@@ -280,7 +287,7 @@ class Speaks(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+    def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
         """The words of each rank, by rank."""
 
 
@@ -299,7 +306,7 @@ def together(comm: Speaks, what: str) -> Iterator[None]:
         failure = error
     kind = next((name for name, kind in _KINDS.items() if isinstance(failure, kind)), type(failure).__name__)
     try:
-        said = comm.exchange(json.dumps([kind, str(failure)]) if failure is not None else "", is_error=failure is not None)
+        said = comm.exchange(json.dumps([kind, str(failure)]) if failure is not None else "", what, is_error=failure is not None)
     except RuntimeError as error:
         _tell(failure, getattr(error, "told", False))
         raise failure or _tell(RuntimeError(f"{what}: {error}"), getattr(error, "told", False)) from error
@@ -310,6 +317,27 @@ def together(comm: Speaks, what: str) -> Iterator[None]:
         kinds = {kind for kind, _ in failed.values()}
         reasons = "; ".join(f"on rank {rank}: {reason if kind in _KINDS else f'{kind}: {reason}'}" for rank, (kind, reason) in failed.items())
         raise _tell(_KINDS.get(kinds.pop() if len(kinds) == 1 else "", RuntimeError)(f"{what} has failed elsewhere, {reasons}"))
+
+
+@contextlib.contextmanager
+def telling(comm: Solo | Group, what: str) -> Iterator[None]:
+    """Tell other ranks, wherever they are, what goes wrong on this one; ``together`` without an exchange where nothing does."""
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "told", False):
+            with together(comm, what):
+                raise
+        raise
+    except BaseException as error:  # Ctrl-C: this rank goes, and waits for nobody
+        comm.fail(error)
+        raise
+
+
+def tell(comm: Speaks, what: str, error: BaseException) -> None:
+    """Tell other ranks, which are elsewhere, of an error; whoever waits for this one's part hears it."""
+    with contextlib.suppress(type(error), RuntimeError), together(comm, what):
+        raise error
 
 
 def _tell(error: Any, told: bool = True) -> Any:
@@ -412,7 +440,8 @@ _UNDER_WAY: set[Saver] = set()
 
 @functools.cache
 def _register() -> None:
-    """Not before ranks are connected: what is registered last runs first, and their connections must last."""
+    """Not before ranks are connected: what is registered last runs first, and their connections must last, as must the threads that write."""
+    default_engine()
     atexit.register(_finish_all)
 
 

@@ -23,6 +23,7 @@ import bisect
 import contextlib
 import errno
 import functools
+import itertools
 import mmap
 import os
 import queue
@@ -30,7 +31,7 @@ import secrets
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class Request:
     def __init__(self, what: str, pieces: int, timeout_s: float, finish: Callable[[], None] | None) -> None:
         self.what, self.timeout_s = what, timeout_s
         self.left, self.finish = pieces, finish
+        self.unbegun, self.given_up = pieces, False
         self.error: BaseException | None = None
         self.reported = False  # somebody has waited for it
         self.lock, self.event = threading.Lock(), threading.Event()
@@ -112,6 +114,24 @@ class Request:
         self.reported = True
         if self.error is not None:
             raise self.error
+
+    def _begin(self) -> bool:
+        """Take a piece; False where it is not to be moved any more."""
+        with self.lock:
+            if self.given_up:
+                self.left += 1  # as it has been counted
+                return False
+            self.unbegun -= 1
+            return True
+
+    def _give_up(self, error: BaseException) -> None:
+        """No more pieces come, and those that no thread has begun with are not moved. Whoever made the request hears of ``error``."""
+        with self.lock:
+            self.given_up = self.reported = True
+            self.error = self.error or OSError(errno.ECANCELED, f"{self.what} was given up ({type(error).__name__})")
+            self.left -= self.unbegun
+            if not self.left:
+                self.event.set()
 
     def _piece_ended(self, error: BaseException | None) -> None:
         with self.lock:
@@ -161,7 +181,7 @@ class Engine:
             request, move = job
             error: BaseException | None = None
             try:
-                if request.error is None:  # a request that failed is not carried on with
+                if request._begin() and request.error is None:  # a request that failed is not carried on with
                     move(bounce)
             except BaseException as failure:
                 error = failure
@@ -197,9 +217,14 @@ with contextlib.suppress(ImportError):  # as fast as memory is read, five times 
 
 
 class _Checksums:
-    """A checksum of what was written (XXH3, 64 bits), by place; a place that was written again in other pieces is forgotten."""
+    """A checksum of what was written (XXH3, 64 bits), by place; a place that was written again in other pieces is forgotten.
 
-    def __init__(self) -> None:
+    Args:
+        cuts: offsets that no checksum reaches over, as what is read begins there.
+    """
+
+    def __init__(self, cuts: Iterable[int]) -> None:
+        self.cuts = sorted(set(cuts))
         self.starts: list[int] = []
         self.entries: dict[int, tuple[int, int]] = {}  # start -> (nbytes, checksum)
         self.lock = threading.Lock()
@@ -218,11 +243,14 @@ class _Checksums:
         del self.starts[first:last]
 
     def note(self, offset: int, data: memoryview) -> None:
-        checksum = _checksum(data)
-        with self.lock:
-            self._forget(offset, len(data))
-            bisect.insort(self.starts, offset)
-            self.entries[offset] = (len(data), checksum)
+        stop = offset + len(data)
+        inside = self.cuts[bisect.bisect_right(self.cuts, offset) : bisect.bisect_left(self.cuts, stop)]
+        for start, end in itertools.pairwise((offset, *inside, stop)):
+            checksum = _checksum(data[start - offset : end - offset])
+            with self.lock:
+                self._forget(start, end - start)
+                bisect.insort(self.starts, start)
+                self.entries[start] = (end - start, checksum)
 
     def check(self, path: str, offset: int, data: memoryview) -> None:
         with self.lock:
@@ -254,7 +282,8 @@ class File:
         nbytes: size in all. Given, the file is created if need be, readable by its owner only, and its space is reserved now, in whole
             pages of 4096 bytes; None opens what is there.
         writable: False opens existing files for reading only.
-        checksum: keep a checksum of every piece written and check it when the piece is read.
+        checksum: keep a checksum of every piece written and check it when the piece is read: all of it, as a part of one says nothing.
+        cuts: byte offsets at which pieces begin that are written together and read apart, for ``checksum``.
         engine: threads to use; None takes those shared by all files.
         timeout_s: how many seconds ``wait`` waits for the drive.
 
@@ -273,6 +302,7 @@ class File:
         *,
         writable: bool = True,
         checksum: bool = False,
+        cuts: Iterable[int] = (),
         engine: Engine | None = None,
         timeout_s: float = 300.0,
     ) -> None:
@@ -285,7 +315,7 @@ class File:
         if len({os.path.realpath(path) for path in self.paths}) < len(self.paths):
             raise ValueError(f"each path to stripe over must be another file; got {self.paths}")
         self.engine, self.timeout_s, self.writable = engine or default_engine(), timeout_s, writable
-        self.checksums = _Checksums() if checksum else None
+        self.checksums = _Checksums(cuts) if checksum else None
         self.direct: list[int] = []  # descriptors with O_DIRECT, one for each path; -1 without
         self.cached: list[int] = []  # descriptors that go through the page cache, for what is not aligned
         self._close_descriptors = weakref.finalize(self, _close_all, self.direct, self.cached)
@@ -428,9 +458,13 @@ class File:
                 self.written_nbytes += len(data)
             else:
                 self.read_nbytes += len(data)
-        for start, stop in pieces:
-            piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write)
-            self.engine.submit(request, piece)
+        try:
+            for start, stop in pieces:
+                piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write)
+                self.engine.submit(request, piece)
+        except BaseException as error:  # Ctrl-C, say: whoever closes the file must not wait for what will not come
+            request._give_up(error)
+            raise
         return request
 
     def _move(self, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:

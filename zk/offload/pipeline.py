@@ -43,6 +43,7 @@ class Task:
     grad_scale: float  # what the gradient is multiplied by on the way
     landing: Landing = dataclasses.field(default_factory=Landing)
     keep: bool = True  # the gradient stays where it is when this is done, until zero_grad()
+    is_published: bool = False  # or is just being
     left: int = dataclasses.field(init=False)  # chunks to be updated
     unread: Unread | None = dataclasses.field(init=False)  # what a save that began before still has to read
 
@@ -56,6 +57,7 @@ class Task:
 
     def end(self, mark: Event | None) -> None:
         """All chunks are updated, by what compute had been asked to do at ``mark`` and by the host."""
+        self.is_published = True
         self.landing.arriving = self.publish(self.shard.arriving, mark)
         self.done.finish()
 
@@ -70,12 +72,19 @@ class Options:
     mark: Event | None = None  # what compute must have done before parameters are overwritten; None: what it has been asked for so far
 
 
-def update(tasks: Sequence[Task], options: Options, beside: bool | None = None, stop: threading.Event | None = None) -> None:
+def update(
+    tasks: Sequence[Task],
+    options: Options,
+    beside: bool | None = None,
+    stop: threading.Event | None = None,
+    tell: Callable[[BaseException], None] = lambda error: None,
+) -> None:
     """Update every unit, and publish one while the next is updated. Where this ends early, all tasks that are not done end with the same error.
 
     Args:
         beside: only the chunks that host threads update (True), or only the others (False).
         stop: looked at between chunks.
+        tell: called with an error while other ranks wait, or will, for what this one does not publish any more.
     """
     work = [(task, index) for task in tasks for index in range(len(task.shard.chunks)) if beside in (None, task.shard.beside(index))]
     if options.backwards:
@@ -86,8 +95,11 @@ def update(tasks: Sequence[Task], options: Options, beside: bool | None = None, 
             if not task.left and not task.done.done:  # this rank has nothing of it
                 task.end(options.mark)
     except BaseException as error:
+        is_waited_for = all(task.done.done for task in tasks if task.is_published) and not all(task.is_published for task in tasks)
         for task in tasks:
             task.done.finish(error)
+        if is_waited_for and not isinstance(error, Cancelled):
+            tell(error)
         raise
 
 

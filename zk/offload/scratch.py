@@ -56,13 +56,14 @@ class Scratch:
             made.mkdir(mode=0o700)
         except OSError as error:
             raise OSError(error.errno, f"the scratch folder cannot be made ({error.strerror}); nvme_path must be writable", str(path)) from None
+        self.folders.append(made)  # from here on it goes with this one
         lock = os.open(made / "owner", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._locks.append(lock)
         os.write(lock, f"{_MARK}{socket.gethostname()}\n{_boot()}\n{os.getpid()}\n".encode())
         with contextlib.suppress(OSError):  # a file system without locks: then no other run can take one either, and none sweeps
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         made.rename(path / name)
-        self._locks.append(lock)
-        self.folders.append(path / name)
+        self.folders[-1] = path / name
 
     def paths(self, name: str) -> list[Path]:
         """The file ``name`` on every path."""

@@ -7,6 +7,7 @@ change, if there is room for the copy, and else waits until the save has read it
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,32 +53,28 @@ class Unread:
         self.snapshot, self.nbytes, self.copy = snapshot, nbytes, copy
         self.left = set(nbytes)
         self.reading: int | None = None
-        self.copies: dict[int, Values | None] = {}  # None: the copy did not come about
+        self.promised: set[int] = set()  # claimed by an update that has not copied them yet
+        self.copies: dict[int, Values | BaseException] = {}  # what kept a copy from coming about
 
     # ---- the update ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def before_change(self, number: int) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Around changing a chunk. What is given must be called with its fields, before the first change."""
-        if not self._claim(number):
-            yield lambda fields: None
-            return
-        handed = False
-
-        def hand(fields: Mapping[str, Tensor]) -> None:
-            nonlocal handed
-            start = time.perf_counter()
-            with phase("wait", "save: a copy"):
-                values = self.copy(number, fields)
-            handed = True
-            self._put(number, values)
-            self.snapshot.stall_s += time.perf_counter() - start
-
         try:
-            yield hand
-        finally:
-            if not handed:  # it could not be opened
-                self._put(number, None)
+            yield functools.partial(self._hand, number) if self._claim(number) else lambda fields: None
+        except BaseException as error:  # Ctrl-C too, wherever it comes
+            if number in self.promised:
+                self._put(number, error)
+            raise
+
+    def _hand(self, number: int, fields: Mapping[str, Tensor]) -> None:
+        """Copy a chunk that was claimed for the save."""
+        start = time.perf_counter()
+        with phase("wait", "save: a copy"):
+            values = self.copy(number, fields)
+        self._put(number, values)
+        self.snapshot.stall_s += time.perf_counter() - start
 
     def _claim(self, number: int) -> bool:
         """Wait until the chunk may be changed; True if it has to be copied first."""
@@ -87,6 +84,7 @@ class Unread:
             try:
                 while number in self.left and not snapshot.over:
                     if self.reading != number and self.nbytes[number] <= snapshot.room:
+                        self.promised.add(number)
                         self.left.remove(number)
                         snapshot.room -= self.nbytes[number]
                         snapshot.copied_nbytes += self.nbytes[number]
@@ -97,9 +95,10 @@ class Unread:
             finally:
                 snapshot.stall_s += time.perf_counter() - start
 
-    def _put(self, number: int, values: Values | None) -> None:
+    def _put(self, number: int, values: Values | BaseException) -> None:
         with self.snapshot.changed:
             self.copies[number] = values
+            self.promised.discard(number)
             self.snapshot.changed.notify_all()
 
     # ---- the save ------------------------------------------------------------------------------------------------------------
@@ -114,9 +113,11 @@ class Unread:
             else:
                 while number not in self.copies:
                     changed.wait()
-                values = self.copies.pop(number)
-                if values is None:
-                    raise RuntimeError("an update failed while a checkpoint was saved; the checkpoint is given up")
+                copied = self.copies.pop(number)
+                if isinstance(copied, BaseException):
+                    why = f"{type(copied).__name__}: {copied}"
+                    raise RuntimeError(f"an update failed while a checkpoint was saved, which is given up: {why}") from copied
+                values = copied
         try:
             yield values
         finally:

@@ -12,7 +12,7 @@ import enum
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ class _Slot:
     piece: Piece
     buffer: Tensor  # (at least piece.nbytes,) uint8
     state: State
+    users: int = 0  # who work on it, while it is open: one who changes it, or some who read
     request: Event | None = None  # the transfer under way
     dirty: bool = False  # the file does not have what is here, as far as is known
 
@@ -67,14 +68,16 @@ class Spill:
     """One rank's file on the NVMe tier. Space is handed out once, from the start of the file on.
 
     Args:
-        open_file: opens a file of so many bytes; called when all space is asked for, in ``create``.
+        open_file: opens a file of so many bytes, of which pieces are read that begin at the offsets given; called when all space is asked
+            for, in ``create``.
     """
 
-    def __init__(self, open_file: Callable[[int], File]) -> None:
+    def __init__(self, open_file: Callable[[int, Iterable[int]], File]) -> None:
         self.open_file = open_file
         self.lock = threading.RLock()  # of all buffers: training and the update beside it both move pieces
         self.file: File | None = None
         self.nbytes = 0
+        self.starts: set[int] = set()  # of pieces
         self.traffic = Traffic()
         self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write under way)
         self.buffers: list[Buffers] = []
@@ -83,11 +86,12 @@ class Spill:
         """The offset of ``nbytes`` bytes of the file, whole pages."""
         assert self.file is None, "space is handed out before the file is created"
         offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes)
+        self.starts.add(offset)
         return offset
 
     def create(self) -> None:
         """Create the file, with room for all that was reserved; OSError if the drive has not so much."""
-        self.file = self.open_file(self.nbytes)
+        self.file = self.open_file(self.nbytes, self.starts)
 
     def read(self, buffer: Tensor, offset: int) -> Request:
         """Start to fill ``buffer``, after any write under way to the same bytes."""
@@ -260,8 +264,14 @@ class Buffers:
 
     @_locked
     def open(self, piece: Piece, read: bool = True) -> Tensor:
-        """The bytes of a piece (nbytes,) uint8, to work on until it is put back. ``read=False`` if all of it is to be overwritten."""
+        """The bytes of a piece (nbytes,) uint8, to work on until it is put back. ``read=False`` if all of it is to be overwritten.
+
+        Training may read a piece while a save reads it.
+        """
         slot = self.slots.get(piece.offset)
+        if slot is not None and slot.state is State.OPEN and read:
+            slot.users += 1
+            return slot.buffer[: piece.nbytes]
         if slot is not None and slot.state is State.EVICTING:
             # what is in the buffer is what is in the file, but a write is reading it; if that failed, it is here alone
             assert slot.request is not None
@@ -285,8 +295,7 @@ class Buffers:
             except BaseException:
                 self._free(piece.offset)
                 raise
-        assert slot.state is not State.OPEN or not read, f"the piece at {piece.offset} is open already"
-        slot.state, slot.request = State.OPEN, None
+        slot.piece, slot.state, slot.request, slot.users = piece, State.OPEN, None, 1  # a gradient that is added to becomes longer
         self.slots[piece.offset] = self.slots.pop(piece.offset)
         return slot.buffer[: piece.nbytes]
 
@@ -294,6 +303,10 @@ class Buffers:
     def evict(self, piece: Piece, changed: bool, after: Event = PAST) -> None:
         """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it, once ``after`` is past."""
         slot = self.slots[piece.offset]
+        slot.users -= slot.state is State.OPEN
+        if slot.users:
+            assert not changed and after.done, f"{piece} is changed while somebody else reads it"
+            return
         if not changed and not slot.dirty:
             if after.done:
                 self._free(piece.offset)
@@ -318,7 +331,8 @@ class Buffers:
     def keep(self, piece: Piece) -> None:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
         slot = self.slots[piece.offset]
-        slot.state, slot.dirty = State.KEPT, True
+        assert slot.users == 1, f"{piece} is changed while somebody else reads it"
+        slot.state, slot.dirty, slot.users = State.KEPT, True, 0
 
 
 # elements of one chunk of the update: big enough that one transfer runs at the drive's full speed, small enough that a few fit anywhere
@@ -444,6 +458,7 @@ class FileGrads:
         self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
         self.numel: int = chunks[-1].stop if chunks else 0
         self.offset = spill.reserve(self.numel * torch.float32.itemsize)
+        spill.starts |= {self.offset + chunk.start * nbytes for chunk in chunks for nbytes in (2, 4)}  # written whole, read by chunk
         self.whole: Buffers | None = None  # for pieces of numel elements
         self.parts: Buffers | None = None  # for chunks
         self.dtype: torch.dtype | None = None
@@ -456,12 +471,16 @@ class FileGrads:
             self._add(grad)
             return PAST
         arrival = self.transfer.offload(grad, [slice(0, self.numel)])
-        self.added = self.worker.submit(functools.partial(self._arrive, arrival))
+        self.added = self.worker.submit(functools.partial(self._arrive, arrival, self.added))
         return arrival.events[-1]
 
-    def _arrive(self, arrival: Arrival) -> None:
-        self._add(arrival.whole())
-        arrival.drop()
+    def _arrive(self, arrival: Arrival, before: Ticket | None) -> None:
+        try:
+            if before is not None:
+                before.wait()  # where that failed, so does what is added to it
+            self._add(arrival.whole())
+        finally:
+            arrival.drop()
 
     def _add(self, grad: Tensor) -> None:
         assert self.whole is not None
@@ -470,12 +489,12 @@ class FileGrads:
             before = self.whole.open(piece)[: self.numel * self.dtype.itemsize].view(self.dtype)
             grad = before.to(torch.float32, copy=True).add_(grad)
             self.whole.evict(piece, changed=False)
-        self.dtype = grad.dtype
-        piece = self._piece(slice(0, self.numel), self.dtype)
+        piece = self._piece(slice(0, self.numel), grad.dtype)
         here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
         here.copy_(grad)
         self.sum = sum_of_squares(here, self.num_threads)
         self.whole.evict(piece, changed=True)
+        self.dtype = grad.dtype
 
     def _settle(self) -> None:
         added, self.added = self.added, None

@@ -349,7 +349,7 @@ class NVMeTier:
     def __init__(self, paths: Sequence[str], rank: int, ahead: int, checksum: bool, transfer: Transfer, worker: Worker) -> None:
         self.ahead, self.transfer, self.worker = ahead, transfer, worker
         self.scratch = Scratch(paths, rank)
-        self.spill = Spill(lambda nbytes: File(self.scratch.paths("state"), nbytes, checksum=checksum))
+        self.spill = Spill(lambda nbytes, starts: File(self.scratch.paths("state"), nbytes, checksum=checksum, cuts=starts))
         self.stores: list[FileStore] = []
         self.homes: list[FileHome] = []
         self.all_grads: list[FileGrads] = []

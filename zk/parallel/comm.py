@@ -24,9 +24,11 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -43,6 +45,7 @@ from zk.timeline import note, now_ns, phase, recording
 GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES = range(8)
 _VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory", "the exchange of errors", "the check of options")
 LOOK_S = 1.0  # in a wait for other ranks, how often to look whether it can still end well
+_LABEL_NBYTES = 120  # of what ranks tell each other when they are in different collectives
 TELL_S = 10.0  # how often to log who is waited for
 
 
@@ -82,7 +85,7 @@ class Solo:
     def agree(self, rules: Mapping[str, object]) -> None:
         return
 
-    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+    def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
         return [text]
 
     def board(self) -> Solo:
@@ -196,7 +199,7 @@ class Group:
         _, check = self._announce(RULES, -1, mine)
         if set(check()) == {mine}:
             return
-        everyone = [json.loads(said) for said in self.exchange(text)]
+        everyone = [json.loads(said) for said in self.exchange(text, "comparing options")]
         for key in dict.fromkeys(itertools.chain.from_iterable(everyone)):
             for rank, others in enumerate(everyone):
                 if others.get(key) != everyone[0].get(key):
@@ -204,10 +207,18 @@ class Group:
                     raise RankError(f"the ranks {failing}: {key} is {here} on rank 0 and {there} on rank {rank}; it must be the same on all ranks")
         raise AssertionError(f"the same rules have other digests: {everyone}")
 
-    def exchange(self, text: str, is_error: bool = False) -> list[str]:
-        """The words of each rank, by rank. None at all costs an announcement; an error is heard by ranks that are elsewhere too."""
+    def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
+        """The words of each rank, by rank. None at all costs an announcement; an error is heard by ranks that are elsewhere too.
+
+        Args:
+            text: this rank's words.
+            what: the occasion, such as "saving runs/a". Its first word must be the same on all ranks: those that load and those that save do
+                not take each other's words.
+            is_error: of this rank.
+        """
         data = text.encode()
-        _, check = self._announce(TEXT, -1, len(data) if is_error else -len(data))
+        occasion = -2 - zlib.crc32(re.split(r"\W", what)[0].encode())
+        _, check = self._announce(TEXT, occasion, len(data) if is_error else -len(data), what)
         lengths = list(map(abs, check()))
         return self._say(data, lengths) if any(lengths) else [""] * self.world
 
@@ -246,9 +257,9 @@ class Group:
                 waited, at_most = time.monotonic() - begun, self.timeout.total_seconds()
                 rank_log.warning("waiting for other ranks for %.0f s, at most %.0f s. %s", waited, at_most, self.presence.who_is_gone(self.ranks))
 
-    def _label(self, operation: int, unit: int) -> str:
-        if not 0 <= operation < len(_VERBS):
-            return "a collective that is not zk's"
+    def _label(self, operation: int, unit: int, what: str = "") -> str:
+        if what or not 0 <= operation < len(_VERBS):
+            return what or "a collective that is not zk's"
         return _VERBS[operation] + (f" of unit {self.names[unit]!r}" if 0 <= unit < len(self.names) else "")
 
     def guard(self, label: str, call: Callable[[], object]) -> None:
@@ -262,13 +273,13 @@ class Group:
                 raise RuntimeError(f"{where}: {reason}") from error
             raise RuntimeError(f"{where}: {self.presence.who_is_gone(self.ranks)}{error}") from error
 
-    def _announce(self, operation: int, unit: int, value: int = 0) -> tuple[str, Callable[[], list[int]]]:
+    def _announce(self, operation: int, unit: int, value: int = 0, what: str = "") -> tuple[str, Callable[[], list[int]]]:
         """Tell the other ranks what comes next. Returns its label and a check that raises if any of them is about to do something else.
 
         The check returns every rank's ``value``.
         """
         self.count += 1
-        label = self._label(operation, unit)
+        label = self._label(operation, unit, what)
         number = self.count
         mine = torch.tensor([operation, unit, number, value])
         all_ = torch.empty(self.world, 4, dtype=torch.int64)
@@ -286,13 +297,17 @@ class Group:
                     return said
                 reasons = "; ".join(f"rank {rank} failed: {reason_of(text)}" for rank, text in enumerate(self._say(b"", said)) if text)
                 raise RankError(f"{reasons} (this rank was in {label})")
-            for rank, row in enumerate(rows):
-                if row[:3] != [operation, unit, number]:
-                    raise RankError(
-                        f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
-                        f"{self._label(row[0], row[1])} (its number {row[2]}). Every rank must run the same modules in the same order: "
-                        "look for a branch that depends on the rank's data, or for a call made on one rank only"
-                    )
+            if any(row[:3] != rows[0][:3] for row in rows):
+                # (on NCCL this is found later, and not by all ranks at one point)
+                labels = [self._label(*row[:2]) for row in rows]
+                if self.gloo:
+                    labels = self._say(label.encode()[:_LABEL_NBYTES], [_LABEL_NBYTES] * self.world)
+                rank = next(rank for rank, row in enumerate(rows) if row[:3] != [operation, unit, number])
+                raise RankError(
+                    f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
+                    f"{labels[rank].rstrip(chr(0))} (its number {rows[rank][2]}). Every rank must run the same modules in the same order: "
+                    "look for a branch that depends on the rank's data, or for a call made on one rank only"
+                )
             return [row[3] for row in rows]
 
         if self.gloo:  # a mismatched collective ends the process inside gloo, so look before starting it

@@ -164,7 +164,7 @@ class Board:
         self.presence, self.store, self.name, self.ranks = presence, presence.store, name, list(ranks)
         self.rank, self.world, self.timeout_s, self.count = rank, len(ranks), timeout_s, 0
 
-    def exchange(self, text: str, is_error: bool = False) -> list[str]:
+    def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
         """The words of each rank, by rank. RuntimeError where one of them does not come."""
         self.count += 1
         here = f"zk/board/{self.name}/{self.count}"
@@ -179,15 +179,16 @@ class Board:
         def read() -> list[str]:
             said = self.store.add(f"{here}/said", 0)
             found = [self.store.get(f"{here}/{rank}").decode() if said else "" for rank in range(self.world)]
-            if self.store.add(f"{here}/read", 1) == self.world:  # the last one clears the place
-                for key in (*map(str, range(self.world)), "said", "here", "read"):
-                    self.store.delete_key(f"{here}/{key}")
+            self.store.add(f"{here}/read", 1)
             return found
 
-        try:
-            self.presence.ask(come, self.timeout_s)
+        def clear() -> None:
+            for key in (*map(str, range(self.world)), "said", "here", "read"):
+                self.store.delete_key(f"{here}/{key}")
+
+        def wait_for_all(key: str) -> None:
             look = begun + BEAT_S
-            while self.presence.ask(lambda: int(self.store.add(f"{here}/here", 0)), self.timeout_s) < self.world:
+            while self.presence.ask(lambda: int(self.store.add(f"{here}/{key}", 0)), self.timeout_s) < self.world:
                 now = time.monotonic()
                 if now > look:
                     look = now + BEAT_S
@@ -195,7 +196,15 @@ class Board:
                     if ended or now - begun > self.timeout_s:
                         raise RuntimeError(f"rank {', '.join(ended)} has ended" if ended else f"other ranks did not come for {now - begun:.0f} s")
                 time.sleep(min(0.05, 0.001 + (now - begun) / 10))
-            return self.presence.ask(read, self.timeout_s)
+
+        try:
+            self.presence.ask(come, self.timeout_s)
+            wait_for_all("here")
+            found = self.presence.ask(read, self.timeout_s)
+            if self.rank == 0:  # its process may keep the store, and end after this
+                wait_for_all("read")
+                self.presence.ask(clear, self.timeout_s)
+            return found
         except TimeoutError as error:
             raise RuntimeError(STORE_SILENT) from error
         except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -265,7 +265,7 @@ def _file_nbytes(drive: Counter[_Piece], assembly: Assembly) -> int:
     return nbytes
 
 
-def _unopened(nbytes: int) -> Any:
+def _unopened(nbytes: int, starts: Iterable[int]) -> Any:
     raise AssertionError("a plan opens no file")
 
 
