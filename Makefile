@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-host test-device coverage mutate soak bench bench-peers bench-nvme bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -35,9 +35,16 @@ coverage: $(READY)
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate_waits $(ARGS)
 
-# kills a training run 50 times, while it steps and while it saves, and starts it again: it must go on bit for bit (about 3 minutes)
+# kills a training run 50 times, while it loads, steps and saves, and starts it again: it must go on bit for bit (about 3 minutes);
+# then one of two ranks as often (about 6 minutes)
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
+	$(BIN)/python -m tests.soak --ranks 2 $(ARGS)
+
+# whole jobs of several ranks with faults, replayed from seeds: make simulate ARGS="--seeds 10000"; a seed that goes wrong is printed with its
+# faults, and ARGS="--seed N --trace" shows all that happens in it; ARGS="--defects" plants defects and looks for seeds that find them
+simulate: $(READY)
+	$(BIN)/python -m tests.simulate $(ARGS)
 
 bench: $(READY)
 	mkdir -p runs

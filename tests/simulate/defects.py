@@ -1,0 +1,225 @@
+"""Planted defects: one for each kind of mistake, and the first seed that finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.simulate.job import run
+from zk.checkpoint import files, folders, load, save
+from zk.held import Held
+from zk.offload import nvme, scratch, snapshot, spill, state, tiers, transfer, worker
+from zk.parallel import comm, presence
+
+patch = mock.patch.object
+Planted = Callable[[], AbstractContextManager[Any]]
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Not to do what is to be done."""
+
+
+def once(rank: int | None, at: int, instead: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Group that is left out once, at its call number ``at`` on one rank."""
+    calls: dict[int, int] = {}
+
+    @functools.wraps(real)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[id(self)] = calls.get(id(self), 0) + 1
+        return (instead if calls[id(self)] == at and rank in (None, self.rank) else real)(self, *args, **kwargs)
+
+    return call
+
+
+def _short(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A short transfer is taken as a whole one."""
+
+    def move(self: nvme.File, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
+        call, once_only = nvme.SYSTEM.pwritev if write else nvme.SYSTEM.preadv, []
+
+        def all_of_it(descriptor: int, buffers: Any, position: int) -> int:
+            once_only.append(call(descriptor, buffers, position))
+            return len(buffers[0])
+
+        with patch(nvme.SYSTEM, "pwritev" if write else "preadv", all_of_it):
+            real(self, data, address, offset, write, bounce)
+
+    return move
+
+
+def _first_gradient_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Of two micro-batches the first one's gradient does not count."""
+
+    def add(self: state.OptimizerShard, grad: torch.Tensor) -> Any:
+        for section in self.sections:
+            section.grads.clear()
+        return real(self, grad)
+
+    return add
+
+
+def _publish_first(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint gets its name before its files are on the drive."""
+
+    def publish(folder: Any, final: Any, head: Any, world: int) -> None:
+        with patch(files, "sync_folder", nothing), patch(folders, "sync_folder", nothing), patch(files.os, "fsync", nothing):
+            real(folder, final, head, world)
+
+    return publish
+
+
+def _waits_for_ever(self: comm.Group, work: Any) -> None:
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+    if work.error:
+        self._wait_for_ever = True
+        while True:
+            comm.time.sleep(60)
+
+
+def _run_quietly(jobs: Any) -> None:
+    with torch.no_grad():
+        while (entry := jobs.get()) is not None:
+            job, ticket = entry
+            with contextlib.suppress(Exception):
+                job()
+            ticket.finish()
+
+
+def _half_norm(self: comm.Group, tensor: torch.Tensor, operation: int = comm.NORM) -> None:
+    return
+
+
+def _stays_old(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A rank that reads a unit's parameters while they are updated does not wait."""
+
+    def arrive(self: Held) -> None:
+        if self.underway is None or self.underway.done.done:
+            real(self)
+
+    return arrive
+
+
+def _always(self: spill.Spill, request: Any) -> bool:
+    with contextlib.suppress(OSError):
+        request.wait()
+    return True
+
+
+def _only_copies(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A save waits for the copy of a chunk whose update has failed."""
+
+    def put(self: snapshot.Unread, number: int, values: Any) -> None:
+        if not isinstance(values, BaseException):
+            real(self, number, values)
+
+    return put
+
+
+def _no_steps(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda optimizer, opened: dict.fromkeys(real(optimizer, opened), 1)
+
+
+def _early(self: presence.Board, text: str, what: str, is_error: bool = False) -> list[str]:
+    """A rank goes on when it has left its own words."""
+    self.count += 1
+    return [text if rank == self.rank else "" for rank in range(self.world)]
+
+
+DEFECTS: dict[str, Planted] = {
+    # waits
+    "copy_not_awaited": lambda: patch(transfer.Arrival, "piece", lambda self, index: self.record.tensor[self.pieces[index]]),
+    "upload_not_followed": lambda: patch(transfer.Transfer, "follow", nothing),
+    "read_not_awaited": lambda: patch(spill.Spill, "stall", nothing),
+    "write_not_awaited": lambda: patch(spill.Spill, "_after_writes", nothing),
+    "request_not_awaited": lambda: patch(nvme.Request, "wait", nothing),
+    "job_not_awaited": lambda: patch(worker.Ticket, "join", nothing),
+    "update_not_awaited": lambda: patch(Held, "arrive", _stays_old(Held.arrive)),
+    "collective_not_awaited": lambda: patch(comm._Works, "wait", lambda self: self.finish() if self.finish else None),
+    "waits_for_ever": lambda: patch(comm.Group, "wait_for", _waits_for_ever),
+    "save_not_awaited": lambda: patch(save.Saver, "finish", nothing),
+    # the drive
+    "short_transfer_taken": lambda: patch(nvme.File, "_move", _short(nvme.File._move)),
+    "error_of_drive_lost": lambda: patch(
+        nvme.Request, "_piece_ended", (lambda real: lambda self, error: real(self, None))(nvme.Request._piece_ended)
+    ),
+    "tier_not_checked": lambda: patch(nvme._Checksums, "check", nothing),
+    "checked_in_other_pieces": lambda: patch(tiers, "File", lambda *args, cuts=(), **kwargs: nvme.File(*args, **kwargs)),
+    "failed_write_forgotten": lambda: patch(spill.Spill, "succeeds", _always),
+    "scratch_left": lambda: patch(scratch, "_remove_folder", nothing),
+    # checkpoints
+    "published_before_written": lambda: patch(folders, "publish", _publish_first(folders.publish)),
+    "files_not_synced": lambda: patch(nvme.File, "flush", nvme.File.wait),
+    "oldest_taken": lambda: patch(folders, "latest", lambda root: next(iter(folders.whole(root)), None)),
+    "file_not_checked": lambda: patch(files, "_check_block", nothing),
+    "steps_not_loaded": lambda: patch(load, "_check", _no_steps(load._check)),
+    "not_copied_for_save": lambda: patch(snapshot.Unread, "_claim", lambda self, number: False),
+    "ends_before_saved": lambda: patch(save, "_finish_all", nothing),
+    # ranks
+    "collective_skipped": lambda: patch(comm.Group, "all_reduce", once(1, 2, _half_norm, comm.Group.all_reduce)),
+    "norm_of_one_rank": lambda: patch(comm.Group, "all_reduce", _half_norm),
+    "ranks_not_told": lambda: patch(save, "together", lambda comm, what: contextlib.nullcontext()),
+    "rank_goes_on_early": lambda: patch(presence.Board, "exchange", _early),
+    "gradient_dropped": lambda: patch(state.OptimizerShard, "add", _first_gradient_dropped(state.OptimizerShard.add)),
+    "promised_copy_forgotten": lambda: patch(snapshot.Unread, "_put", _only_copies(snapshot.Unread._put)),
+    "thread_swallows": lambda: patch(worker, "_run", _run_quietly),
+}
+
+
+# the first seed that finds each
+SEEDS = {
+    "upload_not_followed": 2,
+    "read_not_awaited": 2,
+    "write_not_awaited": 6,
+    "request_not_awaited": 2,
+    "job_not_awaited": 2,
+    "update_not_awaited": 5,
+    "collective_not_awaited": 0,
+    "waits_for_ever": 2,
+    "save_not_awaited": 2,
+    "copy_not_awaited": 35,
+    "error_of_drive_lost": 6,
+    "tier_not_checked": 76,
+    "short_transfer_taken": 195,
+    "checked_in_other_pieces": 181,
+    "failed_write_forgotten": 6,
+    "scratch_left": 2,
+    "published_before_written": 260,
+    "oldest_taken": 0,
+    "file_not_checked": 55,
+    "files_not_synced": 215,
+    "steps_not_loaded": 4,
+    "not_copied_for_save": 83,
+    "ends_before_saved": 2,
+    "collective_skipped": 0,
+    "norm_of_one_rank": 2,
+    "ranks_not_told": 0,
+    "rank_goes_on_early": 2,
+    "gradient_dropped": 2,
+    "promised_copy_forgotten": 33,
+    "thread_swallows": 181,
+}
+
+
+def first_seed(name: str, seeds: Iterable[int]) -> tuple[int | None, str]:
+    """The first of ``seeds`` whose run goes wrong with a defect planted, and what is wrong with it; None where none does."""
+    for seed in seeds:
+        with DEFECTS[name]():
+            outcome = run(seed)
+        if outcome.problems:
+            return seed, outcome.problems[0]
+    return None, ""
+
+
+def find(name: str, seeds: int) -> tuple[str, int | None, str]:
+    """The name of a defect with ``first_seed`` of it, for a process of its own."""
+    gc.freeze()
+    return name, *first_seed(name, range(seeds))
