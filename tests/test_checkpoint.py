@@ -610,8 +610,9 @@ def test_a_read_only_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
         optimizer.save_checkpoint(tmp_path / "locked")
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_killed_at_any_moment_the_newest_whole_checkpoint_loads_and_goes_on(tmp_path: Path) -> None:
-    assert soak(4, 0, list(SETTINGS), tmp_path) >= 8  # `make soak` kills 50 times
+    assert soak(4, 0, list(SETTINGS), tmp_path) >= 4  # `make soak` kills 50 times, and one of two ranks as often
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------
