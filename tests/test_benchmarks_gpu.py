@@ -48,7 +48,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 # ---- parts -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.device
+@pytest.mark.device_only
 def test_all_systems_train_the_same_model(parts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses, first, tokens = {}, {}, 64
     recorded = "overlap" * (not torch.cuda.is_available() or torch.backends.cuda.is_built())  # the profiler of another torch has no GPU
@@ -261,7 +261,7 @@ def test_the_report_has_a_row_for_each_job_and_no_speed_of_a_wrong_loss(parts: d
     assert "was not described" in report([], "")
 
 
-@pytest.mark.device
+@pytest.mark.device_only
 def test_one_command_runs_sections_and_keeps_the_rows_of_others(
     parts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

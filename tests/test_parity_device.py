@@ -40,8 +40,8 @@ OVERLAPPED = [
 ]
 
 
-# What a device adds it adds in one precision with each model, and in each precision with one model; two ranks in one precision, with one optimizer.
-# Three steps show it: the third one uses every buffer again, and every order is known by then.
+# What a device adds it adds in one precision with each model, and in each precision with one model; two ranks in one precision, with one
+# optimizer, where they meet. Three steps show it: the third one uses every buffer again, and every order is known by then.
 IN_STEP = {
     1: [
         dataclasses.replace(case, steps=3)
@@ -51,7 +51,8 @@ IN_STEP = {
     2: [
         dataclasses.replace(case, steps=3)
         for case in DEVICE_CASES
-        if case.dtype == "bf16" and case.optimizer == "AdamW" and (case.accumulation == 1 or case.model in ("plain", "elsewhere"))
+        if case.dtype == "bf16" and case.optimizer == "AdamW" and (case.accumulation == 1) == (case.model != "elsewhere")
+        and case.model in ("plain", "elsewhere", "sometimes", "frozen", "checkpointed")
     ],
 }
 

@@ -202,7 +202,6 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[An
     return {name: (result, base / name) for name, result in zip(cases, run_world(2, on_rank, list(cases.values())), strict=True)}
 
 
-@pytest.mark.device
 @pytest.mark.parametrize("family", ON_RANKS)
 def test_two_ranks_train_what_the_plain_trainer_trains_on_two(family: str, on_two_ranks: dict[str, tuple[Any, Path]]) -> None:
     (plain, folder), (ours, our_folder) = on_two_ranks[f"{family} plain"], on_two_ranks[family]
@@ -212,7 +211,6 @@ def test_two_ranks_train_what_the_plain_trainer_trains_on_two(family: str, on_tw
     assert_same_weights(weights(our_folder / "last"), weights(folder / "last"))
 
 
-@pytest.mark.device
 def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other(on_two_ranks: dict[str, tuple[Any, Path]]) -> None:
     for result in on_two_ranks["generate"][0]:
         assert not isinstance(result, Exception), result
