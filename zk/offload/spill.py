@@ -80,6 +80,7 @@ class Spill:
         self.starts: set[int] = set()  # of pieces
         self.traffic = Traffic()
         self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write under way)
+        self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
 
     def reserve(self, nbytes: int) -> int:
@@ -125,7 +126,11 @@ class Spill:
         """Return when no write is under way; raises what went wrong in those that were."""
         with self.lock:
             for _, request in list(self.writes.values()):
-                request.wait()
+                try:
+                    request.wait()
+                except OSError:
+                    self.heard = request
+                    raise
 
     def succeeds(self, request: Event) -> bool:
         """Wait for a transfer. Raises only where the drive says nothing any more: it may still use the memory."""
@@ -197,9 +202,13 @@ class Buffers:
     # ---- buffers -------------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Free the buffers of writes that are done."""
+        """Free the buffers of writes that are done. One that failed, and was heard of, is to be written another time."""
         for offset, slot in list(self.slots.items()):
-            if slot.state is State.EVICTING and slot.request is not None and slot.request.done:
+            if slot.state is not State.EVICTING or slot.request is None or not slot.request.done:
+                continue
+            if slot.request is self.spill.heard:
+                slot.state, slot.request = State.KEPT, None
+            else:
                 self._end(offset)
 
     def _end(self, offset: int) -> None:
