@@ -439,7 +439,7 @@ def test_a_part_that_is_read_apart_is_checked_too(tmp_path: Path, engine: Engine
 
 
 def test_a_request_that_is_cut_short_by_ctrl_c_ends(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its blocks, the first come to the threads and the others never do."""
+    """The first of its blocks come to the threads, and the others never do."""
     submit, calls = engine.submit, itertools.count()
 
     def interrupted(*args: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.simulate.defects import DEFECTS, SEEDS, first_seed
-from tests.simulate.job import report, run
+from tests.simulate.job import Fault, Plan, report, run
 
 COUNT, PART = 300, 25
 
@@ -34,6 +36,29 @@ def test_a_planted_defect_is_found(name: str) -> None:
     found, problem = first_seed(name, [SEEDS[name], *range(1000)])
     assert found is not None, f"{name} is not found within 1000 seeds"
     assert problem
+
+
+SETTING = {"stage": 2, "optimizer_tier": "nvme", "param_tier": "device", "overlap": True, "overlap_step": True, "prefetch": 1}
+
+
+def plan_of(fault: Fault, **fields: Any) -> Plan:
+    """Two ranks whose optimizer state is on a drive, and one fault."""
+    fields = {"world": 2, "variant": "plain", "dtype": "bf16", "accumulation": 1, "retries": False, **fields}
+    return dataclasses.replace(Plan.of(0), settings=[SETTING] * 8, faults=[fault], save_every=1, async_save=False, **fields)
+
+
+@pytest.mark.parametrize("at", range(8, 24, 3))
+def test_an_update_beside_training_that_fails_is_heard_by_those_who_wait_for_its_part(at: int) -> None:
+    outcome = run(at, plan_of(Fault("corrupt", "pread tier", at)))
+    assert outcome.problems == [] and outcome.fired
+    assert "ends with" not in "".join(outcome.trace) or "Timed out" not in "".join(outcome.trace)
+
+
+@pytest.mark.parametrize("at", range(4, 40, 9))
+def test_what_a_drive_changes_in_a_checkpoint_between_two_readings_is_found(at: int) -> None:
+    plan = plan_of(Fault("corrupt", "pread saved", at), retries=True)
+    plan.faults.append(Fault("raise", "choice", 900))
+    assert run(at, plan).problems == []
 
 
 def test_each_defect_has_a_seed() -> None:

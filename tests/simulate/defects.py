@@ -23,7 +23,7 @@ Planted = Callable[[], AbstractContextManager[Any]]
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Not to do what is to be done."""
+    """Leave out what is to be done."""
 
 
 def once(rank: int | None, at: int, instead: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def once(rank: int | None, at: int, instead: Callable[..., Any], real: Callable[
 
 
 def _short(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A short transfer is taken as a whole one."""
+    """Take a short transfer as a whole one."""
 
     def move(self: nvme.File, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
         call, once_only = nvme.SYSTEM.pwritev if write else nvme.SYSTEM.preadv, []
@@ -55,7 +55,7 @@ def _short(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_gradient_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two micro-batches the first one's gradient does not count."""
+    """Drop the gradient of the first of two micro-batches."""
 
     def add(self: state.OptimizerShard, grad: torch.Tensor) -> Any:
         for section in self.sections:
@@ -66,7 +66,7 @@ def _first_gradient_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _publish_first(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint gets its name before its files are on the drive."""
+    """Give a checkpoint its name before its files are on the drive."""
 
     def publish(folder: Any, final: Any, head: Any, world: int) -> None:
         with patch(files, "sync_folder", nothing), patch(folders, "sync_folder", nothing), patch(files.os, "fsync", nothing):
@@ -99,7 +99,7 @@ def _half_norm(self: comm.Group, tensor: torch.Tensor, operation: int = comm.NOR
 
 
 def _stays_old(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A rank that reads a unit's parameters while they are updated does not wait."""
+    """Read a unit's parameters while they are updated."""
 
     def arrive(self: Held) -> None:
         if self.underway is None or self.underway.done.done:
@@ -115,7 +115,7 @@ def _always(self: spill.Spill, request: Any) -> bool:
 
 
 def _only_copies(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A save waits for the copy of a chunk whose update has failed."""
+    """Let a save wait for the copy of a chunk whose update has failed."""
 
     def put(self: snapshot.Unread, number: int, values: Any) -> None:
         if not isinstance(values, BaseException):
@@ -129,7 +129,7 @@ def _no_steps(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _early(self: presence.Board, text: str, what: str, is_error: bool = False) -> list[str]:
-    """A rank goes on when it has left its own words."""
+    """Go on when this rank has left its own words."""
     self.count += 1
     return [text if rank == self.rank else "" for rank in range(self.world)]
 

@@ -90,7 +90,7 @@ class Drive:
             folder.mtime = self.simulation.now
 
     def _step(self, operation: str, path: str) -> str:
-        """Others may come first; then the fault that this call has, if any."""
+        """Let others come first; return the fault that this call has, if any."""
         self.simulation.maybe(operation)
         fault = self.faults(operation, path)
         if fault in ("EIO", "ENOSPC", "EACCES"):
@@ -101,7 +101,7 @@ class Drive:
     # ---- after a crash -------------------------------------------------------------------------------------------------------
 
     def let_go(self, process: Process) -> None:
-        """A process has ended: its descriptors and locks are gone."""
+        """Close the descriptors and locks of a process that has ended."""
         for number, opened in list(self.opened.items()):
             if opened.process is process:
                 del self.opened[number]
@@ -233,7 +233,7 @@ class Drive:
         return wanted
 
     def _moved(self, fault: str, nbytes: int) -> int:
-        """How many of the bytes are moved."""
+        """Number of the bytes that are moved."""
         if fault == "short" and nbytes > 1:
             nbytes = max(1, self.simulation.dice.randrange(nbytes) // SECTOR * SECTOR)
         elif fault.startswith("stall"):
@@ -376,7 +376,7 @@ class _Scan:
 
 
 class _Entry:
-    """What os.scandir() gives."""
+    """An entry of os.scandir()."""
 
     def __init__(self, drive: Drive, folder: str, name: str) -> None:
         self.drive, self.name, self.path = drive, name, f"{folder}/{name}"
@@ -400,7 +400,7 @@ class _Entry:
 
 
 class _File(io.RawIOBase):
-    """What open() gives, before it is buffered."""
+    """The file that open() gives, before it is buffered."""
 
     def __init__(self, drive: Drive, path: str, flags: int) -> None:
         self.drive, self.number, self.flags = drive, drive.open(path, flags), flags
@@ -439,7 +439,7 @@ _FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "x": os.
 
 
 def _again(call: Callable[..., int]) -> Callable[..., int]:
-    """As Python's own functions do, after a signal."""
+    """Call again after a signal, as Python's own functions do."""
 
     def until_it_moves(*args: Any) -> int:
         while True:
@@ -451,7 +451,7 @@ def _again(call: Callable[..., int]) -> Callable[..., int]:
 
 @contextlib.contextmanager
 def installed(drive: Drive) -> Iterator[None]:
-    """Inside, what Python asks of the system for files under ROOT goes to the drive."""
+    """Context: what Python asks of the system for files under ROOT goes to the drive."""
     patches = []
 
     def by_path(name: str) -> Any:

@@ -263,7 +263,7 @@ class _Finalizer:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     seed: int
     plan: Plan
@@ -421,7 +421,7 @@ class Job:
         self.finished[rank], self.saving = values, saving
 
     def _check_memory(self, optimizer: zk.ZeroOptimizer, step: int, peak: float) -> float:
-        """Host memory keeps to its budget, and does not grow from step to step; returns the most so far, from the third step on."""
+        """Check that host memory keeps to its budget and does not grow from step to step; returns the most so far, from the third step on."""
         metrics = optimizer.metrics()
         used = sum(value for name, value in metrics.items() if name.startswith("host_"))
         budget = optimizer.config.host_budget
@@ -469,7 +469,7 @@ class Job:
         self._end(process)
 
     def _end(self, process: Process) -> None:
-        """A process is no more, and what it has not done it does not do."""
+        """End a process: what it has not done it does not do."""
         self.simulation.kill(process)
         self.drive.let_go(process)
         for finalizer in process.finalizers:
@@ -478,7 +478,7 @@ class Job:
     # ---- the launcher --------------------------------------------------------------------------------------------------------
 
     def _kept(self) -> list[tuple[Any, str, Callable[[], Any]]]:
-        """What each process has for itself."""
+        """Globals that each process has for itself."""
         return [
             (worker, "_WORKERS", _Ordered),
             (presence, "_ALL", _Ordered),
@@ -490,7 +490,7 @@ class Job:
         ]
 
     def _start(self) -> None:
-        """One attempt: ranks are started, and waited for."""
+        """Start the ranks of one attempt, and wait for them."""
         simulation = self.simulation
         options = self.plan.settings[self.attempt]
         processes = [Process(f"rank{rank}.{self.attempt}", next(self.pids), self._kept()) for rank in range(self.plan.world)]
@@ -512,7 +512,7 @@ class Job:
         simulation.drain()
 
     def _explain(self, rank: int, error: BaseException | str) -> None:
-        """A failure must say what has gone wrong."""
+        """Check that a failure says what has gone wrong."""
         allowed = {pattern for fault in self.fired for kind, pattern in SAYS.items() if fault.what.startswith(kind)}
         allowed |= {GONE} if self.fired else set()
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
@@ -520,17 +520,13 @@ class Job:
             self.problems.append(f"rank {rank} failed, and does not say why ({[str(fault) for fault in self.fired]}): {text}")
 
     def _between_attempts(self) -> None:
-        """The operator looks at what went wrong."""
+        """Do what an operator does after a failure."""
         for rank, error in self.errors.items():
             self._explain(rank, error)
-        newest = folders.latest(SAVED) if self._exists(SAVED) else None
+        newest = folders.latest(SAVED)
         if newest is not None and self.damaged and any(issubclass(kind, CheckpointError) for kind in self.kinds.values()):
             self.simulation.note(f"the operator removes {newest}")
             drives.shutil.rmtree(newest)
-
-    @staticmethod
-    def _exists(path: Path) -> bool:
-        return path.exists()
 
     def run(self) -> Outcome:
         """Run the job to its end."""
@@ -579,7 +575,7 @@ class Job:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        """Inside, zk waits with the scheduler's primitives, on the simulated drive, among the simulated ranks."""
+        """Context: zk waits with the scheduler's primitives, on the simulated drive, among the simulated ranks."""
         simulation, twins = self.simulation, primitives(self.simulation)
         tokens = random.Random(f"tokens {self.seed}")
         modules = [module for name, module in sorted(sys.modules.items()) if name == "zk" or name.startswith("zk.")]
@@ -632,9 +628,8 @@ class Job:
             for module, name, make in self._kept():
                 stack.enter_context(mock.patch.object(module, name, make()))
             simulation.world.kept = [(module, name, vars(module)[name]) for module, name, _ in self._kept()]
-            patch = functools.partial(mock.patch.object, nvme)
-            stack.enter_context(patch("default_engine", engine))
-            stack.enter_context(mock.patch.object(save, "default_engine", engine))
+            for module in (nvme, save):
+                stack.enter_context(mock.patch.object(module, "default_engine", engine))
             stack.enter_context(mock.patch.object(presence, "_begun", begun))
             stack.enter_context(mock.patch.object(save, "_register", register_exit))
             stack.enter_context(mock.patch.object(Held, "__init__", with_locks))
@@ -672,7 +667,7 @@ def run(seed: int, plan: Plan | None = None) -> Outcome:
 
 
 def report(outcome: Outcome) -> str:
-    """What to print of a run that went wrong."""
+    """Text to print of a run that went wrong."""
     plan = dataclasses.replace(outcome.plan, settings=outcome.plan.settings[: outcome.attempts])
     head = f"seed {outcome.seed}: trace {outcome.digest}, {outcome.steps} choices, {outcome.attempts} attempts"
     return "\n".join([head, f"  {plan}", f"  fired: {outcome.fired}", *(f"  {problem}" for problem in outcome.problems)])

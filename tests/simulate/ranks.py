@@ -86,7 +86,7 @@ class Work:
 
 
 class Store:
-    """What ranks have met over, kept by one process."""
+    """The key-value store that ranks have met over, kept by one process."""
 
     def __init__(self, world: World, keeper: Process, kept: dict[str, Any] | None = None) -> None:
         self.world, self.keeper, self.kept = world, keeper, {} if kept is None else kept
@@ -153,7 +153,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """Of the process that runs now."""
+        """Rank of the process that runs now."""
         return self.processes.index(self.simulation.current.process)
 
     def new_group(self, ranks: Sequence[int], timeout: timedelta, backend: str, use_local_synchronization: bool = False) -> ProcessGroup:

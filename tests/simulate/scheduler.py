@@ -85,7 +85,7 @@ class Task:
             self.simulation.leave(self)
 
     def can_run(self, now: float) -> bool:
-        """Whether the scheduler may choose it."""
+        """True where the scheduler may choose it."""
         if not self.process.alive or self.interrupted:
             return True
         if now < self.process.frozen_until:
@@ -241,7 +241,7 @@ class Simulation:
         return task
 
     def leave(self, task: Task) -> None:
-        """A thread has ended: another one goes on."""
+        """Go on with another thread, as this one has ended."""
         self.tasks.remove(task)
         chosen = self._choose()
         self.current = chosen

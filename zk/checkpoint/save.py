@@ -440,7 +440,7 @@ _UNDER_WAY: set[Saver] = set()
 
 @functools.cache
 def _register() -> None:
-    """Not before ranks are connected: what is registered last runs first, and their connections must last, as must the threads that write."""
+    """Register the end of saves once ranks are connected: what is registered last runs first, and connections and I/O threads must last."""
     default_engine()
     atexit.register(_finish_all)
 

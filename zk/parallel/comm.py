@@ -217,19 +217,26 @@ class Group:
             is_error: of this rank.
         """
         data = text.encode()
+        control = self._open_control()
         occasion = -2 - zlib.crc32(re.split(r"\W", what)[0].encode())
         _, check = self._announce(TEXT, occasion, len(data) if is_error else -len(data), what)
         lengths = list(map(abs, check()))
-        return self._say(data, lengths) if any(lengths) else [""] * self.world
+        return self._say(data, lengths, control) if any(lengths) else [""] * self.world
 
-    def _say(self, data: bytes, lengths: Sequence[int]) -> list[str]:
+    def _open_control(self) -> Any:
+        """The connections of announcements. Whoever has them may go on with them while the process ends, and another thread closes the group."""
+        if self.control is None:
+            raise RuntimeError("the process groups of this optimizer are closed")
+        return self.control
+
+    def _say(self, data: bytes, lengths: Sequence[int], control: Any) -> list[str]:
         """Exchange texts of known lengths in bytes."""
         label = self._label(TEXT, -1)
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         all_ = torch.empty(self.world, max(lengths), dtype=torch.uint8)
         works: list[dist.Work] = []
-        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, self.control)))
+        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
         self.guard(label, lambda: self.wait_for(works[0]))
         return [row[:length].numpy().tobytes().decode() for row, length in zip(all_, lengths, strict=True)]
 
@@ -278,13 +285,14 @@ class Group:
 
         The check returns every rank's ``value``.
         """
+        control = self._open_control()
         self.count += 1
         label = self._label(operation, unit, what)
         number = self.count
         mine = torch.tensor([operation, unit, number, value])
         all_ = torch.empty(self.world, 4, dtype=torch.int64)
         works: list[dist.Work] = []
-        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, self.control)))
+        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
 
         @functools.cache
         def check() -> list[int]:
@@ -295,13 +303,13 @@ class Group:
             if self.gloo and any(said):  # a rank has left what it was in, and says why: whatever this one is in, it listens
                 if operation == TEXT and value >= 0:
                     return said
-                reasons = "; ".join(f"rank {rank} failed: {reason_of(text)}" for rank, text in enumerate(self._say(b"", said)) if text)
+                reasons = "; ".join(f"rank {rank} failed: {reason_of(text)}" for rank, text in enumerate(self._say(b"", said, control)) if text)
                 raise RankError(f"{reasons} (this rank was in {label})")
             if any(row[:3] != rows[0][:3] for row in rows):
                 # (on NCCL this is found later, and not by all ranks at one point)
                 labels = [self._label(*row[:2]) for row in rows]
                 if self.gloo:
-                    labels = self._say(label.encode()[:_LABEL_NBYTES], [_LABEL_NBYTES] * self.world)
+                    labels = self._say(label.encode()[:_LABEL_NBYTES], [_LABEL_NBYTES] * self.world, control)
                 rank = next(rank for rank, row in enumerate(rows) if row[:3] != [operation, unit, number])
                 raise RankError(
                     f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
