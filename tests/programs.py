@@ -50,6 +50,7 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], stdout: Conne
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has them ignore Ctrl-C
     for number, stream in ((1, stdout), (2, stderr)):
         os.dup2(stream.fileno(), number)
         stream.close()
