@@ -73,6 +73,12 @@ def batch(seed: int) -> Tensor:
     return torch.randint(0, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+def unlike_the_first(model: nn.Module, rank: int) -> None:
+    """Give a rank other values than the first one, whose values win."""
+    for param in model.parameters():
+        param.data.add_(rank)
+
+
 def train(model: nn.Module, optimizer: Any, steps: int = 1, start: int = 0) -> list[float]:
     """Steps of a ZeroOptimizer on the batches ``start`` and on; returns the losses."""
     losses = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zk
 from tests import softgpu
 from tests.adversary import adversarial_drive, late_worker
-from tests.models import GPT, batch, loss_of
+from tests.models import GPT, batch, loss_of, unlike_the_first
 from tests.plain import train_plain
 from zk.offload import spill, transfer
 from zk.offload.cpu_adam import CPUAdam, default_engine
@@ -162,9 +162,8 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     )
     torch.manual_seed(0)
     model = GPT(case.model)
-    if rank:  # the first rank's values win
-        for param in model.parameters():
-            param.data.add_(rank)
+    if rank:
+        unlike_the_first(model, rank)
     optimizer = zk.ZeroOptimizer(
         model,
         make_optimizer(case.optimizer, list(model.parameters())),

@@ -80,7 +80,6 @@ def _waits_for_ever(self: comm.Group, work: Any) -> None:
         with contextlib.suppress(RuntimeError):
             work.wait()
     if work.error:
-        self._wait_for_ever = True
         while True:
             comm.time.sleep(60)
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zk
 import zk.logs
-from tests.models import VOCAB, batch, loss_of
+from tests.models import VOCAB, batch, loss_of, unlike_the_first
 from tests.plain import train_plain
 from tests.simulate import drive as drives
 from tests.simulate.drive import ROOT, Drive
@@ -298,7 +298,6 @@ class Job:
         self.problems = self.simulation.found
         self.saved_step = 0  # on the drive for sure
         self.finished: dict[int, dict[str, Tensor]] = {}
-        self.losses: dict[int, list[float]] = {}
         self.raises: set[int] = set()  # ranks whose next loss fails
         self.exited = 0  # processes that have come to their end
         self.saving = 0  # the step of the last save, if the ranks came to their end
@@ -362,9 +361,8 @@ class Job:
         plan = self.plan
         torch.manual_seed(0)
         model = Model(plan.variant)
-        if rank:  # the first rank's values win
-            for param in model.parameters():
-                param.data.add_(rank)
+        if rank:
+            unlike_the_first(model, rank)
         optimizer = zk.ZeroOptimizer(
             model,
             make_optimizer(list(model.parameters())),

@@ -286,7 +286,8 @@ def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
     buffers = dict(save.buffers_of(optimizer))
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
-    with readers_of(manifest) as readers:
+    with contextlib.ExitStack() as opened_files:  # headers only, of files that have just been checked
+        readers = {written.name: opened_files.enter_context(Reader(manifest.folder / written.name)) for written in manifest.files}
         _check_pieces(manifest, readers)
         entries = readers[manifest.ranks[0]["file"]].entries
         for name, buffer in buffers.items():
@@ -297,11 +298,18 @@ def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
 
 
 @contextlib.contextmanager
-def readers_of(manifest: Manifest) -> Iterator[dict[str, Reader]]:
-    """All files with tensors, open, by name. What is read is checked once more: a drive may give other bytes the second time."""
+def readers_of(manifest: Manifest) -> Iterator[Mapping[str, Reader]]:
+    """Files with tensors, by name, opened as they are needed. What is read is checked once more: a drive may give other bytes the second time."""
     blocks = functools.lru_cache(maxsize=3)(Reader.block)  # of all of them: memory does not grow with their number
+    files = {written.name: written for written in manifest.files}
     with contextlib.ExitStack() as opened:
-        yield {written.name: opened.enter_context(Reader(manifest.folder / written.name, written, blocks)) for written in manifest.files}
+
+        class Readers(dict[str, Reader]):
+            def __missing__(self, name: str) -> Reader:
+                self[name] = opened.enter_context(Reader(manifest.folder / name, files[name], blocks))
+                return self[name]
+
+        yield Readers()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -309,7 +317,7 @@ class Stored:
     """The elements of a checkpoint, in its open files."""
 
     sources: Sources
-    readers: dict[str, Reader]
+    readers: Mapping[str, Reader]
 
     def elements(self, name: str, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Elements ``start`` to ``stop`` of a parameter, in the order in which it was saved, in runs: (position of the first, values)."""

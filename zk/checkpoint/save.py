@@ -190,13 +190,8 @@ class Save:
                 token = folders.begin(self.final, self.claim) if self.rank == 0 else ""
             self.beside = folders.beside(self.final, comm.exchange(token, what)[0])
             try:
-                with together(comm, what), phase("write", "checkpoint"):
-                    try:
-                        self._write_rank()
-                    except FileNotFoundError as error:
-                        if self.beside.exists():
-                            raise
-                        raise OSError(errno.ENOENT, "the first rank has given this save up meanwhile, and removed", str(self.beside)) from error
+                with together(comm, what), phase("write", "checkpoint"), self._given_up():
+                    self._write_rank()
                 with together(comm, what):
                     if self.rank == 0:
                         self._publish()
@@ -206,6 +201,16 @@ class Save:
                 raise
         finally:
             self._release()
+
+    @contextlib.contextmanager
+    def _given_up(self) -> Iterator[None]:
+        """Say why the folder that is written into is gone, where it is."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self.beside.exists():
+                raise
+            raise OSError(errno.ENOENT, "the first rank has given this save up meanwhile, and removed", str(self.beside)) from error
 
     def _release(self) -> None:
         if self.snapshot is not None:
@@ -325,9 +330,7 @@ def telling(comm: Solo | Group, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not getattr(error, "told", False):
-            with together(comm, what):
-                raise
+        tell(comm, what, error)
         raise
     except BaseException as error:  # Ctrl-C: this rank goes, and waits for nobody
         comm.fail(error)

@@ -309,7 +309,7 @@ class Group:
                 # (on NCCL this is found later, and not by all ranks at one point)
                 labels = [self._label(*row[:2]) for row in rows]
                 if self.gloo:
-                    labels = self._say(label.encode()[:_LABEL_NBYTES], [_LABEL_NBYTES] * self.world, control)
+                    labels = self._say(label.encode("ascii", "backslashreplace")[:_LABEL_NBYTES], [_LABEL_NBYTES] * self.world, control)
                 rank = next(rank for rank, row in enumerate(rows) if row[:3] != [operation, unit, number])
                 raise RankError(
                     f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
