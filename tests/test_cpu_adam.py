@@ -159,6 +159,17 @@ def test_split_and_join_lose_nothing(moments: torch.dtype) -> None:
     assert torch.signbit(second).any()  # ties that went down are among them
 
 
+def test_a_zero_that_is_written_over_any_parameter_is_a_zero() -> None:
+    low = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    for zero in (0.0, -0.0):
+        for second in (torch.ones(1 << 16), -torch.ones(1 << 16)):
+            param = torch.full((1 << 16,), zero, dtype=torch.bfloat16)
+            master = join(param, low, second)
+            assert master.abs().max() < 1e-40 and torch.equal(torch.signbit(master), torch.signbit(param))
+            if second[0] > 0:
+                assert torch.equal(master.bfloat16(), param)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_squares_is_exact_and_sees_every_bad_value(dtype: torch.dtype) -> None:
     for numel in (0, 1, 7, 8, 9, BLOCK + 3, 12 * BLOCK + 5):

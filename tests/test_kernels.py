@@ -224,6 +224,8 @@ def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor
     elif master_dtype is not None:
         master = torch.zeros(numel, dtype=torch.int16)
         split_(x, param, master, v)
+        param[2::9] = 0  # written from outside
+        param[3::18] = -0.0
     return [None if t is None else t.to(DEVICE) for t in (param, master, m, v)]
 
 

@@ -225,16 +225,24 @@ def test_whoever_uses_a_parameter_sees_it_updated(use: str) -> None:
         assert result == expected and result.startswith("Parameter containing")
 
 
-def test_in_a_gather_memory_that_was_taken_from_a_parameter_before_the_step_is_updated() -> None:
+def test_step_waits_for_a_unit_whose_memory_somebody_holds() -> None:
+    """A background update cannot make a tensor wait that was taken before it."""
     model, optimizer = make(dtype="fp32")
-    weight = model.head.weight
-    memory = weight.detach().numpy()  # who reads it asks nobody
+    memory = model.head.weight.detach().numpy()
+    before = memory.copy()
     with gated() as gate:
+        timer = threading.Timer(0.05, gate.through.release, (10_000,))
+        timer.start()
         train(model, optimizer)
-        before = memory.copy()
+        after = memory.copy()
+        timer.join()
+        assert gate.calls > 0
+    optimizer.synchronize()
+    assert (after != before).any() and (after == memory).all()
+    del memory
+    with gated() as gate:  # nobody holds it any more
+        train(model, optimizer, start=1)
         gate.through.release(10_000)
-        with zk.gather(weight):
-            assert (memory != before).any()
     optimizer.close()
 
 

@@ -103,6 +103,7 @@ class Run:
     seen: list[float] = dataclasses.field(default_factory=list)  # what the program looked at
     draws: int = 0
     whole: bool = False  # every rank has all of the batch
+    kept: list[Tensor] = dataclasses.field(default_factory=list)  # by the program, from step to step
 
     def batch(self, *shape: int) -> Tensor:
         """(8 / world, *shape) numbers, a part of what one process draws."""
@@ -149,6 +150,8 @@ class Case:
     overlap_step: bool = False
     loss_scale: float | None = None
     sgd: bool = False  # with momentum; else AdamW, which hides what is off by a factor
+    dtype: str = "fp32"
+    is_apart: bool = False  # the device has memory of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,7 +408,7 @@ def clip_and_drop(run: Run) -> None:
 def clip_and_assign(run: Run) -> None:
     run.descend(run.model.encode(run.batch(8)).square().mean())
     clip_grad_norm_(run.model.parameters(), 0.1)
-    run.model.head.bias.grad = torch.ones(4)
+    run.model.head.bias.grad = torch.ones_like(run.model.head.bias, requires_grad=False)
     run.finish()
 
 
@@ -747,6 +750,48 @@ def assign_data(run: Run) -> None:
     run.model.head.weight.data = run.model.head.weight.data * 0.9
     run.backward()
     run.finish()
+
+
+@program(partitioned("is read while released"))
+def clamp_data(run: Run) -> None:
+    run.backward()
+    run.finish()
+    for param in run.params:
+        param.data.clamp_(-0.1, 0.1)
+
+
+@program(partitioned("is read while released"))
+def prune_data(run: Run) -> None:
+    run.backward()
+    run.finish()
+    for param in run.params:
+        param.data.view(-1)[::3] = 0
+
+
+@program(partitioned("is read while released"))
+def change_data_taken_before(run: Run) -> None:
+    if run.step == 0:
+        run.kept = [param.data for param in run.params]
+    for data in run.kept:
+        data.clamp_(-0.1, 0.1)
+    run.backward()
+    run.finish()
+
+
+@program(partitioned("is read while released"))
+def look_at_data(run: Run) -> None:
+    run.see(sum(param.data.abs().sum() for param in run.params))
+    run.backward()
+    run.finish()
+
+
+@program(partitioned("is read while released"))
+def clamp_in_place(run: Run) -> None:
+    run.backward()
+    run.finish()
+    with torch.no_grad():
+        for param in run.params:
+            param.clamp_(-0.1, 0.1)
 
 
 @program(partitioned("is read while released"), model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))

@@ -235,6 +235,7 @@ class Assembly:
         if unit.trained:
             held.shard = self._shard(unit, room, home)
             held.shard.start(initial[params.held])
+            held.watch()
             held.grads = UnitGrads(unit, index, layout, params.held, held.take_in)
             held.recycle = reducer.recycle
             reducer.add(held.grads)

@@ -96,9 +96,8 @@ class Gradients:
     def _computes(self, whether: bool) -> None:
         dynamo = sys.modules.get("torch._dynamo.eval_frame")
         is_used = dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
-        for param, (held, _) in self.units.items() if is_used else ():
-            if held.used or (held.grads is not None and held.grads.used):
-                compute_as_itself(param, whether)
+        for param in self.units if is_used else ():
+            compute_as_itself(param, whether)
 
     def put_back(self) -> None:
         """Put every gradient back on its tier, with what user code has made of it."""

@@ -44,7 +44,7 @@ from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
-from zk.parallel.released import own_grad, undress, watch_grad
+from zk.parallel.released import own_grad, watch_data, watch_grad
 from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.tiled_linear import pieces_of
@@ -541,6 +541,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Hand the update over to the worker."""
         order = [number for number in self.update_order()[0] if number in tasks]
         ordered = [tasks[number] for number in order]
+        shared = [number for number in order if self.held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
         # one thread is left for this one, which launches what the device computes
         threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
         pipeline.update(ordered, Options(threads), beside=False)
@@ -550,6 +551,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number in order:
             self.held[number].updated()
             self.held[number].begin(tasks[number])
+        for number in shared:
+            self.held[number].arrive()
 
     def _finish_update(self) -> None:
         """Wait for what is updated beside training."""
@@ -780,7 +783,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._end_save()
         self._keep_state()
         for held in self.held:
-            if not async_save or held.written_since(None):
+            if not async_save or held.taken or held.written_since(None):
                 held.arrive()
             if held.underway is None:
                 held.adopt_writes()  # what the user wrote since the last step
@@ -942,7 +945,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for param in self.units:
             OWNERS.pop(param, None)
             watch_grad(param, None)
-            undress(param)
+            watch_data(param, None)
         self._close_memory()
         self.claim.let_go()
         self.comm.close()

@@ -76,9 +76,10 @@ def _adam_block(
         v_bits = v.to(tl.uint32, bitcast=True)
         v = (v_bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
         lower = tl.load(master + at, mask=mask, other=other).to(tl.uint32) & 0xFFFF
+        upper = p.to(tl.uint16, bitcast=True).to(tl.uint32)
         rounded_up = (lower >> 15) & (1 ^ (v_bits >> 31))
-        upper = p.to(tl.uint16, bitcast=True).to(tl.uint32) - rounded_up
-        x = ((upper << 16) | lower).to(tl.float32, bitcast=True)
+        is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)  # no master is rounded up to zero
+        x = tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | lower).to(tl.float32, bitcast=True)
     elif master is not None:
         # a parameter that is not its master rounded was written from outside: the master follows
         x = tl.load(master + at, mask=mask, other=other)

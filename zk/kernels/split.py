@@ -4,6 +4,8 @@ The parameter is the master rounded to nearest even, as every cast in torch does
 parameter is then the master's upper half, or that plus one when the lower half was rounded up, which is when its highest bit is
 set: but not at a tie (lower half exactly 0x8000) that went down to the even neighbour. That one bit rides in the sign of Adam's
 second moment, which is never negative. Parameter and low together take the master's 4 bytes, where a separate master takes 6.
+Where the user writes the parameter, the master is what was written, to within the parameter's precision. No master is rounded up to zero, so
+a zero for which this seems so was written.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ def join(param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> Tensor:
     upper = param.view(torch.int16).to(torch.int32)
     lower = low.to(torch.int32) & 0xFFFF
     rounded_up = (lower >> 15) & ~torch.signbit(exp_avg_sq).to(torch.int32)
-    return (((upper - rounded_up) << 16) | lower).view(torch.float32)
+    is_written = (rounded_up != 0) & ((upper & 0x7FFF) == 0)
+    return torch.where(is_written, upper << 16, ((upper - rounded_up) << 16) | lower).view(torch.float32)
 
 
 def split_(master: Tensor, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:

@@ -147,9 +147,10 @@ def _(array, i, v, flag):
 @overload(_load_master, inline="always")
 def _(param, master, i, flag):
     def load_split(param, master, i, flag):
-        lower = U32(master[i])
+        lower, upper = U32(master[i]), U32(param[i])
         rounded_up = (lower >> U32(15)) & (U32(1) ^ flag)
-        return _as_float(((U32(param[i]) - rounded_up) << U32(16)) | lower)
+        written = rounded_up & U32(upper & U32(0x7FFF) == 0)  # no master is rounded up to zero
+        return _as_float(((upper - (rounded_up ^ written)) << U32(16)) | (lower & (written - U32(1))))
 
     def load_separate(param, master, i, flag):
         # a parameter that is not its master rounded was written from outside: the master follows

@@ -297,12 +297,17 @@ class OptimizerShard:
         self._write(part, lambda fields, here, there: self._set_master(fields, here, values[there]))
         self.upload()
 
+    @property
+    def has_copies(self) -> bool:
+        """Check that what is written to parameters has to reach a master, or a copy of them that is updated."""
+        return (self.has_master and not self.split) or any(section.home is not None for section in self.sections)
+
     def adopt(self, parts: Sequence[slice]) -> None:
         """Parameters of ``parts`` were written from outside: elements that changed replace their master, the others keep it.
 
         All that were written at once, as what comes home afterwards is everything.
         """
-        if not parts or (not self.has_master and all(section.home is None for section in self.sections)):
+        if not parts or not self.has_copies:
             return
         for part in parts:
             for index, here, there in self._overlap(part):

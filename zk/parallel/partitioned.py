@@ -186,11 +186,11 @@ class PartitionedParams:
             else:
                 self.home.close(uploaded)
             for param in self.unit.params:
-                unmark(param, until_release=True)
+                unmark(param)
             self.note_versions()
             self.state = State.GATHERED
 
-    def _take_data(self) -> None:
+    def _take_data(self, _param: nn.Parameter, _data: Tensor) -> None:
         self.data_taken = True
 
     def note_versions(self) -> None:

@@ -3,13 +3,15 @@
 A released parameter keeps its shape but has no memory, and torch would read through a null pointer. While released, a parameter's
 class is one of these: metadata (shape, dtype, hooks ...) reads as always, and any operation that needs values goes to the
 ``on_use`` of the unit that owns it, which gathers inside a forward and raises outside.
-From backward to zero_grad() a parameter's class has a ``grad`` that asks the optimizer for the gradient, which is somewhere else.
+From backward to zero_grad() a parameter's class has a ``grad`` that asks the optimizer for the gradient, which is somewhere else. Where what
+is done to a parameter's ``data`` would be lost, its class has a ``data`` that says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 _PROPERTIES = frozenset(
     (
@@ -97,9 +98,6 @@ _LIKE = frozenset(
         "new_tensor",
     )
 )
-# released parameter -> what to call with its name when values are needed
-_on_use: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_own_class: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _is_metadata(function: Any) -> bool:
@@ -111,8 +109,9 @@ def _is_metadata(function: Any) -> bool:
 
 # what takes parameters as the places where gradients go
 _ENGINE = (torch.autograd.grad, torch.autograd.backward)
+# torch's own places of data and gradient
 _DATA: Any = Tensor.data
-
+_GRAD: Any = Tensor.grad
 
 # what converts or moves a tensor, and gives back the tensor itself where it is that already
 _CONVERT = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.cuda, Tensor.contiguous)
@@ -141,18 +140,35 @@ class Gradients(Protocol):
         """Set ``param.grad``."""
 
 
-# partitioned parameter -> what to call when its data are used
-_on_data: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# trained parameter -> a weak reference to what knows of its gradient
-_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# torch's own place of a gradient
-_GRAD: Any = Tensor.grad
+@dataclasses.dataclass(slots=True)
+class _Record:
+    """Everything known of one parameter."""
+
+    reference: weakref.ref[nn.Parameter]
+    own_class: type[nn.Parameter]
+    on_use: Callable[[], None] | None = None  # makes a released one usable, or raises
+    on_data: weakref.WeakMethod[Callable[[nn.Parameter, Tensor], None]] | None = None  # hears of ``data`` that are used
+    gradients: weakref.ref[Gradients] | None = None  # knows of its gradient
+
+
+# by the id of the parameter, as long as that lives
+_RECORDS: dict[int, _Record] = {}
+
+
+def _record_of(param: nn.Parameter) -> _Record:
+    """The record of ``param``, which is made with the first question."""
+    key = id(param)
+    record = _RECORDS.get(key)
+    if record is None:
+        own = nn.Parameter if isinstance(param, _GradElsewhere) else type(param)
+        record = _RECORDS[key] = _Record(weakref.ref(param, lambda _: _RECORDS.pop(key, None)), own)
+    return record
 
 
 def _gradients_of(param: nn.Parameter) -> Gradients | None:
     """Keeper of the gradient of ``param``; None where that is in its own place."""
-    reference: weakref.ref[Gradients] | None = _gradients.get(param)
-    gradients = reference() if reference is not None else None
+    record = _RECORDS.get(id(param))
+    gradients = record.gradients() if record is not None and record.gradients is not None else None
     return gradients if gradients is not None and gradients.is_asked(param) else None
 
 
@@ -162,8 +178,8 @@ def _elsewhere(param: nn.Parameter) -> Gradients | None:
     return None if gradients is None or (own_grad(param) is not None and not gradients.has_left(param)) else gradients
 
 
-class _Watched:
-    """Mixin for parameters whose gradient may be somewhere else."""
+class _GradElsewhere:
+    """Mixin: the gradient may be somewhere else."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -183,49 +199,40 @@ class _Watched:
         self.grad = None
 
 
-class _Full(_Watched):
-    """Mixin for parameters that have their memory."""
-
-    def __repr__(self, **kwargs: Any) -> str:
-        with _as_itself(self):  # type: ignore[arg-type]
-            return repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _as_itself(self):  # type: ignore[arg-type]
-            return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _as_itself(self):  # type: ignore[arg-type]
-            return self.__reduce_ex__(protocol)
-
-
-class Away(_Full, nn.Parameter):  # type: ignore[misc]
-    """A parameter whose gradient is somewhere else."""
-
-
-class Open(_Full, nn.Parameter):  # type: ignore[misc]
-    """A parameter that is full until its release. What is done to its ``data`` leaves no trace, so it counts as written."""
+class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
+    """A full parameter. What is done to its ``data`` leaves no trace, so it counts as written."""
 
     @property
     def data(self) -> Tensor:
-        _data_taken(self)
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
+        return _noted(self, _DATA.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
         _DATA.__set__(self, value)
 
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        with _as_itself(self):
+            return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_itself(self):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_itself(self):
+            return self.__reduce_ex__(protocol)
+
 
 @contextlib.contextmanager
 def _as_itself(param: nn.Parameter) -> Iterator[None]:
-    stand_in, param.__class__ = type(param), _own_class[param]
+    stand_in, param.__class__ = type(param), _record_of(param).own_class  # type: ignore[assignment]
     try:
         yield
     finally:
         param.__class__ = stand_in  # type: ignore[assignment]
 
 
-class Released(_Watched, nn.Parameter):  # type: ignore[misc]
+class Released(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
     """A parameter without memory. Never constructed: the class of existing parameters is set to a subclass of it."""
 
     @classmethod
@@ -238,11 +245,10 @@ class Released(_Watched, nn.Parameter):  # type: ignore[misc]
         if not _is_metadata(func) and func not in _ENGINE:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Released):
-                    _on_use[leaf]()
-            if getattr(func, "__self__", None) is _DATA and len(args) == 1:
-                _data_taken(args[0])
+                    _use(leaf)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return _noted(args[0], result) if getattr(func, "__self__", None) is _DATA and len(args) == 1 else result
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
@@ -252,15 +258,15 @@ class Updating(Released):
     """A parameter whose update goes on beside training: any use of its values waits for that."""
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        _on_use[self]()
+        _use(self)
         return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _on_use[self]()
+        _use(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _on_use[self]()
+        _use(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -271,23 +277,32 @@ def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Par
 
 def _dress(param: nn.Parameter, role: type[nn.Parameter] | None) -> None:
     """Give the parameter the class for ``role``; None: its own."""
-    own = _own_class.get(param)
-    if own is None:
-        own = _own_class[param] = type(param)
+    own = _record_of(param).own_class
     param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] = Released) -> None:
     """Put the stand-in in place; ``on_use`` makes the parameter usable (and calls ``unmark``) or raises."""
     if not isinstance(param, Released):
-        _on_use[param] = on_use
+        _record_of(param).on_use = on_use
         _dress(param, role)
 
 
-def unmark(param: nn.Parameter, until_release: bool = False) -> None:
-    """Make the parameter usable: for good, or ``until_release``."""
+def _use(param: nn.Parameter) -> None:
+    on_use = _record_of(param).on_use
+    assert on_use is not None
+    on_use()
+
+
+def unmark(param: nn.Parameter) -> None:
+    """Make the parameter usable."""
     if isinstance(param, Released):
-        _dress(param, Open if until_release else Away if _gradients_of(param) is not None else None)
+        _dress_full(param)
+
+
+def _dress_full(param: nn.Parameter) -> None:
+    """Give the parameter the class that it has while it is full."""
+    _dress(param, Watched if _record_of(param).on_data is not None or _gradients_of(param) is not None else None)
 
 
 def is_released(param: Tensor) -> bool:
@@ -295,43 +310,40 @@ def is_released(param: Tensor) -> bool:
     return isinstance(param, Released) and not isinstance(param, Updating)
 
 
-def watch_data(param: nn.Parameter, taken: Callable[[], None]) -> None:
-    """Call ``taken`` when the ``data`` of a full parameter is used; it is not kept alive, and must be a method."""
-    _on_data[param] = weakref.WeakMethod(taken)
+def watch_data(param: nn.Parameter, taken: Callable[[nn.Parameter, Tensor], None] | None) -> None:
+    """Call ``taken``, a method that is not kept alive, when the ``data`` of a full parameter is used; None: no more."""
+    _record_of(param).on_data = weakref.WeakMethod(taken) if taken is not None else None
+    if not isinstance(param, Released):
+        _dress_full(param)
 
 
-def _data_taken(param: nn.Parameter) -> None:
-    reference = _on_data.get(param)
+def _noted(param: nn.Parameter, data: Tensor) -> Tensor:
+    """Return ``data`` of ``param``, and tell who watches them."""
+    reference = _record_of(param).on_data
     taken = reference() if reference is not None else None
     if taken is not None:
-        taken()
-
-
-def undress(param: nn.Parameter) -> None:
-    """Give a full parameter its own class back, for good."""
-    if isinstance(param, Open):
-        _dress(param, None)
+        taken(param, data)
+    return data
 
 
 def watch_grad(param: nn.Parameter, gradients: Gradients | None) -> None:
     """Ask ``gradients``, which are not kept alive, for the gradient of ``param`` once ``grad_left``; None: no more."""
+    _record_of(param).gradients = weakref.ref(gradients) if gradients is not None else None
     if gradients is None:
-        _gradients.pop(param, None)
         grad_gone(param)
-    else:
-        _gradients[param] = weakref.ref(gradients)
 
 
 def own_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient in torch's own place."""
-    return _GRAD.__get__(param)  # type: ignore[no-any-return]
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(param)  # type: ignore[no-any-return]
 
 
 def grad_left(param: nn.Parameter) -> None:
     """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
-    if not isinstance(param, _Watched) and param in _gradients:
-        _dress(param, Away)
+    if not isinstance(param, _GradElsewhere) and _record_of(param).gradients is not None:
+        _dress(param, Watched)
 
 
 def grad_is_away(param: nn.Parameter) -> bool:
@@ -342,19 +354,19 @@ def grad_is_away(param: nn.Parameter) -> bool:
 
 def ask_elsewhere(param: nn.Parameter) -> None:
     """Ask for a gradient that is not in torch's own place from now on."""
-    if not isinstance(param, _Watched) and own_grad(param) is None and param in _gradients:
-        _dress(param, Away)
+    if not isinstance(param, _GradElsewhere) and own_grad(param) is None and _record_of(param).gradients is not None:
+        _dress(param, Watched)
 
 
 def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
     """Give the parameter its own class for a forward, as code from torch.compile goes by the class; ``False``: the forward has ended."""
-    if whether and isinstance(param, Away):
+    if whether and isinstance(param, Watched):
         _dress(param, None)
-    elif not whether and not isinstance(param, (Released, Open)):
-        _dress(param, Away if _gradients_of(param) is not None else None)
+    elif not whether and not isinstance(param, Released):
+        _dress_full(param)
 
 
 def grad_gone(param: nn.Parameter) -> None:
     """Note that there is no gradient any more."""
-    if isinstance(param, Away):
-        _dress(param, None)
+    if isinstance(param, Watched):
+        _dress_full(param)

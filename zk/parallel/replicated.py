@@ -53,7 +53,7 @@ def adopt_replaced(unit: Unit, layout: Layout, full: Tensor) -> list[int]:
                 ".data); move the model first, then wrap it, and use dtype= to convert"
             )
         place = unit.shaped(index, full[layout.whole(index)])
-        place.copy_(param.data.clone())  # it may lie where it goes to
+        place.copy_(param.detach().clone())  # it may lie where it goes to
         param.data = place
         found.append(index)
     return found
