@@ -29,7 +29,7 @@ from zk.offload.streams import Event
 from zk.parallel.comm import Group, Pending, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.prefetch import Prefetcher
-from zk.parallel.released import mark, unmark, watch_data
+from zk.parallel.released import StandIns
 from zk.parallel.replicated import adopt_replaced, view_params
 from zk.units import Unit
 
@@ -109,8 +109,9 @@ class PartitionedParams:
         self.on_write: Callable[[PartitionedParams, list[int]], None] = lambda *_: None
         self.versions: list[int] = []  # of the parameters, when they became full
         self.data_taken = False  # and may have been written without a trace
-        for param in unit.params:
-            watch_data(param, self._take_data)
+        self.pointers: list[int] = []  # to their memory
+        # (weak: a parameter must not keep its own unit alive)
+        self.stand_ins = StandIns(unit.params, functools.partial(_used, weakref.ref(self)), self._take_data)
         self.known: dict[int, PartitionedParams] = {}  # whose memory is whose
         self.pending: Pending | None = None
         self.calls: set[object] = set()  # forward calls whose backward is under way
@@ -127,8 +128,7 @@ class PartitionedParams:
             view_params(self.unit, self.layout, self.full)
         if self.lease is not None:
             self.lease.give_back()
-        for param in self.unit.params:
-            mark(param, functools.partial(_used, weakref.ref(self)))  # weak: a parameter must not keep its own unit alive
+        self.stand_ins.release()
         self.state = State.RELEASED
 
     def fetch(self) -> None:
@@ -185,8 +185,7 @@ class PartitionedParams:
                 self.home.close()
             else:
                 self.home.close(uploaded)
-            for param in self.unit.params:
-                unmark(param)
+            self.stand_ins.restore()
             self.note_versions()
             self.state = State.GATHERED
 
@@ -197,6 +196,7 @@ class PartitionedParams:
         """The full parameters are what the shards are."""
         self.data_taken = False
         self.versions = [param._version for param in self.unit.params]
+        self.pointers = [param.data_ptr() for param in self.unit.params]
 
     def is_changed(self) -> bool:
         """Check whether the full parameters differ from the shards. On all ranks."""
@@ -221,10 +221,11 @@ class PartitionedParams:
         if self.state is State.RELEASED or self.holds:
             return
         self.gather()
-        with torch.no_grad():
-            written = set(adopt_replaced(self.unit, self.layout, self.full))
-        written |= {index for index, param in enumerate(self.unit.params) if self.data_taken or param._version != self.versions[index]}
-        if written:
+        params = self.unit.params
+        if self.data_taken or [param._version for param in params] != self.versions or [param.data_ptr() for param in params] != self.pointers:
+            with torch.no_grad():
+                written = set(adopt_replaced(self.unit, self.layout, self.full))
+            written |= {index for index, param in enumerate(params) if self.data_taken or param._version != self.versions[index]}
             self.on_write(self, sorted(written))
         self._free()
 

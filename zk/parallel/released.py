@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -208,7 +208,7 @@ class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _DATA.__set__(self, value)
+        _DATA.__set__(self, _noted(self, value))
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         with _as_itself(self):
@@ -279,6 +279,36 @@ def _dress(param: nn.Parameter, role: type[nn.Parameter] | None) -> None:
     """Give the parameter the class for ``role``; None: its own."""
     own = _record_of(param).own_class
     param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
+
+
+class StandIns:
+    """The classes that a unit's parameters have in turn: one while they are full, one while they are released.
+
+    Args:
+        params: of the unit.
+        on_use: called when a released one is used: makes it full, or raises.
+        taken: as for ``watch_data``.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], on_use: Callable[[], None], taken: Callable[[nn.Parameter, Tensor], None]
+    ) -> None:
+        self.classes = []
+        for param in params:
+            watch_data(param, taken)
+            record = _record_of(param)
+            record.on_use = on_use
+            self.classes.append((param, _stand_in(record.own_class, Watched), _stand_in(record.own_class, Released)))
+
+    def release(self) -> None:
+        """Note that the parameters have no memory."""
+        for param, _, released in self.classes:
+            param.__class__ = released  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Note that the parameters are full."""
+        for param, full, _ in self.classes:
+            param.__class__ = full  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] = Released) -> None:
