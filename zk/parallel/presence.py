@@ -40,7 +40,6 @@ class Presence:
             self.store = store
         self.beats = 0
         self.tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._beat()
         self.thread = threading.Thread(target=_go_on, args=(weakref.ref(self), self.tasks), name="zk presence", daemon=True)
         self.thread.start()
         weakref.finalize(self, self.tasks.put, None).atexit = False
@@ -51,10 +50,15 @@ class Presence:
         self.store.set(f"zk/beat/{self.rank}", f"{_process()} {self.beats}")
 
     def ask(self, task: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
-        """Do something with the store. TimeoutError where it does not answer; RuntimeError where it is gone."""
+        """Do something with the store. RuntimeError, saying so, where it is gone or does not answer."""
         answer: Future[T] = Future()
         self.tasks.put((task, answer))
-        return answer.result(timeout_s)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(STORE_SILENT) from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{STORE_GONE}({error}) ") from error
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         self.store.check([f"zk/beat/{self.rank}"])  # that it answers, also where nobody is asked for
@@ -65,7 +69,7 @@ class Presence:
         """Those of ``ranks`` that have ended for sure: processes on this machine that are there no more. Empty where the store does not answer."""
         try:
             beats = self.ask(lambda: self._read(ranks))
-        except (TimeoutError, RuntimeError):
+        except RuntimeError:
             return []
         return [rank for rank, beat in beats.items() if _has_ended(beat.split()[0])]
 
@@ -79,10 +83,8 @@ class Presence:
                     break
                 time.sleep(BEAT_S / 4)
                 last = self.ask(lambda: self._read(ranks))
-        except TimeoutError:
-            return STORE_SILENT
-        except RuntimeError:
-            return STORE_GONE
+        except RuntimeError as error:
+            return str(error)
         over = time.monotonic() >= until
         named = [str(ranks.index(rank)) for rank in first if (over and first[rank] == last.get(rank)) or _has_ended(first[rank].split()[0])]
         return f"rank{'s' * (len(named) > 1)} {', '.join(named)} ended, or stands still: no sign of life any more. " if named else ""
@@ -96,6 +98,7 @@ class Presence:
         missing = [rank for rank in ranks if rank != self.rank]
 
         def come() -> None:
+            self._beat()
             self.store.set(f"zk/at/{place}/{self.rank}", "")
 
         def look() -> list[int]:
@@ -117,13 +120,11 @@ class Presence:
                 raise RuntimeError(f"not all ranks stayed where a ZeroOptimizer is made: {failure}")
         except BaseException as error:
             self.fail(place, why(ranks.index(self.rank), error))
-            if isinstance(error, TimeoutError):
-                raise RuntimeError(STORE_SILENT) from error
             raise
 
     def fail(self, place: str, why: str) -> None:
         """Tell those who are at ``place``, or come there, that this rank gives up."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(RuntimeError):
             self.ask(lambda: fail(self.store, place, why))
 
     def failure(self, place: str) -> str:
@@ -131,7 +132,7 @@ class Presence:
         try:
             key = f"zk/failed/{place}"
             return self.ask(lambda: str(self.store.get(key).decode()) if self.store.check([key]) else "", BEAT_S)
-        except (TimeoutError, RuntimeError):
+        except RuntimeError:
             return ""
 
     def close(self) -> None:
@@ -197,18 +198,13 @@ class Board:
                         raise RuntimeError(f"rank {', '.join(ended)} has ended" if ended else f"other ranks did not come for {now - begun:.0f} s")
                 time.sleep(min(0.05, 0.001 + (now - begun) / 10))
 
-        try:
-            self.presence.ask(come, self.timeout_s)
-            wait_for_all("here")
-            found = self.presence.ask(read, self.timeout_s)
-            if self.rank == 0:  # its process may keep the store, and end after this
-                wait_for_all("read")
-                self.presence.ask(clear, self.timeout_s)
-            return found
-        except TimeoutError as error:
-            raise RuntimeError(STORE_SILENT) from error
-        except RuntimeError as error:
-            raise RuntimeError(self.presence.who_is_gone([]) + str(error)) from error  # of the store, that is
+        self.presence.ask(come, self.timeout_s)
+        wait_for_all("here")
+        found = self.presence.ask(read, self.timeout_s)
+        if self.rank == 0:  # its process may keep the store, and end after this
+            wait_for_all("read")
+            self.presence.ask(clear, self.timeout_s)
+        return found
 
 
 def _process() -> str:
