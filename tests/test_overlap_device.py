@@ -34,6 +34,26 @@ def test_what_a_dropped_optimizer_has_in_flight_arrives_before_it_is_read() -> N
     assert all(map(torch.equal, found, want))
 
 
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_what_is_written_through_data_reaches_the_copy_that_is_updated(dtype: str) -> None:
+    """Also through a tensor that is held: step() waits for the update of what it shares memory with, and of nothing else."""
+    model, optimizer = make(dtype=dtype)
+    train(model, optimizer, 2)
+    held = model.head.weight.data
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    for step in (2, 3):
+        held.view(-1)[step::7] = 0
+        model.blocks[0].up.weight.data.clamp_(-0.01, 0.01)
+        train(model, optimizer, 1, start=step)
+        assert not held.view(-1)[step::7].any()
+        optimizer.synchronize()
+        assert [unit.is_shared for unit in optimizer.held] == ["head.weight" in unit.unit.names for unit in optimizer.held]
+    assert model.blocks[0].up.weight.detach().abs().max() <= 0.0101
+    assert optimizer.consolidated_state_dict("fp32")["head.weight"].view(-1)[3::7].abs().max() < 1e-40
+    optimizer.close()
+
+
 # ---- budgets -----------------------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ SETTING = {"stage": 2, "optimizer_tier": "nvme", "param_tier": "device", "overla
 
 def plan_of(fault: Fault, **fields: Any) -> Plan:
     """Two ranks whose optimizer state is on a drive, and one fault."""
-    fields = {"world": 2, "variant": "plain", "dtype": "bf16", "accumulation": 1, "retries": False, **fields}
+    fields = {"world": 2, "variant": "plain", "dtype": "bf16", "accumulation": 1, "retries": False, "returns": 0, **fields}
     return dataclasses.replace(Plan.of(0), settings=[SETTING] * 8, faults=[fault], save_every=1, async_save=False, **fields)
 
 

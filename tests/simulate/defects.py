@@ -16,6 +16,7 @@ from tests.simulate.job import run
 from zk.checkpoint import files, folders, load, save
 from zk.held import Held
 from zk.offload import nvme, scratch, snapshot, spill, state, tiers, transfer, worker
+from zk.optimizer import ZeroOptimizer
 from zk.parallel import comm, presence
 
 patch = mock.patch.object
@@ -133,6 +134,23 @@ def _early(self: presence.Board, text: str, what: str, is_error: bool = False) -
     return [text if rank == self.rank else "" for rank in range(self.world)]
 
 
+def _checked_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Check a file when it is looked at first, and not the bytes that are used."""
+    seen: set[tuple[str, int]] = set()
+
+    def check(path: Any, written: Any, block: int, crc: int) -> None:
+        if (str(path), block) not in seen:
+            real(path, written, block, crc)
+            seen.add((str(path), block))
+
+    return check
+
+
+def _add_to_failed(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Add a gradient to one that has not come."""
+    return lambda self, arrival, before: real(self, arrival, None)
+
+
 DEFECTS: dict[str, Planted] = {
     # waits
     "copy_not_awaited": lambda: patch(transfer.Arrival, "piece", lambda self, index: self.record.tensor[self.pieces[index]]),
@@ -153,12 +171,16 @@ DEFECTS: dict[str, Planted] = {
     "tier_not_checked": lambda: patch(nvme._Checksums, "check", nothing),
     "checked_in_other_pieces": lambda: patch(tiers, "File", lambda *args, cuts=(), **kwargs: nvme.File(*args, **kwargs)),
     "failed_write_forgotten": lambda: patch(spill.Spill, "succeeds", _always),
+    "old_buffers_used": lambda: patch(spill.Buffers, "drop", nothing),
+    "added_to_failed": lambda: patch(spill.FileGrads, "_arrive", _add_to_failed(spill.FileGrads._arrive)),
     "scratch_left": lambda: patch(scratch, "_remove_folder", nothing),
     # checkpoints
     "published_before_written": lambda: patch(folders, "publish", _publish_first(folders.publish)),
     "files_not_synced": lambda: patch(nvme.File, "flush", nvme.File.wait),
     "oldest_taken": lambda: patch(folders, "latest", lambda root: next(iter(folders.whole(root)), None)),
     "file_not_checked": lambda: patch(files, "_check_block", nothing),
+    "checked_once": lambda: patch(files, "_check_block", _checked_once(files._check_block)),
+    "mixed_state_used": lambda: patch(ZeroOptimizer, "_check_whole", nothing),
     "steps_not_loaded": lambda: patch(load, "_check", _no_steps(load._check)),
     "not_copied_for_save": lambda: patch(snapshot.Unread, "_claim", lambda self, number: False),
     "ends_before_saved": lambda: patch(save, "_finish_all", nothing),
@@ -166,6 +188,7 @@ DEFECTS: dict[str, Planted] = {
     "collective_skipped": lambda: patch(comm.Group, "all_reduce", once(1, 2, _half_norm, comm.Group.all_reduce)),
     "norm_of_one_rank": lambda: patch(comm.Group, "all_reduce", _half_norm),
     "ranks_not_told": lambda: patch(save, "together", lambda comm, what: contextlib.nullcontext()),
+    "failed_update_not_told": lambda: patch(save, "tell", nothing),
     "rank_goes_on_early": lambda: patch(presence.Board, "exchange", _early),
     "gradient_dropped": lambda: patch(state.OptimizerShard, "add", _first_gradient_dropped(state.OptimizerShard.add)),
     "promised_copy_forgotten": lambda: patch(snapshot.Unread, "_put", _only_copies(snapshot.Unread._put)),

@@ -120,7 +120,7 @@ SAYS = {
     "ENOSPC": r"No space left|are needed and \d+",
     "stall 400": r"has not ended after|Timed out|did not come for|not there after",
     "stall 30": r"Timed out|did not come for|not there after",
-    "lose": r"what (was|were) (written|there)|has not kept what|not a whole|is damaged|is missing|CRC|checksum|another checkpoint",
+    "lose": r"what (was|were) (written|there)|has not kept what|not a whole|is damaged|is missing|CRC|checksum|another checkpoint|cannot be read",
     "kill": GONE,
     "freeze": rf"{GONE}|stands still|Timed out|not there after|does not answer|timeout",
     "interrupt": r"KeyboardInterrupt",
@@ -134,7 +134,7 @@ class Fault:
     """One thing that goes wrong."""
 
     what: str
-    operation: str  # of the drive, at which it does, and where: "pwrite saved"; "choice" counts those of the scheduler
+    operation: str  # of the drive, at which it does, and where: "pwrite saved", "load pread saved"; "choice" counts those of the scheduler
     at: int  # how often there was one
     rank: int = 0  # of the process that it befalls
     fired: bool = False
@@ -157,6 +157,8 @@ class Plan:
     async_save: bool
     keep: int | None
     retries: bool  # loads again in place after an error
+    returns: int  # after this step, once in each attempt, the newest checkpoint is loaded again; 0: never
+    insists: bool  # saves after a load that has failed
     closes: bool  # the optimizer, at its end
     settings: list[dict[str, Any]]  # of each attempt
     faults: list[Fault]
@@ -170,7 +172,7 @@ class Plan:
         settings = [_setting(dice) for _ in range(ATTEMPTS)]
         if accumulation > 1:  # what is added up where depends on the stage
             settings = settings[:1] * ATTEMPTS
-        faults = []
+        faults, returns = [], dice.choice((0, 0, 1, 2, 3))
         for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3))):
             operation, what = dice.choice(TRANSFERS if dice.random() < 0.75 else OTHERS)
             where, most = dice.choice((("tier", 300), ("saved", 40)))
@@ -178,6 +180,8 @@ class Plan:
                 what = dice.choice(ENDS)
                 if dice.random() < 0.5:
                     operation, where, most = "choice", "", 8000
+            if returns and operation != "choice" and dice.random() < 0.6:
+                operation, most = f"load {operation}", 40
             at = int(math.exp(dice.uniform(math.log(20) if operation == "choice" else 0, math.log(most))))
             faults.append(Fault(what, f"{operation} {where}".strip(), at, dice.randrange(world)))
         if dice.random() < 0.3:  # so that there is something to load
@@ -193,6 +197,8 @@ class Plan:
             async_save=dice.random() < 0.5,
             keep=dice.choice((None, 1, 2)),
             retries=dice.random() < 0.4,
+            returns=returns,
+            insists=dice.random() < 0.5,
             closes=dice.random() < 0.5,
             settings=settings,
             faults=faults,
@@ -303,14 +309,16 @@ class Job:
         self.saving = 0  # the step of the last save, if the ranks came to their end
         self.damaged = False  # what was written may not be what is read
         self.attempt = 0
+        self.loading: list[Process] = []  # those that load a checkpoint
 
     # ---- faults --------------------------------------------------------------------------------------------------------------
 
     def _fault(self, operation: str, path: str) -> str:
         kind = f"{operation} {'saved' if path.startswith(str(SAVED)) else 'tier'}"
-        self.counts[kind] += 1
+        kinds = [kind, f"load {kind}"] if self.simulation.current.process in self.loading else [kind]
+        self.counts.update(kinds)
         for fault in self.plan.faults:
-            if fault.operation == kind and not fault.fired and self.counts[kind] >= fault.at:
+            if fault.operation in kinds and not fault.fired and self.counts[fault.operation] >= fault.at:
                 if fault.what not in ENDS:
                     self._fire(fault)
                     return fault.what
@@ -376,7 +384,7 @@ class Job:
         step = saving = 0
         if folders.latest(SAVED) is not None:
             step = self._load(optimizer, rank)
-        failures = 0
+        failures, has_returned = 0, False
         peak = 0.0
         while step < STEPS:
             try:
@@ -398,6 +406,9 @@ class Job:
                     if rank == 0:  # the save before this one has ended, and this one if it was not beside training
                         self._is_saved(saving if plan.async_save else step)
                     saving = step
+                if step == plan.returns and not has_returned and step >= plan.save_every:
+                    has_returned, saving = True, 0
+                    step = self._load(optimizer, rank)
             except Exception as error:
                 failures += 1
                 self.simulation.note(f"step {step} failed: {error}")
@@ -409,9 +420,9 @@ class Job:
                     step = self._load(optimizer, rank)
                 except Exception as failure:
                     self._explain(rank, failure)
-                    if plan.world > 1:
-                        raise
                     optimizer.zero_grad()  # and goes on all the same: what is whole may, what is mixed must be refused
+                    if plan.insists:
+                        self._insist(optimizer, rank)
             peak = self._check_memory(optimizer, step, peak)
         values = optimizer.consolidated_state_dict("fp32")
         if plan.closes:
@@ -433,8 +444,20 @@ class Job:
         if not self.damaged:
             self.saved_step = max(self.saved_step, step)
 
+    def _insist(self, optimizer: zk.ZeroOptimizer, rank: int) -> None:
+        """Save after a load that has failed: what is mixed must not become the newest checkpoint."""
+        try:
+            optimizer.save_checkpoint(SAVED, keep=self.plan.keep)
+        except Exception as error:
+            self._explain(rank, error)
+
     def _load(self, optimizer: zk.ZeroOptimizer, rank: int) -> int:
-        optimizer.load_checkpoint(SAVED)
+        process = self.simulation.current.process
+        self.loading.append(process)
+        try:
+            optimizer.load_checkpoint(SAVED)
+        finally:
+            self.loading.remove(process)
         step = int(optimizer.counters["steps"])
         self.simulation.note(f"goes on from step {step}")
         if step < self.saved_step and not self.damaged:
@@ -564,7 +587,8 @@ class Job:
                 if not torch.equal(values[name], want):
                     self.problems.append(f"rank {rank} ends with another {name} than plain training")
         newest = folders.latest(SAVED)
-        refused = any("saved" in fault.operation for fault in self.fired)  # a save at exit that fails is logged
+        reads = ("saved", "tier") if self.plan.async_save else ("saved",)  # a save at exit that fails is logged
+        refused = any(fault.operation.endswith(reads) for fault in self.fired)
         if self.saved_step and not refused and (newest is None or newest < folders.place_of(SAVED, self.saved_step)):
             self.problems.append(f"step {self.saved_step} was saved, and the newest checkpoint is {newest}")
         left = os.listdir(SCRATCH)
