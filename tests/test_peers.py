@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.programs import Program, rank_of
 from tests.world import free_port, run_world
+from zk.checkpoint import save
+from zk.parallel import comm
 
 TIMEOUT_S = 3.0  # of the process groups here
 
@@ -362,3 +365,29 @@ def test_a_forked_process_that_ends_takes_no_connections_with_it(tmp_path: Path)
         for process in ranks:
             assert process.stdout.readline() == "the child ended with 0\n"
             assert process.stdout.readline() == "done\n"
+
+
+def interrupted_between(_: None) -> tuple[str, float]:
+    """Ctrl-C comes to the first rank after it has announced a gather, and before the other one has."""
+    group = comm.Group(None)
+    full = torch.zeros(4)
+    mine = full[2 * group.rank :][:2].fill_(group.rank + 1)
+    begun = time.monotonic()
+    try:
+        with save.together(group, "trying"):
+            if group.rank == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            else:
+                time.sleep(1.2)
+            group.all_gather(0, full, mine).wait()
+            assert full.tolist() == [1, 1, 2, 2]
+    except (KeyboardInterrupt, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "nothing", time.monotonic() - begun
+
+
+def test_ctrl_c_lets_begin_what_was_announced_so_that_others_hear_of_it() -> None:
+    (first, _), (other, took) = run_world(2, interrupted_between, [None], 60)[0]
+    assert first.startswith("KeyboardInterrupt") and "on rank 0: KeyboardInterrupt" in other
+    assert took < 20

@@ -101,7 +101,7 @@ def plain(
 # of the drive: the operation, and what becomes of it
 TRANSFERS = (
     *itertools.product(("pread", "pwrite"), ("EIO", "EIO", "EINTR", "short", "stall 3", "stall 400")),
-    *(("pwrite", "ENOSPC"), ("pwrite", "lose"), ("pwrite", "tear"), ("pread", "corrupt"), ("pread", "corrupt")),
+    *(("pwrite", "ENOSPC"), ("pwrite", "EIO"), ("pwrite", "EIO"), ("pwrite", "lose"), ("pwrite", "tear"), ("pread", "corrupt"), ("pread", "corrupt")),
 )
 OTHERS = (
     ("fsync", "EIO"),
@@ -186,7 +186,7 @@ class Plan:
             faults.append(Fault(what, f"{operation} {where}".strip(), at, dice.randrange(world)))
         if dice.random() < 0.3:  # so that there is something to load
             faults.append(Fault("kill", "choice", int(math.exp(dice.uniform(math.log(300), math.log(4000)))), dice.randrange(world)))
-        return cls(
+        plan = cls(
             world=world,
             variant=dice.choice(("plain", "plain", "tied", "frozen", "checkpointed")),
             dtype=dice.choice(("fp32", "bf16")),
@@ -204,6 +204,9 @@ class Plan:
             faults=faults,
             keeper_is_rank=dice.random() < 0.5,
         )
+        if dice.random() < 0.15:  # a drive that goes bad
+            plan.faults += [Fault("EIO", "pwrite tier", dice.randrange(1, 150)) for _ in range(3)]
+        return plan
 
 
 def _setting(dice: random.Random) -> dict[str, Any]:
@@ -347,6 +350,7 @@ class Job:
         process = ranks.processes[fault.rank]
         self._fire(fault)
         if fault.what == "kill":
+            ranks.leave(process)
             simulation.kill(process)
         elif fault.what.startswith("freeze"):
             process.frozen_until = simulation.now + float(fault.what.split()[1])
@@ -491,6 +495,8 @@ class Job:
 
     def _end(self, process: Process) -> None:
         """End a process: what it has not done it does not do."""
+        if self.ranks is not None:
+            self.ranks.leave(process)
         self.simulation.kill(process)
         self.drive.let_go(process)
         for finalizer in process.finalizers:
@@ -588,7 +594,7 @@ class Job:
                     self.problems.append(f"rank {rank} ends with another {name} than plain training")
         newest = folders.latest(SAVED)
         reads = ("saved", "tier") if self.plan.async_save else ("saved",)  # a save at exit that fails is logged
-        refused = any(fault.operation.endswith(reads) for fault in self.fired)
+        refused = any(fault.operation.endswith(reads) or fault.what == "freeze 90" for fault in self.fired)
         if self.saved_step and not refused and (newest is None or newest < folders.place_of(SAVED, self.saved_step)):
             self.problems.append(f"step {self.saved_step} was saved, and the newest checkpoint is {newest}")
         left = os.listdir(SCRATCH)

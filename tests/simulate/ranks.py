@@ -156,6 +156,15 @@ class World:
         """Rank of the process that runs now."""
         return self.processes.index(self.simulation.current.process)
 
+    def leave(self, process: Process) -> None:
+        """Keep what a process that ends has sent as it is now: its memory is nobody's from here on."""
+        rank = self.processes.index(process)
+        for group in (self.default, *(group for groups in self.groups.values() for group in groups)):
+            for meeting in group.meetings:
+                if not meeting.moved and rank in meeting.there:
+                    given, target = meeting.there[rank]
+                    meeting.there[rank] = (None if given is None else given.clone(), None if target is None else target.clone())
+
     def new_group(self, ranks: Sequence[int], timeout: timedelta, backend: str, use_local_synchronization: bool = False) -> ProcessGroup:
         """The next group of these ranks; returns when all of them are there."""
         key = tuple(ranks)

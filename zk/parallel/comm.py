@@ -23,6 +23,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -47,6 +48,7 @@ _VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory
 LOOK_S = 1.0  # in a wait for other ranks, how often to look whether it can still end well
 _LABEL_NBYTES = 120  # of what ranks tell each other when they are in different collectives
 TELL_S = 10.0  # how often to log who is waited for
+INTERRUPT_S = 2.0  # how long Ctrl-C is put off for other ranks to come to what was announced
 
 
 class Pending(Protocol):
@@ -152,6 +154,7 @@ class Group:
         self.overlap = overlap
         self.names: tuple[str, ...] = ()
         self.count = self.boards = 0
+        self.interrupted: KeyboardInterrupt | None = None  # put off until what was announced has begun
         self.ranks = dist.get_process_group_ranks(self.group)
         self.timeout: timedelta = self.group._get_backend(torch.device("cpu" if self.gloo else "cuda")).options._timeout
         self.place = _next_place(self.ranks)
@@ -219,9 +222,20 @@ class Group:
         data = text.encode()
         control = self._open_control()
         occasion = -2 - zlib.crc32(re.split(r"\W", what)[0].encode())
-        _, check = self._announce(TEXT, occasion, len(data) if is_error else -len(data), what)
-        lengths = list(map(abs, check()))
-        return self._say(data, lengths, control) if any(lengths) else [""] * self.world
+        with self._undivided():
+            _, check = self._announce(TEXT, occasion, len(data) if is_error else -len(data), what)
+            lengths = list(map(abs, check()))
+            return self._say(data, lengths, control) if any(lengths) else [""] * self.world
+
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Context: what is announced inside is begun inside, Ctrl-C or not."""
+        try:
+            yield
+        finally:
+            interrupted, self.interrupted = self.interrupted, None
+            if interrupted is not None:
+                raise interrupted
 
     def _open_control(self) -> Any:
         """The connections of announcements. Whoever has them may go on with them while the process ends, and another thread closes the group."""
@@ -237,32 +251,51 @@ class Group:
         all_ = torch.empty(self.world, max(lengths), dtype=torch.uint8)
         works: list[dist.Work] = []
         self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
-        self.guard(label, lambda: self.wait_for(works[0]))
+        self.guard(label, lambda: self.wait_for(works[0], is_promised=True))
         return [row[:length].numpy().tobytes().decode() for row, length in zip(all_, lengths, strict=True)]
 
     def fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
         self.presence.fail(self.place, why(self.rank, error))
 
-    def wait_for(self, work: dist.Work) -> None:
-        """Wait for a collective in host memory; RuntimeError where it cannot end any more."""
+    def wait_for(self, work: dist.Work, is_promised: bool = False) -> None:
+        """Wait for a collective in host memory; RuntimeError where it cannot end any more.
+
+        ``is_promised``: others go on from it to something that they do with this rank, which a first Ctrl-C lets begin, if they are there.
+        """
         begun = time.monotonic()
-        tell = begun + TELL_S
+        tell, until = begun + TELL_S, math.inf
         while True:
             try:
-                work.wait(timedelta(seconds=LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # its own error; or it ended meanwhile
+                if self._has_ended(work):
                     return
-            failure = self.presence.failure(self.place)
-            if failure:
-                raise RuntimeError(failure)
-            if time.monotonic() > tell:
-                tell += TELL_S
-                waited, at_most = time.monotonic() - begun, self.timeout.total_seconds()
-                rank_log.warning("waiting for other ranks for %.0f s, at most %.0f s. %s", waited, at_most, self.presence.who_is_gone(self.ranks))
+                if time.monotonic() > tell:
+                    tell += TELL_S
+                    waited, at_most = time.monotonic() - begun, self.timeout.total_seconds()
+                    who = self.presence.who_is_gone(self.ranks)
+                    rank_log.warning("waiting for other ranks for %.0f s, at most %.0f s. %s", waited, at_most, who)
+            except KeyboardInterrupt as error:
+                if not is_promised:
+                    raise
+                until = time.monotonic() + (INTERRUPT_S if self.interrupted is None else 0)
+                self.interrupted = error
+            if self.interrupted is not None and time.monotonic() >= until:
+                self.fail(self.interrupted)
+                raise self.interrupted
+
+    def _has_ended(self, work: dist.Work) -> bool:
+        """Wait for a while; RuntimeError where it failed, or a rank has given up."""
+        try:
+            work.wait(timedelta(seconds=LOOK_S))
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # its own error; or it ended meanwhile
+                return True
+        failure = self.presence.failure(self.place)
+        if failure:
+            raise RuntimeError(failure)
+        return False
 
     def _label(self, operation: int, unit: int, what: str = "") -> str:
         if what or not 0 <= operation < len(_VERBS):
@@ -297,7 +330,7 @@ class Group:
         @functools.cache
         def check() -> list[int]:
             with phase("wait", f"other ranks: they announce {label}"):
-                self.guard(label, lambda: self.wait_for(works[0]))
+                self.guard(label, lambda: self.wait_for(works[0], is_promised=self.gloo or operation == TEXT))
             rows = all_.tolist()
             said = [max(row[3], 0) if row[0] == TEXT else 0 for row in rows]
             if self.gloo and any(said):  # a rank has left what it was in, and says why: whatever this one is in, it listens
@@ -352,59 +385,65 @@ class Group:
 
         Host memory goes over gloo, whatever carries the device's.
         """
-        label, check = self._announce(GATHER, unit)
-        if not self.gloo and full.device.type != "cpu":
-            return self._launch(label, check, lambda: [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), self.group)], on_device=True)
-        parts = full.chunk(self.world)
-        if parts[self.rank].data_ptr() != shard.data_ptr():
-            parts[self.rank].copy_(shard)
-        as_bytes = [part.view(torch.uint8) for part in parts]
-        group = self._of_host
-        return self._launch(
-            label,
-            check,
-            lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
-        )
+        with self._undivided():
+            label, check = self._announce(GATHER, unit)
+            if not self.gloo and full.device.type != "cpu":
+                return self._launch(label, check, lambda: [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), self.group)], on_device=True)
+            parts = full.chunk(self.world)
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
+            as_bytes = [part.view(torch.uint8) for part in parts]
+            group = self._of_host
+            return self._launch(
+                label,
+                check,
+                lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
+            )
 
     def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Pending:
         """The mean over ranks of ``bucket`` (world * shard_numel,), this rank's slice of it to ``shard`` (shard_numel,).
 
         gloo: summed in fp32 in the order of ranks and rounded once. NCCL: in the bucket's dtype.
         """
-        label, check = self._announce(REDUCE, unit)
-        if not self.gloo:
-            mean_shard = shard if shard.dtype == bucket.dtype else torch.empty_like(shard, dtype=bucket.dtype)
-            cast = None if mean_shard is shard else lambda: shard.copy_(mean_shard)
-            return self._launch(label, check, lambda: [_reduce_scatter(mean_shard, bucket, self.group)], cast, on_device=True)
-        received = torch.empty_like(bucket)  # (world, shard_numel): what each rank has for this one
+        with self._undivided():
+            label, check = self._announce(REDUCE, unit)
+            if not self.gloo:
+                mean_shard = shard if shard.dtype == bucket.dtype else torch.empty_like(shard, dtype=bucket.dtype)
+                cast = None if mean_shard is shard else lambda: shard.copy_(mean_shard)
+                return self._launch(label, check, lambda: [_reduce_scatter(mean_shard, bucket, self.group)], cast, on_device=True)
+            received = torch.empty_like(bucket)  # (world, shard_numel): what each rank has for this one
 
-        def mean() -> None:
-            for start in range(0, shard.numel(), 1 << 16):
-                piece = slice(start, start + (1 << 16))
-                rows = [row[piece] for row in received.chunk(self.world)]
-                total = rows[0].float()
-                for row in rows[1:]:
-                    total += row
-                shard[piece] = total.div_(self.world)
+            def mean() -> None:
+                for start in range(0, shard.numel(), 1 << 16):
+                    piece = slice(start, start + (1 << 16))
+                    rows = [row[piece] for row in received.chunk(self.world)]
+                    total = rows[0].float()
+                    for row in rows[1:]:
+                        total += row
+                    shard[piece] = total.div_(self.world)
 
-        def start() -> list[dist.Work]:
-            work = dist.all_to_all_single(received.view(torch.uint8), bucket.view(torch.uint8), group=self.group, async_op=True)
-            return [work]
+            def start() -> list[dist.Work]:
+                work = dist.all_to_all_single(received.view(torch.uint8), bucket.view(torch.uint8), group=self.group, async_op=True)
+                return [work]
 
-        return self._launch(label, check, start, mean)
+            return self._launch(label, check, start, mean)
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         """Overwrite ``tensor`` (contiguous) on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
-        label, check = self._announce(operation, unit)
-        on_device = tensor.device.type != "cpu" and not self.gloo
-        group = self.group if on_device else self._of_host
-        as_bytes = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL knows all dtypes
-        self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], on_device=on_device).wait()
+        with self._undivided():
+            label, check = self._announce(operation, unit)
+            on_device = tensor.device.type != "cpu" and not self.gloo
+            group = self.group if on_device else self._of_host
+            as_bytes = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL knows all dtypes
+            pending = self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], on_device=on_device)
+        pending.wait()
 
     def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place."""
-        label, check = self._announce(operation, -tensor.numel())  # another size would end the process inside gloo
-        self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self._of_host, async_op=True)]).wait()
+        with self._undivided():
+            label, check = self._announce(operation, -tensor.numel())  # another size would end the process inside gloo
+            pending = self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self._of_host, async_op=True)])
+        pending.wait()
 
 
 def _note_when_done(label: str, start_ns: int, works: Sequence[dist.Work]) -> None:
