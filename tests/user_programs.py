@@ -771,7 +771,7 @@ def prune_data(run: Run) -> None:
 @program(partitioned("is read while released"))
 def change_data_taken_before(run: Run) -> None:
     if run.step == 0:
-        run.kept = [param.data for param in run.params]
+        run.kept = [param.data.detach() if number % 2 else param.data.view(-1) for number, param in enumerate(run.params)]
     for data in run.kept:
         data.clamp_(-0.1, 0.1)
     run.backward()

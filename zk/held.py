@@ -25,7 +25,7 @@ from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import PartitionedParams
-from zk.parallel.released import Updating, grad_gone, grad_left, mark, unmark, watch_data
+from zk.parallel.released import grad_gone, grad_left, mark, unmark, watch_data
 from zk.parallel.replicated import ReplicatedParams, adopt_replaced
 from zk.timeline import phase
 from zk.units import Unit
@@ -63,7 +63,7 @@ class Held:
     clip: Callable[[], None] = lambda: None  # clips what is there, if that was asked for and has not been done
     steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of the parameters that were updated: how often
     versions: list[int] = dataclasses.field(default_factory=list)  # of the parameters, when zk last wrote them
-    taken: dict[int, weakref.ref[Tensor]] = dataclasses.field(default_factory=dict)  # ``data`` of parameters, which somebody may write
+    taken: set[int] = dataclasses.field(default_factory=set)  # parameters whose ``data`` somebody may have written
     sharers: int = 0  # tensors in the memory of full parameters, of zk's own
     recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
     underway: Task | None = None  # an update that goes on beside training
@@ -132,7 +132,7 @@ class Held:
             self.underway = task
             if isinstance(self.params, ReplicatedParams):
                 for param in self.unit.params:
-                    mark(param, functools.partial(_arrive, weakref.ref(self), weakref.ref(param), task.landing, self.transfer), Updating)
+                    mark(param, functools.partial(_arrive, weakref.ref(self), weakref.ref(param), task.landing, self.transfer))
             elif self.params.holds:
                 self.arrive()  # somebody reads the full parameters at this moment
 
@@ -271,7 +271,7 @@ class Held:
             return [param._version for param in self.unit.params] != (self.versions if versions is None else versions)
 
     def watch(self) -> None:
-        """Note from now on who shares the parameters' memory; and whose ``data`` are used, if what is done to them has to be found."""
+        """Note from now on whether somebody shares the parameters' memory, and whose ``data`` are used where writes to them have to be found."""
         self.sharers = self._count_sharers()
         if isinstance(self.params, ReplicatedParams) and self.shard is not None and self.shard.has_copies:
             for param in self.unit.params:
@@ -285,9 +285,8 @@ class Held:
         """Check that somebody holds a tensor in the memory of full parameters (``data``, ``detach()``, a state_dict)."""
         return isinstance(self.params, ReplicatedParams) and self._count_sharers() > self.sharers
 
-    def _take_data(self, param: nn.Parameter, data: Tensor) -> None:
-        index = next(index for index, other in enumerate(self.unit.params) if other is param)
-        self.taken[index] = weakref.ref(data)
+    def _take_data(self, param: nn.Parameter) -> None:
+        self.taken.add(next(index for index, other in enumerate(self.unit.params) if other is param))
 
     def adopt_writes(self) -> None:
         """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""
@@ -296,8 +295,9 @@ class Held:
         with torch.no_grad():
             written = set(adopt_replaced(self.unit, self.layout, self.params.full))
         now = [param._version for param in self.unit.params]
-        written |= {index for index, version in enumerate(now) if version != self.versions[index]} | self.taken.keys()
-        self.taken = {index: data for index, data in self.taken.items() if data() is not None}  # which may be written again
+        written |= {index for index, version in enumerate(now) if version != self.versions[index]} | self.taken
+        if not self.is_shared:  # else they may be written again
+            self.taken.clear()
         if self.shard is not None:
             self.shard.adopt([self.mine(index) for index in sorted(written)])
         self.versions = now

@@ -189,7 +189,7 @@ class PartitionedParams:
             self.note_versions()
             self.state = State.GATHERED
 
-    def _take_data(self, _param: nn.Parameter, _data: Tensor) -> None:
+    def _take_data(self, _param: nn.Parameter) -> None:
         self.data_taken = True
 
     def note_versions(self) -> None:

@@ -144,10 +144,10 @@ class Gradients(Protocol):
 class _Record:
     """Everything known of one parameter."""
 
-    reference: weakref.ref[nn.Parameter]
+    reference: weakref.ref[nn.Parameter]  # ends the record with the parameter
     own_class: type[nn.Parameter]
     on_use: Callable[[], None] | None = None  # makes a released one usable, or raises
-    on_data: weakref.WeakMethod[Callable[[nn.Parameter, Tensor], None]] | None = None  # hears of ``data`` that are used
+    on_data: weakref.WeakMethod[Callable[[nn.Parameter], None]] | None = None  # hears of ``data`` that are used
     gradients: weakref.ref[Gradients] | None = None  # knows of its gradient
 
 
@@ -204,11 +204,13 @@ class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
 
     @property
     def data(self) -> Tensor:
-        return _noted(self, _DATA.__get__(self))
+        _data_taken(self)
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _DATA.__set__(self, _noted(self, value))
+        _data_taken(self)
+        _DATA.__set__(self, value)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         with _as_itself(self):
@@ -246,9 +248,10 @@ class Released(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Released):
                     _use(leaf)
+            if getattr(func, "__self__", None) is _DATA and len(args) == 1:
+                _data_taken(args[0])
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            return _noted(args[0], result) if getattr(func, "__self__", None) is _DATA and len(args) == 1 else result
+            return func(*args, **kwargs)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
@@ -290,9 +293,7 @@ class StandIns:
         taken: as for ``watch_data``.
     """
 
-    def __init__(
-        self, params: Sequence[nn.Parameter], on_use: Callable[[], None], taken: Callable[[nn.Parameter, Tensor], None]
-    ) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], on_use: Callable[[], None], taken: Callable[[nn.Parameter], None]) -> None:
         self.classes = []
         for param in params:
             watch_data(param, taken)
@@ -311,11 +312,11 @@ class StandIns:
             param.__class__ = full  # type: ignore[assignment]
 
 
-def mark(param: nn.Parameter, on_use: Callable[[], None], role: type[Released] = Released) -> None:
-    """Put the stand-in in place; ``on_use`` makes the parameter usable (and calls ``unmark``) or raises."""
+def mark(param: nn.Parameter, on_use: Callable[[], None]) -> None:
+    """Note that the parameter is being updated; ``on_use`` waits for that and calls ``unmark``, or raises."""
     if not isinstance(param, Released):
         _record_of(param).on_use = on_use
-        _dress(param, role)
+        _dress(param, Updating)
 
 
 def _use(param: nn.Parameter) -> None:
@@ -340,20 +341,18 @@ def is_released(param: Tensor) -> bool:
     return isinstance(param, Released) and not isinstance(param, Updating)
 
 
-def watch_data(param: nn.Parameter, taken: Callable[[nn.Parameter, Tensor], None] | None) -> None:
+def watch_data(param: nn.Parameter, taken: Callable[[nn.Parameter], None] | None) -> None:
     """Call ``taken``, a method that is not kept alive, when the ``data`` of a full parameter is used; None: no more."""
     _record_of(param).on_data = weakref.WeakMethod(taken) if taken is not None else None
     if not isinstance(param, Released):
         _dress_full(param)
 
 
-def _noted(param: nn.Parameter, data: Tensor) -> Tensor:
-    """Return ``data`` of ``param``, and tell who watches them."""
+def _data_taken(param: nn.Parameter) -> None:
     reference = _record_of(param).on_data
     taken = reference() if reference is not None else None
     if taken is not None:
-        taken(param, data)
-    return data
+        taken(param)
 
 
 def watch_grad(param: nn.Parameter, gradients: Gradients | None) -> None:
