@@ -320,7 +320,7 @@ class File:
         self.cached: list[int] = []  # descriptors that go through the page cache, for what is not aligned
         self._close_descriptors = weakref.finalize(self, _close_all, self.direct, self.cached)
         self.closed = False
-        self.lock, self.pending = threading.Lock(), set[Request]()
+        self.lock, self.pending = threading.Lock(), list[Request]()
         self.read_nbytes = self.written_nbytes = 0
         made: list[str] = []
         try:
@@ -411,7 +411,7 @@ class File:
     def wait(self) -> None:
         """Return when nothing is under way; raises the first error that nobody has waited for yet."""
         with self.lock:
-            pending, self.pending = list(self.pending), set()
+            pending, self.pending = self.pending, []
         failure: BaseException | None = None
         for request in pending:
             known = request.reported
@@ -452,8 +452,8 @@ class File:
             finish = functools.partial(self.checksums.check, self.paths[0], offset, data)
         request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, finish)
         with self.lock:
-            self.pending = {other for other in self.pending if not other.done or (other.error is not None and not other.reported)}
-            self.pending.add(request)
+            self.pending = [other for other in self.pending if not other.done or (other.error is not None and not other.reported)]
+            self.pending.append(request)
             if write:
                 self.written_nbytes += len(data)
             else:
