@@ -178,9 +178,8 @@ class GradReducer:
                         break
                     self._reduce(following)
 
-    @torch.no_grad()
     def collect(self, unit: UnitGrads, index: int, param: nn.Parameter, grad: Tensor) -> None:
-        """Move ``grad`` from ``param.grad`` into the unit's bucket."""
+        """Move ``grad``, which is part of no graph unless gradients are off, from ``param.grad`` into the unit's bucket."""
         self.check(param)
         name = unit.unit.names[index]
         if grad.layout is not torch.strided:
@@ -313,6 +312,7 @@ class GradReducer:
         self.comm.broadcast(-1, order, STATE)
         self.order, self.learned = order.tolist(), True
 
+    @torch.no_grad()
     def _collect_kept(self, unit: UnitGrads) -> None:
         for index in sorted(unit.kept):
             grad = own_grad(unit.unit.params[index])
@@ -320,6 +320,7 @@ class GradReducer:
                 self.collect(unit, index, unit.unit.params[index], grad)
         unit.kept.clear()
 
+    @torch.no_grad()
     def finish(self, keep: bool = False) -> list[set[int]]:
         """Reduce whatever is left. Returns, for each unit, which parameters have a gradient on any rank.
 

@@ -397,5 +397,5 @@ def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
 
 def grad_gone(param: nn.Parameter) -> None:
     """Note that there is no gradient any more."""
-    if isinstance(param, Watched):
+    if isinstance(param, Watched) and _record_of(param).on_data is None:
         _dress_full(param)
