@@ -242,15 +242,18 @@ class _Checksums:
             del self.entries[start]
         del self.starts[first:last]
 
-    def note(self, offset: int, data: memoryview) -> None:
+    def of(self, offset: int, data: memoryview) -> list[tuple[int, int, int]]:
+        """Compute those of ``data`` at ``offset``: start, bytes and checksum of each part."""
         stop = offset + len(data)
         inside = self.cuts[bisect.bisect_right(self.cuts, offset) : bisect.bisect_left(self.cuts, stop)]
-        for start, end in itertools.pairwise((offset, *inside, stop)):
-            checksum = _checksum(data[start - offset : end - offset])
-            with self.lock:
-                self._forget(start, end - start)
+        return [(start, end - start, _checksum(data[start - offset : end - offset])) for start, end in itertools.pairwise((offset, *inside, stop))]
+
+    def note(self, parts: list[tuple[int, int, int]]) -> None:
+        with self.lock:
+            for start, nbytes, checksum in parts:
+                self._forget(start, nbytes)
                 bisect.insort(self.starts, start)
-                self.entries[start] = (end - start, checksum)
+                self.entries[start] = (nbytes, checksum)
 
     def check(self, path: str, offset: int, data: memoryview) -> None:
         with self.lock:
@@ -474,6 +477,8 @@ class File:
         place = offset // block // count * block + offset % block
         path, direct, cached = self.paths[stripe], self.direct[stripe], self.cached[stripe]
         call: Callable[..., int] = SYSTEM.pwritev if write else SYSTEM.preadv
+        # before the write, while the processor's cache has what was updated
+        checksums = self.checksums.of(offset, data) if write and self.checksums is not None else []
         moved = 0
         while moved < len(data):
             left, position = len(data) - moved, place + moved
@@ -504,8 +509,8 @@ class File:
             if through_bounce and not write:
                 data[moved : moved + now] = buffer[:now]
             moved += now
-        if write and self.checksums is not None:
-            self.checksums.note(offset, data)
+        if self.checksums is not None:
+            self.checksums.note(checksums)
 
     # ---- closing -------------------------------------------------------------------------------------------------------------
 
