@@ -438,6 +438,21 @@ def test_a_part_that_is_read_apart_is_checked_too(tmp_path: Path, engine: Engine
             file.read(data[: 2 * ALIGN], 3 * ALIGN)
 
 
+def test_each_wait_for_a_request_that_failed_raises_an_error_of_its_own(tmp_path: Path, engine: Engine) -> None:
+    """What one listener notes on its error must not be there for the next."""
+    data = aligned(ALIGN)
+    with File(tmp_path / "x", ALIGN, checksum=True, engine=engine) as file:
+        file.write(data)
+        with open(tmp_path / "x", "r+b") as other:
+            other.write(b"x")
+        request, errors = file.read_async(data), []
+        for _ in range(2):
+            with pytest.raises(OSError, match="are not what was written") as raised:
+                request.wait()
+            errors.append(raised.value)
+        assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
+
+
 def test_a_request_that_is_cut_short_by_ctrl_c_ends(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of its blocks come to the threads, and the others never do."""
     submit, calls = engine.submit, itertools.count()

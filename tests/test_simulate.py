@@ -21,6 +21,13 @@ def test_jobs_end_as_plain_training_does(start: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("seed", [3061, 3558, 6442, 7463])
+def test_seeds_that_found_something_stay_right(seed: int) -> None:
+    """Memory freed under a collective, one error that two waits shared, and Ctrl-C while a process ends."""
+    outcome = run(seed)
+    assert not outcome.problems, report(outcome)
+
+
 def test_a_seed_is_one_run() -> None:
     """Also in another process, which has other addresses and another order of sets."""
     seeds = (5, 23)

@@ -485,8 +485,10 @@ class Job:
 
     def _exit(self, process: Process) -> None:
         for call, args, kwargs in reversed(process.at_exit):
-            with contextlib.suppress(KeyboardInterrupt):  # which Python prints, and goes on
+            try:
                 call(*args, **kwargs)
+            except KeyboardInterrupt:  # which Python prints, and goes on; the save that was waited for is given up
+                self.saving = 0
         for finalizer in reversed(process.finalizers):
             if finalizer.alive and finalizer.atexit:
                 finalizer()

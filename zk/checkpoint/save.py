@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +32,7 @@ from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.streams import PAST
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Ticket, Worker
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Group, RankError, Solo
 from zk.parallel.partitioned import PartitionedParams
 from zk.parallel.presence import Board
 from zk.timeline import phase
@@ -306,22 +307,23 @@ def together(comm: Speaks, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # also Ctrl-C
-        if getattr(error, "told", False):
+        if _is_known(error, comm):
             raise
         failure = error
     kind = next((name for name, kind in _KINDS.items() if isinstance(failure, kind)), type(failure).__name__)
     try:
         said = comm.exchange(json.dumps([kind, str(failure)]) if failure is not None else "", what, is_error=failure is not None)
     except RuntimeError as error:
-        _tell(failure, getattr(error, "told", False))
-        raise failure or _tell(RuntimeError(f"{what}: {error}"), getattr(error, "told", False)) from error
+        failure = failure or RuntimeError(f"{what}: {error}")
+        raise (_mark_known(failure, comm) if _is_known(error, comm) else failure) from error
     if failure is not None:
-        raise _tell(failure)
+        raise _mark_known(failure, comm)
     failed = {rank: json.loads(words) for rank, words in enumerate(said) if words}
     if failed:
         kinds = {kind for kind, _ in failed.values()}
         reasons = "; ".join(f"on rank {rank}: {reason if kind in _KINDS else f'{kind}: {reason}'}" for rank, (kind, reason) in failed.items())
-        raise _tell(_KINDS.get(kinds.pop() if len(kinds) == 1 else "", RuntimeError)(f"{what} has failed elsewhere, {reasons}"))
+        failure = _KINDS.get(kinds.pop() if len(kinds) == 1 else "", RuntimeError)(f"{what} has failed elsewhere, {reasons}")
+        raise _mark_known(failure, comm)
 
 
 @contextlib.contextmanager
@@ -343,11 +345,15 @@ def tell(comm: Speaks, what: str, error: BaseException) -> None:
         raise error
 
 
-def _tell(error: Any, told: bool = True) -> Any:
-    """Note that all ranks have heard of it, so that nobody exchanges it again further out."""
-    if error is not None and told:
-        error.told = True
-    return error
+def _is_known(error: BaseException, comm: Speaks) -> bool:
+    """Check whether all who speak over ``comm`` have heard of the error. One error may end a save and a step, which speak apart."""
+    return comm in getattr(error, "known_to", ()) or (isinstance(error, RankError) and not isinstance(comm, Board))
+
+
+def _mark_known(error: Any, comm: Speaks) -> BaseException:
+    """Note that all have heard of it, so that nobody exchanges it again further out."""
+    error.known_to = weakref.WeakSet([*getattr(error, "known_to", ()), comm])
+    return error  # type: ignore[no-any-return]
 
 
 # ---- beside training ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import bisect
 import contextlib
+import copy
 import errno
 import functools
 import itertools
@@ -113,7 +114,8 @@ class Request:
             raise TimeoutError(f"{self.what} has not ended after {self.timeout_s:g} s; is the drive still there?")
         self.reported = True
         if self.error is not None:
-            raise self.error
+            # a new one each time: whoever waits first notes on it who has heard of it, which is not so of the next
+            raise copy.copy(self.error).with_traceback(self.error.__traceback__)
 
     def _begin(self) -> bool:
         """Take a piece; False where it is not to be moved any more."""

@@ -62,9 +62,7 @@ class Pending(Protocol):
 
 
 class RankError(RuntimeError):
-    """What went wrong has been heard of by all ranks, at the same point: nobody need tell it again."""
-
-    told = True
+    """An error that all ranks of the group have heard of, at the same point: nobody need tell it again."""
 
 
 class Done:

@@ -116,15 +116,17 @@ class PartitionedParams:
         self.pending: Pending | None = None
         self.calls: set[object] = set()  # forward calls whose backward is under way
         self.depth = 0  # forwards in progress
-        self.in_graph = False  # a graph that create_graph=True has made may read the full parameters after their release
+        # a graph that create_graph=True has made, or a collective that was interrupted, may use the full memory after the release
+        self.is_borrowed = False
         self._free()
 
     def _free(self) -> None:
-        if self.in_graph and self.lease is not None:  # the memory goes with that graph
-            self.lease, self.in_graph = Lease(self.layout.numel, self.unit.dtype, self.unit.device), False
+        if self.is_borrowed and self.lease is not None:  # the memory goes with the borrower
+            self.lease, self.is_borrowed = Lease(self.layout.numel, self.unit.dtype, self.unit.device), False
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
+            self.stand_ins.restore()  # a released parameter would be gathered before it gets its new memory
             view_params(self.unit, self.layout, self.full)
         if self.lease is not None:
             self.lease.give_back()
@@ -155,6 +157,7 @@ class PartitionedParams:
         """GATHERING -> RELEASED, without the full parameters."""
         self.pending = self.uploaded = None
         self.home.close() if uploaded is None else self.home.close(uploaded)
+        self.is_borrowed = True
         self._free()
 
     def _fill(self, source: Tensor) -> None:
@@ -479,7 +482,7 @@ class Partition:
             )
         self.prefetcher.used(params.index, params.state is not State.RELEASED)
         params.gather()
-        params.in_graph |= self.makes_graph
+        params.is_borrowed |= self.makes_graph
 
     def on_use(self, params: PartitionedParams) -> None:
         """A released parameter is read. Inside a forward or backward that is a use like any other."""
@@ -541,7 +544,7 @@ class Partition:
                 f"(version {version}, now {tensor._version}); was a parameter written, or step() called, between forward and backward?"
             )
         if params is not None and torch.is_grad_enabled():
-            params.in_graph = True
+            params.is_borrowed = True
         return tensor
 
     def backward_ended(self) -> None:
