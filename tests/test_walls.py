@@ -1,0 +1,242 @@
+"""Ceilings on the size and shape of the package. They go down with the code; one that must rise says beside it for which capability.
+
+    python -m tests.test_walls      prints today's numbers
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import gc
+import io
+import re
+import sys
+import tokenize
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zk import ZeroOptimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "zk"
+BESIDE = {"tiled_linear", "activations", "materialize", "pretrained", "access", "timeline", "cli", "doctor", "terminal", "__main__", "__init__"}
+
+# room: lines, code tokens (comments and docstrings not counted)
+SIZES = {
+    "core": (10_400, 74_500),
+    "beside the core": (3_300, 24_400),
+    "checkpoint": (2_760, 22_300),
+    "plan": (1_790, 15_050),
+    "integrations": (2_870, 20_400),
+    "train": (1_010, 8_950),
+    "bench": (820, 7_250),
+}
+TOKENS_PER_LINE = 7.6
+CYCLE = 22  # files that import each other in a circle; imports for types, and those inside of functions, count
+# of one backward and step: files of zk and functions in them; objects of zk per unit, and their classes
+STEPS = {
+    "stage 2, host": (28, 131, 23, 13),
+    "stage 3, host": (27, 149, 36, 16),
+}
+CLASSES = 91  # in zk/offload and zk/parallel
+# how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
+PHRASES = {
+    r'"""In: ': 99,
+    r'"""(What|Whether|Where|Who|When|Something|Somebody) ': 135,
+    r"\b[Bb]eside training\b": 32,
+    r"\b[Uu]nder way\b": 41,
+    r"\bgive_back\b": 9,
+    r"\blet_go\b": 12,
+    r"\btorn\b": 18,
+}
+
+
+def room_of(path: Path) -> str:
+    """The room that a file of the package is in."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if len(parts) > 1 and parts[0] in SIZES:
+        return parts[0]
+    return "beside the core" if parts[-1] in BESIDE | {"stash", "tiled_matmul", "twins"} and parts[0] in BESIDE | {"offload", "kernels"} else "core"
+
+
+def files() -> list[Path]:
+    """The modules of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def code_tokens(source: str) -> int:
+    """Number of Python's tokens, without layout, comments and docstrings."""
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None
+    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
+    return sum(
+        token.type not in layout and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    )
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Lines and code tokens of each room."""
+    found = dict.fromkeys(SIZES, (0, 0))
+    for path in files():
+        source, room = path.read_text(), room_of(path)
+        found[room] = (found[room][0] + source.count("\n"), found[room][1] + code_tokens(source))
+    return found
+
+
+def imports() -> dict[str, set[str]]:
+    """The modules of the package that each one names in an import, anywhere in it."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files()}
+    graph: dict[str, set[str]] = {}
+    for path in files():
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[own] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                graph[own] |= {alias.name for alias in node.names} & names
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & names
+                graph[own] |= inner or {node.module} & names
+        graph[own].discard(own)
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> set[str]:
+    """The largest set of modules of which each one reaches every other."""
+
+    def reached(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            for following in graph[left.pop()] - seen:
+                seen.add(following)
+                left.append(following)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    return max(({other for other in reach[name] if name in reach[other]} for name in graph), key=len)
+
+
+def trained(stage: int, units: int) -> tuple[nn.Module, ZeroOptimizer]:
+    """A model of as many blocks, after two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(units)))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tiers = {"optimizer_tier": "host", "param_tier": "host" if stage == 3 else "device"}
+    optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=1.0, units=[str(index) for index in range(units)], **tiers)
+    for _ in range(2):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    """Train one step."""
+    model(torch.ones(2, 8)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def entered(stage: int) -> tuple[int, int]:
+    """Files and functions of zk that the calling thread enters in one backward and step."""
+    model, optimizer = trained(stage, 4)
+    functions: set[types.CodeType] = set()
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            functions.add(frame.f_code)
+
+    loss = model(torch.ones(2, 8)).float().square().mean()
+    sys.setprofile(note)
+    try:
+        loss.backward()
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    optimizer.close()
+    named = {code for code in functions if not code.co_name.startswith("<")}
+    return len({code.co_filename for code in named}), len(named)
+
+
+def objects(stage: int) -> tuple[int, int]:
+    """Objects of zk's own classes per unit, and their classes: the difference between a model of 12 units and one of 4."""
+
+    def count(units: int) -> collections.Counter[str]:
+        model, optimizer = trained(stage, units)
+        model(torch.ones(2, 8)).float().square().mean().backward()
+        gc.collect()
+        found = collections.Counter(type(thing).__qualname__ for thing in gc.get_objects() if str(type(thing).__module__).startswith("zk."))
+        optimizer.step()
+        optimizer.close()
+        del model, optimizer
+        gc.collect()
+        return found
+
+    few, many = count(4), count(12)
+    more = {name: many[name] - few[name] for name in many if many[name] - few[name] >= 8}
+    return sum(more.values()) // 8, len(more)
+
+
+def classes() -> int:
+    """Classes in the rooms of tiers and ranks."""
+    trees = (ast.parse(path.read_text()) for room in ("offload", "parallel") for path in (PACKAGE / room).glob("*.py"))
+    return sum(isinstance(node, ast.ClassDef) for tree in trees for node in ast.walk(tree))
+
+
+def phrases() -> dict[str, int]:
+    """How often each phrase is in the package."""
+    sources = [path.read_text() for path in files()]
+    return {phrase: sum(len(re.findall(phrase, source)) for source in sources) for phrase in PHRASES}
+
+
+@pytest.mark.parametrize("room", SIZES)
+def test_a_room_grows_no_further(room: str) -> None:
+    lines, tokens = sizes()[room]
+    assert lines <= SIZES[room][0] and tokens <= SIZES[room][1], (lines, tokens)
+
+
+def test_lines_are_not_made_few_by_making_them_long() -> None:
+    total = [sum(pair) for pair in zip(*sizes().values(), strict=True)]
+    assert total[1] / total[0] <= TOKENS_PER_LINE
+
+
+def test_no_more_files_import_each_other_in_a_circle() -> None:
+    found = circle(imports())
+    assert len(found) <= CYCLE, sorted(found)
+
+
+@pytest.mark.parametrize("setting", STEPS)
+def test_a_step_enters_no_more_of_zk(setting: str) -> None:
+    stage = int(setting[6])
+    found = (*entered(stage), *objects(stage))
+    assert all(now <= ceiling for now, ceiling in zip(found, STEPS[setting], strict=True)), found
+
+
+def test_no_more_classes_hold_tiers_and_ranks() -> None:
+    assert classes() <= CLASSES
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_words_that_leave_do_not_come_back(phrase: str) -> None:
+    assert phrases()[phrase] <= PHRASES[phrase]
+
+
+def rows() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is counted."""
+    yield "lines, code tokens", sizes
+    yield "circle", lambda: sorted(circle(imports()))
+    for setting in STEPS:
+        yield f"{setting}: files, functions, objects per unit, classes", lambda stage=int(setting[6]): (*entered(stage), *objects(stage))
+    yield "classes", classes
+    yield "phrases", phrases
+
+
+if __name__ == "__main__":
+    for name, count in rows():
+        print(f"{name}: {count()}")
