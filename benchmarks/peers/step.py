@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--in-turns", action="store_true", help="wait for a line of input before each step, and print a line after it")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
@@ -192,9 +193,13 @@ def main() -> None:
     for number, ids in enumerate(batches):
         if number == options.warmup:
             before = [meter() for meter in METERS]
+        if options.in_turns:
+            sys.stdin.readline()
         start = time.perf_counter()
         losses.append(step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
         seconds.append(time.perf_counter() - start)
+        if options.in_turns:
+            print("TURN", flush=True)
     peak = peak_nbytes()
     warm = seconds[options.warmup :]
     report = {"system": options.system, "params": num_params, "seconds": warm, "median": statistics.median(warm), "losses": losses, "peak_rss": peak}

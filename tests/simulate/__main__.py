@@ -40,6 +40,7 @@ def main() -> None:
             missed += seed is None
             where = f"seed {seed}" if seed is not None else "NOT FOUND"
             print(f"{name:28} {where:10} {problem.partition(chr(10))[0][:150]}", flush=True)
+        pool.shutdown()
         print(f"{len(names) - missed} of {len(names)} planted defects found within {seeds} seeds, {time.perf_counter() - begun:.0f} s")
         sys.exit(bool(missed))
     if options.seeds == 1:
@@ -54,6 +55,7 @@ def main() -> None:
         for text in bad:
             print(text, flush=True)
         print(f"{count} of {options.seeds} seeds, {wrong} wrong, {faults} faults, {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    pool.shutdown()
     print(f"{count} seeds from {options.seed} on: {wrong} wrong, {faults} faults came about, {time.perf_counter() - begun:.0f} s")
     sys.exit(bool(wrong))
 
