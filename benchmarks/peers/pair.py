@@ -48,7 +48,7 @@ class System:
         self._line("TURN")
 
     def report(self) -> dict[str, Any]:
-        """What the process says of all its steps."""
+        """Wait for the end of the process. Returns its report on all steps."""
         line = self._line("RESULT")
         self.process.wait()
         return json.loads(line.removeprefix("RESULT"))  # type: ignore[no-any-return]
