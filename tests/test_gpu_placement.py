@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,20 @@ def losses(model: nn.Module, optimizer: zk.ZeroOptimizer, device: torch.device, 
 # ---- memory --------------------------------------------------------------------------------------------------------------------
 
 
+def allocated() -> int:
+    """Bytes of the current device that something still uses.
+
+    What one round of the collector frees may have hidden a cycle from it: it sees a tensor's hooks only while nothing in C++ has the tensor.
+    """
+    for _ in range(3):
+        gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
 def test_nothing_of_a_model_stays_on_the_device_after_its_optimizer() -> None:
     """The last copy of each direction is a view of a whole flat buffer."""
-    torch.cuda.synchronize()
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
     with zk.ZeroOptimizer(model, adamw(model), stage=2, optimizer_tier="host", dtype="bf16") as optimizer:
         for _ in range(2):
@@ -71,16 +79,7 @@ def test_nothing_of_a_model_stays_on_the_device_after_its_optimizer() -> None:
             optimizer.step()
             optimizer.zero_grad()
     del model, optimizer
-    for _ in range(50):  # another thread that ends, or collects, holds it for a moment
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.synchronize()
-        if torch.cuda.memory_allocated() <= before:
-            break
-        time.sleep(0.1)
-    held = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.is_cuda]
-    holders = {(tuple(thing.shape), type(holder).__name__) for thing in held for holder in gc.get_referrers(thing) if holder is not held}
-    assert torch.cuda.memory_allocated() <= before, holders
+    assert allocated() <= before
 
 
 def test_a_link_holds_memory_of_copies_until_they_are_over_and_no_longer() -> None:
