@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from zk.events import Ticket
 from zk.offload import nvme
 from zk.offload.nvme import Engine, File, Request
-from zk.offload.worker import Ticket, Worker
+from zk.offload.worker import Worker
 
 _LATE_S = 0.02
 

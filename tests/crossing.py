@@ -8,7 +8,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from zk.offload.streams import CudaLink, Event
+from zk.events import Event
+from zk.offload.streams import CudaLink
 
 
 class Crossing:

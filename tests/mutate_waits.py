@@ -42,6 +42,7 @@ FILES = (
     "zk/offload/pinned.py",
     "zk/offload/pipeline.py",
     "zk/offload/spill.py",
+    "zk/events.py",
     "zk/offload/worker.py",
     "zk/parallel/comm.py",
     "zk/parallel/partitioned.py",
@@ -59,7 +60,7 @@ FILES = (
     "zk/checkpoint/save.py",
 )
 TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
-PAST = "__import__('zk.offload.streams', fromlist=['PAST']).PAST"
+COMPLETED = "__import__('zk.events', fromlist=['COMPLETED']).COMPLETED"
 
 # (file, function, what is removed) -> why nothing can notice
 EQUIVALENT: dict[tuple[str, str, str], str] = {
@@ -162,12 +163,12 @@ class _Finder(ast.NodeVisitor):
             self._add(node, "__import__('contextlib').nullcontext()", f"{self._source(node)} -> with compute")
         for keyword in node.keywords:
             if keyword.arg == "mark":
-                self._add(keyword.value, PAST, f"{name or self._source(node.func)}(mark={self._source(keyword.value)})")
+                self._add(keyword.value, COMPLETED, f"{name or self._source(node.func)}(mark={self._source(keyword.value)})")
         if name in _TOLD:
             for value in node.args + [keyword.value for keyword in node.keywords if keyword.arg != "mark"]:
                 if _EVENT.match(self._source(value)):
                     star = "*" if isinstance(value, ast.Starred) else ""
-                    self._add(value, "*()" if star else PAST, f"{name}(after {self._source(value)})")
+                    self._add(value, "*()" if star else COMPLETED, f"{name}(after {self._source(value)})")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -178,10 +179,10 @@ class _Finder(ast.NodeVisitor):
             for place, value in pairs:
                 held = place.value if isinstance(place, ast.Subscript) else place
                 attribute = held.attr if isinstance(held, ast.Attribute) and self.names[-1] != "__init__" else ""
-                nothing = (isinstance(value, ast.Constant) and value.value is None) or self._source(value) in ("PAST", "()")
-                instead = PAST if attribute in _HOLDERS else "None" if attribute in _TICKETS else ""
+                nothing = (isinstance(value, ast.Constant) and value.value is None) or self._source(value) in ("COMPLETED", "()")
+                instead = COMPLETED if attribute in _HOLDERS else "None" if attribute in _TICKETS else ""
                 if attribute == "last" and isinstance(place, ast.Subscript):
-                    instead = PAST
+                    instead = COMPLETED
                 what = f"{self._source(place)} = {self._source(value)}"
                 if isinstance(place, ast.Subscript) and attribute == "writes":
                     self._add(node, "pass", what)
@@ -197,9 +198,9 @@ class _Finder(ast.NodeVisitor):
         if value is not None:
             source = self._source(value)
             if source in ("event", "uploaded", "copied") or re.match(r".*\.events\[.*\]$", source):
-                self._add(value, PAST, f"return {source}")
+                self._add(value, COMPLETED, f"return {source}")
             elif "publish()" in source or source == "reached()":
-                self._add(value, f"({source}, {PAST})[1]", f"return {source}")
+                self._add(value, f"({source}, {COMPLETED})[1]", f"return {source}")
         self.generic_visit(node)
 
 
@@ -341,7 +342,7 @@ def _on_device(file: str) -> Iterator[Check]:
     if file in _RANKS:
         yield _pytest("tests/test_waits.py", "-k", "two_ranks")
         yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
-    if file in ("zk/held.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/held.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap_device.py")
     if file in ("zk/parallel/comm.py", "zk/held.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
@@ -360,7 +361,7 @@ def _on_host(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
     if file == "zk/offload/spill.py":
         yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/held.py", "zk/access.py", "zk/optimizer.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/held.py", "zk/access.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap.py")
     if file == "zk/optimizer.py":
         yield _pytest("tests/test_export.py", "-k", "not ranks")

@@ -42,8 +42,9 @@ from tests.test_activations import (
     weights_of,
 )
 from zk.activations import ActivationOffload
+from zk.events import Event
 from zk.offload import nvme, stash
-from zk.offload.streams import LINKS, CudaLink, Event, Link, link_to
+from zk.offload.streams import LINKS, CudaLink, Link, link_to
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("one_thread")]
 

@@ -29,11 +29,12 @@ from hypothesis import strategies as st
 from tests import softgpu
 from tests.models import DEVICE
 from tests.softgpu import memory
+from zk.events import COMPLETED
 from zk.offload import nvme, pinned
 from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.pinned import Arena, Record
 from zk.offload.stash import POOLS
-from zk.offload.streams import PAST, CudaLink, Joined, link_to
+from zk.offload.streams import CudaLink, Joined, link_to
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
@@ -128,7 +129,7 @@ def test_blocks_never_overlap_and_the_arena_grows_only_when_no_hole_is_large_eno
             gone = live.pop(number % len(live))
             gone.check()
             gone.event = Late() if flag else None
-            gone.record.release(gone.event or PAST)
+            gone.record.release(gone.event or COMPLETED)
             released.append(gone)
         in_use = sum(busy.span[1] - busy.span[0] for busy in live)
         peak = max(peak, in_use)
@@ -156,7 +157,7 @@ def test_cycle_after_cycle_fits_into_the_exact_sum(blocks: list[tuple[int, bool]
         order.shuffle(records)
         for record, lasting in records:
             if not lasting:
-                record.release(Late() if order.random() < 0.5 else PAST)
+                record.release(Late() if order.random() < 0.5 else COMPLETED)
     assert arena.nbytes == total and arena.num_growths == 0
 
 
@@ -422,7 +423,7 @@ def test_threads_never_get_the_same_memory() -> None:
                 elif held:
                     record, value = held.pop(choose.randrange(len(held)))
                     assert (record.tensor == value).all(), "somebody else has written here"
-                    record.release(choose.choice([PAST, Late()]))
+                    record.release(choose.choice([COMPLETED, Late()]))
             for record, _ in held:
                 record.release()
         except BaseException as failure:

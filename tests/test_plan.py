@@ -23,7 +23,8 @@ import zk
 from tests import programs
 from tests.world import run_world
 from zk.cli import app
-from zk.offload.streams import Event, Joined
+from zk.events import Event
+from zk.offload.streams import Joined
 from zk.offload.twins import CPU, pretend
 from zk.parallel.layout import Layout
 from zk.plan import papers, report

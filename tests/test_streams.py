@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests import softgpu
 from tests.models import DEVICE
-from zk.offload.streams import PAST, link_to
+from zk.events import COMPLETED
+from zk.offload.streams import link_to
 from zk.offload.twins import CPU, ThrottledLink, pretend
 
 if not softgpu.installed():
@@ -117,7 +118,7 @@ def test_what_runs_beside_compute_does_not_wait_for_it() -> None:
     link = link_to(DEVICE)
     torch.ones(8, device=DEVICE)
     computing = link.mark()
-    with link.beside([PAST]) as reached:
+    with link.beside([COMPLETED]) as reached:
         torch.ones(8, device=DEVICE)
         reached().wait()
     assert not computing.done
@@ -141,7 +142,7 @@ def test_device_memory_that_is_used_on_two_streams_needs_each_of_three_events(fo
 def test_a_throttled_link_takes_its_time_in_both_directions_at_once() -> None:
     link = ThrottledLink(nbytes_per_s=4e6)
     there, back = (torch.ones(50_000), torch.zeros(50_000)), (torch.ones(50_000), torch.zeros(50_000))  # 0.05 s each
-    events = [link.offload(there[1], there[0], [link.mark()]), link.upload(back[1], back[0], [link.mark(), PAST])]
+    events = [link.offload(there[1], there[0], [link.mark()]), link.upload(back[1], back[0], [link.mark(), COMPLETED])]
     for event in events:
         event.wait()
     assert link.down.busy_s >= 0.05 and link.up.busy_s >= 0.05

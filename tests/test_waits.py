@@ -29,15 +29,16 @@ from tests.models import DEVICE, GPT, VOCAB, batch, loss_of
 from tests.softgpu import memory
 from tests.world import run_world
 from zk import kernels
+from zk.events import COMPLETED, Awaited, Ticket
 from zk.kernels import reference
 from zk.offload import rules, spill, transfer
 from zk.offload.cpu_adam import default_engine
 from zk.offload.pinned import Arena
-from zk.offload.streams import PAST, Link, link_to
+from zk.offload.streams import Link, link_to
 from zk.offload.tiers import HostGrads, NVMeTier
 from zk.offload.transfer import Transfer
-from zk.offload.worker import Ticket, Worker
-from zk.parallel.comm import Group, Pending, Solo
+from zk.offload.worker import Worker
+from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
 from zk.units import Unit
@@ -620,7 +621,7 @@ class Refusing:
         return self
 
     def read_async(self, *_: Any) -> Any:
-        return PAST
+        return COMPLETED
 
 
 def test_a_write_that_failed_is_told_by_whatever_reads_its_bytes_or_needs_its_buffer_and_loses_nothing() -> None:
@@ -702,8 +703,8 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
 class Lazy:
     """A collective that happens when it is waited for, and not at all if it is not."""
 
-    def __init__(self, start: Callable[[], Pending]) -> None:
-        self.start: Callable[[], Pending] | None = start
+    def __init__(self, start: Callable[[], Awaited]) -> None:
+        self.start: Callable[[], Awaited] | None = start
 
     def wait(self) -> None:
         start, self.start = self.start, None

@@ -27,6 +27,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
+            owner._check_open()
             if write:
                 owner._end_save()  # which may read what is written here
                 owner._finish_update()  # which publishes on the same ranks

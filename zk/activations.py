@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zk.config import parse_device, parse_nbytes, parse_paths
+from zk.events import COMPLETED, Awaited, Event
 from zk.held import OWNERS
 from zk.materialize import compute_device, default_device
 from zk.memory import aligned
 from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
-from zk.offload.streams import PAST, Awaited, Event, Link, link_to
+from zk.offload.streams import Link, link_to
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 _SPARSE = 4  # a view of less than 1/4 of its storage does not make it move
@@ -98,7 +99,7 @@ class _Block:
         self.storage = StorageWeakRef(storage)  # its address is not another's as long as this is there
         self.nbytes, self.version = storage.nbytes(), version
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (self.nbytes,), (1,))
-        self.event: Event = PAST  # the last copy that has ``device`` at one end
+        self.event: Event = COMPLETED  # the last copy that has ``device`` at one end
         self.host: HostBuffer | None = None
         self.read: Event | None = None  # under way from ``slot`` to ``host``
         self.slot: Slot | None = None
@@ -474,7 +475,7 @@ class ActivationOffload:
         for queue in (self.newest, self.leaving, self.landed):
             queue.drop(block)
         self._let_go(block)
-        self._give_host(block, block.read or PAST)
+        self._give_host(block, block.read or COMPLETED)
         if block.slot is not None:
             assert self.files is not None
             self.files.give(block.slot)

@@ -27,6 +27,7 @@ class Gradients:
         reducer: takes gradients away.
         comm: the ranks.
         reduce_rest: reduces what has not been reduced, on all ranks; True leaves what is in its own place there.
+        check: raises where gradients cannot be had any more.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Gradients:
         reducer: GradReducer,
         comm: Solo | Group,
         reduce_rest: Callable[[bool], None],
+        check: Callable[[], None],
     ) -> None:
-        self.units, self.reducer, self.comm, self.reduce_rest = units, reducer, comm, reduce_rest
+        self.units, self.reducer, self.comm, self.reduce_rest, self.check = units, reducer, comm, reduce_rest, check
         self.looked: list[Held] = []  # units whose gradients have been brought back
 
     def has_left(self, param: nn.Parameter) -> bool:
@@ -53,6 +55,7 @@ class Gradients:
     @torch.no_grad()
     def read(self, param: nn.Parameter) -> Tensor | None:
         """The gradient of ``param``, over all ranks and without the loss scale: in its dtype, or in fp32 where zk keeps it so."""
+        self.check()
         held, index = self.units[param]
         with torch.inference_mode(False):  # it may be changed later, outside
             if not self._is_shown(held, index):
@@ -61,6 +64,7 @@ class Gradients:
 
     def write(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Replace the gradient of ``param``, or drop it."""
+        self.check()
         held, index = self.units[param]
         assert held.grads is not None
         held.clip()
@@ -85,15 +89,8 @@ class Gradients:
         held.shown[index] = value
         held.used.add(index)
 
-    def forward_begins(self, *_: object) -> None:
+    def computes(self, whether: bool, *_: object) -> None:
         """Note that the model computes, which code from torch.compile does with parameters of their own class."""
-        self._computes(True)
-
-    def forward_ended(self, *_: object) -> None:
-        """The model has computed."""
-        self._computes(False)
-
-    def _computes(self, whether: bool) -> None:
         dynamo = sys.modules.get("torch._dynamo.eval_frame")
         is_used = dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
         for param in self.units if is_used else ():

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zk.events import COMPLETED, Awaited, Event
 from zk.memory import zeros
 from zk.offload.pipeline import Landing, Run, Task
 from zk.offload.state import OptimizerShard
-from zk.offload.streams import PAST, Awaited, Event
 from zk.offload.tiers import Tier
 from zk.offload.transfer import Transfer
 from zk.parallel.comm import Group, Solo
@@ -313,7 +313,7 @@ class Held:
 
     def republish(self) -> None:
         """The slice was written from outside, and is where it rests: it becomes what all ranks use."""
-        self.transfer.follow(self.params.publish() or PAST)
+        self.transfer.follow(self.params.publish() or COMPLETED)
 
     def rewritten(self) -> None:
         """All parameters have other values now, and masters agree with them."""

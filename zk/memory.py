@@ -1,4 +1,4 @@
-"""In: sizes. Out: host memory straight from the kernel: page-aligned, exactly sized, zeroed, in huge pages, and really given back.
+"""Host memory straight from the kernel: page-aligned, exactly sized, zeroed, in huge pages, really given back, and not copied for forked processes.
 
 malloc is no place for buffers of megabytes that come and go: glibc before 2.39 cannot reuse a freed aligned block for a request of the
 same size, so the heap grows (by as much as the model, where units are gathered and released), and 4 KiB pages are touched at 2.5 GB/s
@@ -15,6 +15,7 @@ import os
 import re
 import resource
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,28 +26,49 @@ from torch import Tensor
 _HUGE = 2 << 20
 
 
-def _map(nbytes: int) -> mmap.mmap:
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of linux/mman.h: a forked process has zeros there, and the kernel copies nothing for it
+_OWN: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # regions that forked processes do not get
+
+
+def _map(nbytes: int, inherited: bool = False) -> mmap.mmap:
     region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # another system: forked processes get copies of what is written, and pages are small
+        if not inherited:
+            region.madvise(_WIPE_ON_FORK)
+            _OWN.add(region)
+        if nbytes >= _HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
     return region
 
 
-def aligned(nbytes: int) -> Tensor:
-    """A page-aligned buffer of host memory: (nbytes,) uint8, zero. Its pages exist once they are written."""
-    return torch.frombuffer(_map(nbytes), dtype=torch.uint8)[:nbytes]
+def _protect() -> None:
+    """End a forked process that reads what it was not given, rather than let it read zeros."""
+    for region in _OWN:
+        ctypes.CDLL(None).mprotect(ctypes.byref(ctypes.c_char.from_buffer(region)), ctypes.c_size_t(len(region)), 0)
+    _OWN.clear()
 
 
-def zeros(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in device memory, or in host memory whose pages exist once they are written."""
+os.register_at_fork(after_in_child=_protect)
+
+
+def aligned(nbytes: int, inherited: bool = False) -> Tensor:
+    """A page-aligned buffer of host memory: (nbytes,) uint8, zero. Its pages exist once they are written.
+
+    Forked processes have it only if ``inherited``: then the kernel copies each page that either side writes after the fork. A DataLoader's
+    workers would double the memory of optimizer states this way, and the next update would wait for the copies.
+    """
+    return torch.frombuffer(_map(nbytes, inherited), dtype=torch.uint8)[:nbytes]
+
+
+def zeros(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device, inherited: bool = False) -> Tensor:
+    """Zeros in device memory, or in host memory whose pages exist once they are written. ``inherited``: as for ``aligned``."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     numel = math.prod(shape)
     if numel * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype)
-    return aligned(numel * dtype.itemsize).view(dtype).view(shape)
+    return aligned(numel * dtype.itemsize, inherited=inherited).view(dtype).view(shape)
 
 
 class Lease:

@@ -44,7 +44,7 @@ from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
-from zk.parallel.released import own_grad, watch_data, watch_grad
+from zk.parallel.released import own_grad, refuse, watch_data, watch_grad
 from zk.plan.check import refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.tiled_linear import pieces_of
@@ -93,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._built = False
         with giving_up(overrides.get("process_group", config.process_group if config is not None else None)):
             self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
-            self.model, self.inner, self.closed = model, optimizer, False
+            self.model, self.inner, self.closed, self.forked = model, optimizer, False, False
             check_arguments(model, optimizer, ZeroOptimizer)
             self.rule = rule_for(optimizer)
             super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -199,14 +199,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 OWNERS[param] = weakref.ref(self)
             trim()
         self.grads.loss_scale = weakly(self._loss_scale)
-        self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle))
+        self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
         for held in self._trained:
             held.loss_scale, held.clip = self.grads.loss_scale, weakly(self._clip)
             for param in held.unit.params:
                 watch_grad(param, self.gradients)
+        computes = weakly(self.gradients.computes)
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
-        self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self.gradients.forward_begins))))
-        self.handles.append(self.model.register_forward_hook(Hook(weakly(self.gradients.forward_ended)), always_call=True))
+        self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
+        self.handles.append(self.model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True))
         ends_save = weakly(self._end_save)
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self._weights_come))))
@@ -484,7 +485,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
-        sums = [part for held in self._trained if held.shard for part in held.shard.sums_of_squares()]
+        sums = [section.grads.sum_of_squares() for held in self._trained if held.shard for section in held.shard.sections]
         on_device = [part for part in sums if isinstance(part, Tensor)]
         values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
         total = sum(next(values) if isinstance(part, Tensor) else part for part in sums)
@@ -592,8 +593,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # ---- checks --------------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        if self.forked:
+            raise RuntimeError(
+                "this process was forked from the one that trains, which alone has the values of what is trained, its gradients and its state; take "
+                "copies before the fork (copy.deepcopy(model)), or start this process with the 'spawn' method and send it model.state_dict()"
+            )
         if self.closed:
             raise RuntimeError("this ZeroOptimizer is closed; make a new one to go on training")
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process: refuse the parameters that were not copied for it, those that are trained or partitioned."""
+        self.forked, self.saver = True, None
+        self.partition.detach()  # which would gather
+        for param, (held, _) in self.units.items():
+            held.underway = None
+            if held.unit.trained or isinstance(held.params, PartitionedParams):
+                refuse(param, self._check_open)
 
     def _check_whole(self, what: str) -> None:
         if self.torn:
@@ -1025,3 +1040,11 @@ def _forward_begins(grads: GradReducer, model: nn.Module, *_: Any) -> None:
         )
     if torch._C._current_graph_task_id() == -1:
         grads.begin()
+
+
+def _forked() -> None:
+    for owner in {owner for reference in list(OWNERS.values()) if (owner := reference()) is not None}:
+        owner._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forked)

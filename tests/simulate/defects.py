@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from tests.simulate.job import run
+from zk import events
 from zk.checkpoint import files, folders, load, save
 from zk.held import Held
 from zk.offload import nvme, scratch, snapshot, spill, state, tiers, transfer, worker
@@ -145,7 +146,7 @@ DEFECTS: dict[str, Planted] = {
     "read_not_awaited": lambda: patch(spill.Spill, "stall", nothing),
     "write_not_awaited": lambda: patch(spill.Spill, "_after_writes", nothing),
     "request_not_awaited": lambda: patch(nvme.Request, "wait", nothing),
-    "job_not_awaited": lambda: patch(worker.Ticket, "join", nothing),
+    "job_not_awaited": lambda: patch(events.Ticket, "join", nothing),
     "update_not_awaited": lambda: patch(Held, "arrive", _stays_old(Held.arrive)),
     "collective_not_awaited": lambda: patch(comm._Works, "wait", lambda self: self.finish() if self.finish else None),
     "waits_for_ever": lambda: patch(comm.Group, "wait_for", _waits_for_ever),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.simulate.scheduler import Process, Simulation, poison
-from zk.offload.streams import PAST, Awaited, Event, check_copy
+from zk.events import COMPLETED, Awaited, Event
+from zk.offload.streams import check_copy
 
 
 class _Copied:
@@ -31,10 +32,10 @@ class LateLink:
 
     def __init__(self, simulation: Simulation, process: Process) -> None:
         self.simulation, self.process, self.device = simulation, process, torch.device("cpu")
-        self.last: dict[str, Event] = {"offload": PAST, "upload": PAST}
+        self.last: dict[str, Event] = {"offload": COMPLETED, "upload": COMPLETED}
 
     def mark(self) -> Event:
-        return PAST  # a CPU has done what it was asked to
+        return COMPLETED  # a CPU has done what it was asked to
 
     def follow(self, event: Awaited) -> None:
         event.wait()
@@ -69,7 +70,7 @@ class LateLink:
     def beside(self, after: Sequence[Event]) -> Iterator[Callable[[], Event]]:
         for event in (*after, self.last["upload"]):
             event.wait()
-        yield lambda: PAST
+        yield lambda: COMPLETED
 
     def pin(self, memory: Tensor) -> None:
         return

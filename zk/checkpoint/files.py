@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zk.events import Ticket
 from zk.memory import aligned
 from zk.offload.nvme import ALIGN, File, Request, round_up
-from zk.offload.worker import Ticket, Worker
+from zk.offload.worker import Worker
 
 BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
 _DTYPES = {

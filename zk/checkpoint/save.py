@@ -26,12 +26,12 @@ from torch import Tensor
 
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.files import CheckpointError, Entry, Writer
+from zk.events import COMPLETED, Ticket
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
 from zk.offload.snapshot import Snapshot, Unread
-from zk.offload.streams import PAST
 from zk.offload.tiers import free_nbytes
-from zk.offload.worker import Ticket, Worker
+from zk.offload.worker import Worker
 from zk.parallel.comm import Group, RankError, Solo
 from zk.parallel.partitioned import PartitionedParams
 from zk.parallel.presence import Board
@@ -161,7 +161,7 @@ class Save:
         self.unread: dict[int, Unread] = {}
         self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
         self.snapshot: Snapshot | None = None
-        self.transfer, self.mark = optimizer.transfer, PAST
+        self.transfer, self.mark = optimizer.transfer, COMPLETED
         # of parameters that are not trained: when they were written last
         self.still = {number: [param._version for param in held.unit.params] for number, held in enumerate(optimizer.held) if held.shard is None}
 
@@ -445,6 +445,7 @@ def room_for_copies(optimizer: ZeroOptimizer) -> int:
 
 # also where nobody holds their optimizer any more
 _UNDER_WAY: set[Saver] = set()
+os.register_at_fork(after_in_child=_UNDER_WAY.clear)  # a forked process has no thread that saves
 
 
 @functools.cache
@@ -458,7 +459,7 @@ def _finish_all() -> None:
     """The program ends: what is being saved is saved first."""
     for saver in list(_UNDER_WAY):
         ticket = saver.ticket
-        if ticket is not None and ticket.process == os.getpid():  # a forked process has no thread that saves
+        if ticket is not None:
             ticket.join()
             if ticket.error is not None:
                 rank_log.error("a checkpoint was not saved: %s", ticket.error)

@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zk.events import COMPLETED, Event
 from zk.logs import rank_log
 from zk.memory import aligned
 from zk.offload.nvme import round_up
-from zk.offload.streams import PAST, Event, Link
+from zk.offload.streams import Link
 
 Gap = tuple[int, int]  # start, stop: bytes from the region's beginning, whole pages
 
@@ -63,7 +64,7 @@ class _Block:
     region: _Region
     start: int
     stop: int
-    after: Event = PAST
+    after: Event = COMPLETED
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +83,7 @@ class Record:
     _block: _Block | None  # None: no elements, or released
     _released: bool = False
 
-    def release(self, after: Event = PAST) -> None:
+    def release(self, after: Event = COMPLETED) -> None:
         """The memory may be handed out again once ``after`` is done. Its content must not be touched from here on."""
         self._arena._give_back(self, after)
 

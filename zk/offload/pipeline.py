@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from zk.events import COMPLETED, Awaited, Event, Ticket
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard, TakenGradient
-from zk.offload.streams import PAST, Awaited, Event
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT
-from zk.offload.worker import Cancelled, Ticket
+from zk.offload.worker import Cancelled
 from zk.timeline import phase
 
 Run = tuple[slice, Mapping[str, Any], int]  # consecutive elements of a shard, their group, and their step count
@@ -27,7 +27,7 @@ class Landing:
     """When the updated parameters of a unit are there."""
 
     done: Ticket = dataclasses.field(default_factory=Ticket)
-    arriving: Awaited = PAST  # set when done: what compute must follow before it uses the parameters
+    arriving: Awaited = COMPLETED  # set when done: what compute must follow before it uses the parameters
 
 
 @dataclasses.dataclass(slots=True)

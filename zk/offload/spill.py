@@ -18,12 +18,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from zk.events import COMPLETED, Event, Ticket
 from zk.memory import aligned
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, File, Request, round_up
-from zk.offload.streams import PAST, Event
 from zk.offload.transfer import Arrival, Transfer
-from zk.offload.worker import Ticket, Worker
+from zk.offload.worker import Worker
 from zk.timeline import phase
 
 P = ParamSpec("P")
@@ -309,7 +309,7 @@ class Buffers:
         return slot.buffer[: piece.nbytes]
 
     @_locked
-    def evict(self, piece: Piece, changed: bool, after: Event = PAST) -> None:
+    def evict(self, piece: Piece, changed: bool, after: Event = COMPLETED) -> None:
         """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it, once ``after`` is past."""
         slot = self.slots[piece.offset]
         slot.users -= slot.state is State.OPEN
@@ -437,7 +437,7 @@ class FileHome:
         assert self.buffers is not None
         return self._view(self.buffers.open(self.piece))
 
-    def close(self, after: Event = PAST) -> None:
+    def close(self, after: Event = COMPLETED) -> None:
         """Done with what ``open`` gave, once ``after`` is past."""
         assert self.buffers is not None
         self.buffers.evict(self.piece, changed=False, after=after)
@@ -478,7 +478,7 @@ class FileGrads:
         """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
         if self.transfer.joined:
             self._add(grad)
-            return PAST
+            return COMPLETED
         arrival = self.transfer.offload(grad, [slice(0, self.numel)])
         self.added = self.worker.submit(functools.partial(self._arrive, arrival, self.added))
         return arrival.events[-1]

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zk.events import COMPLETED, Awaited, Event
 from zk.logs import rank_log
 from zk.memory import aligned
 from zk.offload.nvme import File, Request, round_up
 from zk.offload.scratch import Scratch
-from zk.offload.streams import PAST, Awaited, Event, Link
+from zk.offload.streams import Link
 
 _AGE = 8  # contexts for which an idle host buffer is kept
 _SEGMENT_NBYTES = 64 << 20, 4 << 30  # files grow from, to
@@ -140,7 +141,7 @@ class Slot:
     file: File
     offset: int
     nbytes: int
-    request: Event = PAST
+    request: Event = COMPLETED
 
     def write(self, memory: Tensor) -> Event:
         self.request = _Transfer(self.file.write_async(memory, self.offset))

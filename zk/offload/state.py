@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zk.events import COMPLETED, Event
 from zk.kernels.split import join, split_
 from zk.offload.rules import Rule
 from zk.offload.snapshot import Unread
-from zk.offload.streams import PAST, Event
 from zk.offload.tiers import Grads, MemoryHome, MemoryStore, Store, Taken
 from zk.offload.transfer import Transfer
 
@@ -52,7 +52,7 @@ class Section:
     def take_home(self, index: int, mark: Event | None) -> Event:
         """Start to copy chunk ``index`` of the parameters home, if it is not there; after ``mark``, as for Transfer."""
         if self.home is None:
-            return PAST
+            return COMPLETED
         assert isinstance(self.param, MemoryStore)
         chunk = self.param.chunks[index]
         here = self.param.fields["param"][chunk]
@@ -94,7 +94,7 @@ class OptimizerShard:
             for section, _, index in self.places
         ]
         self.split = self.has_master = False  # known with the first fields
-        self.arriving: Event = PAST  # the last copy home
+        self.arriving: Event = COMPLETED  # the last copy home
         self.unread: Unread | None = None  # by a save under way
 
     def start(self, initial: Tensor) -> None:
@@ -168,10 +168,6 @@ class OptimizerShard:
         events = [section.grads.add(grad[section.start : section.stop]) for section in self.sections]
         return None if None in events else events[-1]
 
-    def sums_of_squares(self) -> list[float | Tensor]:
-        """Of the gradient, in float64, section by section; maybe still on the device. 0 without a gradient."""
-        return [section.grads.sum_of_squares() for section in self.sections]
-
     def take(self) -> TakenGradient:
         """Hand the gradient to the update: the next one may come in."""
         return TakenGradient([section.grads.take() for section in self.sections])
@@ -236,7 +232,7 @@ class OptimizerShard:
             finally:
                 taken.parts[which].close(index)
         event = section.take_home(index, mark)
-        if event is not PAST:
+        if event is not COMPLETED:
             self.arriving = event
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------

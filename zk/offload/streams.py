@@ -24,32 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-
-class Awaited(Protocol):
-    """Something that can be waited for."""
-
-    def wait(self) -> None:
-        """The calling thread waits for it."""
-
-
-class Event(Awaited, Protocol):
-    """A point in the work of a stream."""
-
-    @property
-    def done(self) -> bool:
-        """Whether all work up to it has ended."""
-
-
-class _Past:
-    """Something that is over."""
-
-    done = True
-
-    def wait(self) -> None:
-        return
-
-
-PAST: Event = _Past()
+from zk.events import COMPLETED, Awaited, Event
 
 
 class Link(Protocol):
@@ -92,7 +67,7 @@ class Joined:
         self.device = device
 
     def mark(self) -> Event:
-        return PAST
+        return COMPLETED
 
     def follow(self, event: Awaited) -> None:
         event.wait()
@@ -106,7 +81,7 @@ class Joined:
     def beside(self, after: Sequence[Event]) -> AbstractContextManager[Callable[[], Event]]:
         for event in after:
             event.wait()
-        return contextlib.nullcontext(lambda: PAST)
+        return contextlib.nullcontext(lambda: COMPLETED)
 
     def pin(self, memory: Tensor) -> None:
         return

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
 from zk.memory import aligned, host_memory, zeros
 from zk.offload.cpu_adam import squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, chunks_of
-from zk.offload.streams import PAST, Event
 from zk.offload.transfer import Arrival, Transfer, pieces_of
-from zk.offload.worker import Ticket, Worker
+from zk.offload.worker import Worker
 
 # chunks of the update in host buffers at once, on NVMe: being read, worked on, written, and kept for the next step
 CHUNKS_IN_MEMORY = 6
@@ -96,7 +96,7 @@ class Grads(Protocol):
 class Guard:
     """The last copy from some memory: the host waits for it before it writes there."""
 
-    reader: Event = PAST
+    reader: Event = COMPLETED
 
 
 class MemoryStore:
@@ -117,7 +117,7 @@ class MemoryStore:
 
     def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
         self.guard.reader.wait()
-        self.readers.pop(index, PAST).wait()
+        self.readers.pop(index, COMPLETED).wait()
         return {name: field[self.chunks[index]] for name, field in self.fields.items()}
 
     def close(self, index: int, changed: bool, keep: bool = False) -> None:
@@ -140,7 +140,7 @@ class MemoryHome:
     def open(self) -> Tensor:
         return self.shard
 
-    def close(self, after: Event = PAST) -> None:
+    def close(self, after: Event = COMPLETED) -> None:
         self.guard.reader = after
 
     def write(self, values: Tensor) -> None:
@@ -187,7 +187,7 @@ class MemoryGrads:
         if self.flat.dtype != torch.float32:
             self.flat = self.flat.float()
         self.flat += grad
-        return PAST
+        return COMPLETED
 
     def sum_of_squares(self) -> float | Tensor:
         return 0.0 if self.flat is None else squares(self.flat, self.num_threads)

@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from zk.events import Awaited, Event
 from zk.offload.pinned import Arena, Record
-from zk.offload.streams import Awaited, Event, Link
+from zk.offload.streams import Link
 from zk.timeline import phase
 
 # elements of one piece: 16 MiB in 16 bits, large enough for the full speed of a link, small enough that the update soon has its first

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.offload.streams import LINKS, Awaited, Event, Link, check_copy
+from zk.events import Awaited, Event
+from zk.offload.streams import LINKS, Link, check_copy
 from zk.timeline import Resource, phase
 
 CPU = torch.device("cpu")

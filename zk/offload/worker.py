@@ -12,44 +12,11 @@ from collections.abc import Callable
 
 import torch
 
+from zk.events import Ticket
+
 
 class Cancelled(RuntimeError):
     """The job was not done, or not to its end, because the run is over."""
-
-
-class Ticket:
-    """One job, or a part of one that is waited for by itself."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.error: BaseException | None = None
-        self.process = os.getpid()
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
-        return self.event.is_set()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """It has ended; the first call counts."""
-        if not self.event.is_set():
-            self.error = error
-            self.event.set()
-
-    def wait(self) -> None:
-        """Return when it has ended. Raises what ended it, with the traceback of the thread that did it."""
-        self.join()
-        if self.error is not None:
-            raise self.error
-
-    def join(self) -> None:
-        """Return when it has ended, well or not."""
-        if not self.done and os.getpid() != self.process:
-            raise RuntimeError(
-                "this process was forked while a job went on in a thread that it does not have (an update beside training, say); call "
-                "synchronize() before forking"
-            )
-        self.event.wait()
 
 
 class Worker:

@@ -33,12 +33,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zk.events import COMPLETED, Awaited
 from zk.logs import rank_log
 from zk.parallel.presence import Board, Presence, fail, why
 from zk.timeline import note, now_ns, phase, recording
@@ -51,27 +52,8 @@ TELL_S = 10.0  # how often to log who is waited for
 INTERRUPT_S = 2.0  # how long Ctrl-C is put off for other ranks to come to what was announced
 
 
-class Pending(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Order the calling thread's current stream after the result; in host memory, return when it is there. Raises what went wrong on any rank.
-
-        A call orders one stream: whoever reads the result on another one calls again.
-        """
-
-
 class RankError(RuntimeError):
     """An error that all ranks of the group have heard of, at the same point: nobody need tell it again."""
-
-
-class Done:
-    """A collective that needed no work."""
-
-    done = True
-
-    def wait(self) -> None:
-        return
 
 
 class Solo:
@@ -97,15 +79,15 @@ class Solo:
     def close(self) -> None:
         return
 
-    def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Awaited:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
-        return Done()
+        return COMPLETED
 
-    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Pending:
+    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Awaited:
         if bucket.data_ptr() != shard.data_ptr():
             shard.copy_(bucket)
-        return Done()
+        return COMPLETED
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         return
@@ -360,7 +342,7 @@ class Group:
         start: Callable[[], list[dist.Work]],
         finish: Callable[[], object] | None = None,
         on_device: bool = False,
-    ) -> Pending:
+    ) -> Awaited:
         works: list[dist.Work] = []
         start_ns = now_ns()
         self.guard(label, lambda: works.extend(start()))
@@ -378,7 +360,7 @@ class Group:
             pending.wait()
         return pending
 
-    def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Awaited:
         """Collect every rank's ``shard`` (shard_numel,) into ``full`` (world * shard_numel,). ``shard`` may be a view of ``full``.
 
         Host memory goes over gloo, whatever carries the device's.
@@ -398,7 +380,7 @@ class Group:
                 lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
             )
 
-    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Pending:
+    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Awaited:
         """The mean over ranks of ``bucket`` (world * shard_numel,), this rank's slice of it to ``shard`` (shard_numel,).
 
         gloo: summed in fp32 in the order of ranks and rounded once. NCCL: in the bucket's dtype.

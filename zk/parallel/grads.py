@@ -13,28 +13,19 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zk.events import COMPLETED, Awaited, Event
 from zk.memory import zeros
-from zk.parallel.comm import STATE, Done, Group, Pending, Solo
+from zk.parallel.comm import STATE, Group, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
 from zk.units import Unit
 
-_DONE = Done()
 # reductions under way at once: one being summed while the next one's bytes travel
 _IN_FLIGHT = 2
-
-
-class Leaving(Pending, Protocol):
-    """Something that still reads a gradient."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +37,7 @@ class UnitGrads:
     layout: Layout
     held: slice  # of the flat buffer: what this rank updates
     # takes a reduced gradient (held,): None if it keeps the tensor itself, else what to come after before that is used again
-    sink: Callable[[Tensor], Leaving | None]
+    sink: Callable[[Tensor], Event | None]
     bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced
     present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
     accumulated: bool = False  # some parameter is in the bucket more than once
@@ -82,7 +73,7 @@ class GradReducer:
         in_backward: bool,
         replicate: bool,
         check: Callable[[nn.Parameter], None],
-        follow: Callable[[Leaving], None] = Pending.wait,
+        follow: Callable[[Event], None] = Awaited.wait,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self.comm, self.in_backward, self.replicate, self.check, self.follow, self.before = comm, in_backward, replicate, check, follow, before
@@ -91,9 +82,9 @@ class GradReducer:
         self.learned = False
         self.completed: list[int] = []
         self.started: set[int] = set()
-        self.queue: list[tuple[UnitGrads, Pending, Tensor, Tensor]] = []
+        self.queue: list[tuple[UnitGrads, Awaited, Tensor, Tensor]] = []
         # buckets to use again, each with what to come after; by layout: what is padding in one is a parameter in another
-        self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Leaving]]] = {}
+        self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Event]]] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
         self.unfinished = False  # a backward has brought gradients since ``finish``
@@ -230,7 +221,7 @@ class GradReducer:
         self.follow(event)
         return bucket
 
-    def _give(self, unit: UnitGrads, bucket: Tensor, after: Leaving = _DONE) -> None:
+    def _give(self, unit: UnitGrads, bucket: Tensor, after: Event = COMPLETED) -> None:
         free = self.pool.setdefault((unit.layout, bucket.dtype), [])
         if not self.in_backward or len(free) < _IN_FLIGHT:
             free.append((bucket, after))
@@ -242,11 +233,6 @@ class GradReducer:
                 return  # the next bucket will be a wide one
             self._give(unit, grad)
 
-    def _zero_absent(self, unit: UnitGrads, bucket: Tensor) -> None:
-        for index in range(len(unit.unit.params)):
-            if index not in unit.present:
-                bucket[unit.layout.whole(index)].zero_()
-
     # ---- reduce --------------------------------------------------------------------------------------------------------------
 
     def _reduce(self, position: int) -> None:
@@ -257,7 +243,8 @@ class GradReducer:
         bucket = unit.bucket
         if bucket is None:
             bucket = self._take(unit)
-        self._zero_absent(unit, bucket)
+        for absent in set(range(len(unit.unit.params))) - unit.present:
+            bucket[unit.layout.whole(absent)].zero_()
         narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
         shard = bucket if alone else torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)

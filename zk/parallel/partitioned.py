@@ -23,10 +23,10 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zk.events import Awaited, Event
 from zk.hooks import Hook
 from zk.memory import Lease
-from zk.offload.streams import Event
-from zk.parallel.comm import Group, Pending, Solo
+from zk.parallel.comm import Group, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.prefetch import Prefetcher
 from zk.parallel.released import StandIns
@@ -113,7 +113,7 @@ class PartitionedParams:
         # (weak: a parameter must not keep its own unit alive)
         self.stand_ins = StandIns(unit.params, functools.partial(_used, weakref.ref(self)), self._take_data)
         self.known: dict[int, PartitionedParams] = {}  # whose memory is whose
-        self.pending: Pending | None = None
+        self.pending: Awaited | None = None
         self.calls: set[object] = set()  # forward calls whose backward is under way
         self.depth = 0  # forwards in progress
         # a graph that create_graph=True has made, or a collective that was interrupted, may use the full memory after the release

@@ -319,6 +319,12 @@ def mark(param: nn.Parameter, on_use: Callable[[], None]) -> None:
         _dress(param, Updating)
 
 
+def refuse(param: nn.Parameter, on_use: Callable[[], None]) -> None:
+    """Refuse every use of the parameter's values from now on: ``on_use`` raises."""
+    _record_of(param).on_use = on_use
+    _dress(param, Updating)
+
+
 def _use(param: nn.Parameter) -> None:
     on_use = _record_of(param).on_use
     assert on_use is not None

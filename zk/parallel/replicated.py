@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from zk.events import COMPLETED, Awaited
 from zk.memory import zeros
-from zk.parallel.comm import Done, Group, Pending, Solo
+from zk.parallel.comm import Group, Solo
 from zk.parallel.layout import Layout
 from zk.units import Unit, strides_of
 
@@ -18,7 +19,7 @@ def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str]
     ``values_of(param, name)`` gives each one's values; None leaves zeros, for a rank that will be sent the first rank's.
     """
     widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
-    flat = zeros(layout.numel, widest, unit.device)
+    flat = zeros(layout.numel, widest, unit.device, inherited=not unit.trained)
     for index, param in enumerate(unit.params):
         if values_of is not None:
             flat[layout.whole(index)] = unit.flat(index, values_of(param, unit.names[index]))
@@ -83,10 +84,10 @@ class ReplicatedParams:
         """Whether this rank's slice is everything."""
         return self.shard.numel() == self.full.numel()
 
-    def publish(self) -> Pending:
+    def publish(self) -> Awaited:
         """Gather the updated slices to every rank."""
         if self.is_whole:
-            return Done()
+            return COMPLETED
         return self.comm.all_gather(self.index, self.full, self.shard)
 
     def settle(self) -> None:

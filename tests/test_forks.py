@@ -1,0 +1,138 @@
+"""Processes forked from one that trains, as a DataLoader's workers are: they cost no copy of its memory, and are told what they do not have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import Program
+
+WORKERS = """
+import os, re, torch, zk
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(2)
+
+class Lines(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.full((2048,), float(index))
+
+def pss():
+    pids = [os.getpid(), *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return sum(int(re.search(r"^Pss:\\s+(\\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)[1]) for pid in pids) << 10
+
+model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+nbytes = sum(param.nbytes for param in model.parameters())
+optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=STAGE, optimizer_tier="host")
+
+def step(batch):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+for _ in range(2):
+    step(torch.ones(4, 2048))
+loader, before, most = DataLoader(Lines(), batch_size=4, num_workers=2, multiprocessing_context="fork"), pss(), 0
+for batch in loader:
+    step(batch)
+    most = max(most, pss())
+print(f"{(most - before) / nbytes:.2f} {optimizer.metrics()['steps']}")
+optimizer.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs the kernel's sums of memory")
+@pytest.mark.parametrize("stage", (2, 3))
+def test_workers_of_a_loader_cost_no_copy_of_what_is_trained(stage: int) -> None:
+    """Parameters, gradients and states are four times the parameters, and each update writes three of them."""
+    program = [sys.executable, "-c", WORKERS.replace("STAGE", str(stage))]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what torch frees goes back to the system at once
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, env=environment, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    times, steps = done.stdout.split()
+    assert float(times) < 1 and steps == "18", done.stdout
+
+
+REFUSED = """
+import copy, gc, os, sys, torch, warnings, zk
+from torch import nn
+
+stage, tier, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4).requires_grad_(False))
+expected = copy.deepcopy(model[2])
+inner = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+places = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "nvme_path": folder if tier == "nvme" else None}
+optimizer = zk.ZeroOptimizer(model, inner, stage=stage, units=["0", "1"], **places)
+x = torch.ones(2, 64)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+model(x).sum().backward()
+param = model[0].weight
+with zk.gather(model.parameters()):
+    values, copied = param.detach().clone(), copy.deepcopy(model)
+uses = {
+    "read": lambda: param.sum(),
+    "data": lambda: param.data.sum(),
+    "print": lambda: str(param),
+    "write": lambda: param.detach().zero_(),
+    "model": lambda: model(x),
+    "layer": lambda: model[0](x),
+    "state_dict": lambda: model.state_dict(),
+    "load_state_dict": lambda: model.load_state_dict(copied.state_dict()),
+    "deepcopy": lambda: copy.deepcopy(model),
+    "gather": lambda: zk.gather(param).__enter__(),
+    "grad": lambda: param.grad,
+    "set grad": lambda: setattr(param, "grad", torch.zeros(64, 64)),
+    "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "state": lambda: optimizer.state[param]["exp_avg"],
+    "optimizer.state_dict": optimizer.state_dict,
+    "step": optimizer.step,
+    "zero_grad": optimizer.zero_grad,
+    "save": lambda: optimizer.save_checkpoint(folder),
+    "weights": optimizer.consolidated_state_dict,
+}
+child = os.fork()
+if not child:
+    for name, use in uses.items():
+        try:
+            use()
+            print("taken:", name)
+        except RuntimeError as error:
+            if "forked from" not in str(error):
+                print(name, error)
+    if tuple(param.shape) != (64, 64) or not torch.equal(copied[0].weight, values):
+        print("copies are not readable")
+    if stage < 3 and not torch.equal(model[2].weight, expected.weight):
+        print("frozen parameters are not readable")
+    optimizer.close()
+    del model, optimizer, inner, param, uses, use
+    gc.collect()
+    if sum(torch.ones(1 << 20).sum() for _ in range(4)) != 4 << 20:
+        print("memory of the parent is the child's")
+    sys.stdout.flush()
+    os._exit(0)
+print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+optimizer.step()
+optimizer.close(gather=True)
+print("trained" if not torch.equal(param, values) and param.isfinite().all() else "not trained")
+"""
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(0, "host"), (2, "host"), (2, "nvme"), (3, "host"), (3, "nvme")])
+def test_a_forked_process_is_told_what_it_does_not_have(stage: int, tier: str, tmp_path: Path) -> None:
+    program = Program("-c", REFUSED, str(stage), tier, str(tmp_path))
+    said, errors = program.communicate(60)
+    assert said.splitlines() == ["status 0", "trained"], errors
