@@ -53,5 +53,10 @@ class Ticket:
         self.event.wait()
 
 
-COMPLETED = Ticket()
-COMPLETED.finish()
+def _completed() -> Event:
+    ticket = Ticket()
+    ticket.finish()
+    return ticket
+
+
+COMPLETED = _completed()
