@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zk.offload.streams import Link
-from zk.offload.twins import ThrottledLink, pretend
+from zk.testing.devices import ThrottledLink, pretend
 
 GIB = 1 << 30
 MARK = "row "  # begins each line of output that is a row

@@ -2,7 +2,7 @@
 
     python benchmarks/overlap_model.py [--units 8] [--steps 6]
 
-No GPU: compute and update sleep, and the link (zk.offload.twins.ThrottledLink) moves a given number of bytes per second, so all that
+No GPU: compute and update sleep, and the link (zk.testing.devices.ThrottledLink) moves a given number of bytes per second, so all that
 is measured is whether zk lets them run beside one another. With f, b, d, u the milliseconds that one of N units takes in forward, in backward,
 on the link in one direction, and in its update:
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import zk
 from zk.offload import rules
-from zk.offload.twins import ThrottledLink, pretend
+from zk.testing.devices import ThrottledLink, pretend
 
 NUMEL = 1 << 20  # of a unit: 2 MiB in 16 bits
 TOLERANCE = 0.15

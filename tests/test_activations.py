@@ -26,7 +26,7 @@ from tests.adversary import adversarial_drive
 from tests.models import DEVICE, GPT, batch, loss_of
 from zk.activations import ActivationOffload
 from zk.offload import nvme, stash
-from zk.offload.twins import ThrottledLink, pretend
+from zk.testing.devices import ThrottledLink, pretend
 
 KiB = 1024
 

@@ -19,8 +19,8 @@ from zk.bench import adam, io, kernels, link, step
 from zk.bench.clock import Report, Row, copy_gbps, matmul_tflops, quantile, seconds_of
 from zk.cli import app
 from zk.offload.nvme import File
-from zk.offload.twins import ThrottledLink, pretend
 from zk.plan import measure
+from zk.testing.devices import ThrottledLink, pretend
 from zk.train.gpt import GPTConfig
 
 CPU = torch.device("cpu")

@@ -22,11 +22,11 @@ from tests.world import run_world
 from zk import memory
 from zk.cli import app
 from zk.offload.rules import rule_for
-from zk.offload.twins import ThrottledLink, pretend
 from zk.parallel.layout import Layout
 from zk.plan import needs
 from zk.plan.memory import Kind, footprint_of
 from zk.precision import stored_dtypes
+from zk.testing.devices import ThrottledLink, pretend
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WIDTH, LAYERS = 64, 6

@@ -24,7 +24,7 @@ from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
 from zk.offload.spill import Buffers, Piece, Spill
 from zk.offload.tiers import NVMeTier
-from zk.offload.twins import ThrottledLink, pretend
+from zk.testing.devices import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
 

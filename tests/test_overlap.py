@@ -34,10 +34,10 @@ from zk.config import DynamicLossScale
 from zk.events import Ticket
 from zk.held import Held
 from zk.offload import rules, transfer
-from zk.offload.twins import ThrottledLink, pretend
 from zk.offload.worker import Worker
 from zk.parallel.comm import Group
 from zk.parallel.released import Updating
+from zk.testing.devices import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,7 +25,6 @@ from tests.world import run_world
 from zk.cli import app
 from zk.events import Event
 from zk.offload.streams import Joined
-from zk.offload.twins import CPU, pretend
 from zk.parallel.layout import Layout
 from zk.plan import papers, report
 from zk.plan.choose import as_dict, as_python, consider, largest, plan, shown
@@ -34,6 +33,7 @@ from zk.plan.picture import draw
 from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
 from zk.plan.speed import length, step_of
 from zk.precision import stored_dtypes
+from zk.testing.devices import CPU, pretend
 from zk.train.gpt import GPT, GPTConfig
 from zk.units import find_units
 

@@ -10,7 +10,7 @@ from tests import softgpu
 from tests.models import DEVICE
 from zk.events import COMPLETED
 from zk.offload.streams import link_to
-from zk.offload.twins import CPU, ThrottledLink, pretend
+from zk.testing.devices import CPU, ThrottledLink, pretend
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)

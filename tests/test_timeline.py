@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from zk import timeline as module
 from zk.cli import app
-from zk.offload.twins import ThrottledLink
 from zk.parallel.comm import Group
+from zk.testing.devices import ThrottledLink
 from zk.timeline import (
     MEASURED,
     RESOURCES,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.user_programs import PROGRAMS, Case, Net, Program, Run, Writing
-from zk.offload.twins import ThrottledLink, pretend
+from zk.testing.devices import ThrottledLink, pretend
 
 STEPS = 3
 ALONE = (

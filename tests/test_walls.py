@@ -26,7 +26,7 @@ from zk import ZeroOptimizer
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zk"
 BESIDE = {"tiled_linear", "activations", "materialize", "pretrained", "access", "timeline", "cli", "doctor", "terminal", "__main__", "__init__"}
-BESIDE |= {"stash", "tiled_matmul", "twins"}
+BESIDE |= {"stash", "tiled_matmul"}
 
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
@@ -37,6 +37,7 @@ SIZES = {
     "integrations": (2_870, 20_400),
     "train": (1_010, 8_950),
     "bench": (820, 7_250),
+    "testing": (110, 800),
 }
 TOKENS_PER_LINE = 7.6
 CYCLE = 22  # files that import each other in a circle; imports for types, and those inside of functions, count
@@ -216,6 +217,11 @@ def test_no_more_files_import_each_other_in_a_circle() -> None:
 def test_a_step_enters_no_more_of_zk(stage: int) -> None:
     found = (*entered(stage), *objects(stage))
     assert all(now <= ceiling for now, ceiling in zip(found, STEPS[stage], strict=True)), found
+
+
+def test_nothing_in_the_package_imports_what_is_for_tests() -> None:
+    found = {name for name, imported in imports().items() if any(other.startswith("zk.testing") for other in imported)}
+    assert all(name.startswith("zk.testing") for name in found), sorted(found)
 
 
 def test_no_more_classes_hold_tiers_and_ranks() -> None:

@@ -1,4 +1,4 @@
-"""A link that moves a given number of bytes per second between host memory and host memory: for models of time, without a GPU.
+"""A link of a given speed between host memory and host memory: models of time without a GPU.
 
     with pretend(ThrottledLink(1e9)):
         ...train...
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.events import Awaited, Event
+from zk.events import COMPLETED, Awaited, Event
 from zk.offload.streams import LINKS, Link, check_copy
 from zk.timeline import Resource, phase
 
@@ -27,12 +28,14 @@ AnyLink = TypeVar("AnyLink", bound=Link)
 
 @contextlib.contextmanager
 def pretend(link: AnyLink) -> Iterator[AnyLink]:
-    """Inside, the CPU is a device of its own, reached over ``link``."""
+    """Make the CPU a device of its own inside, reached over ``link``."""
     with mock.patch.dict(LINKS, {CPU: link}):
         yield link
 
 
 class _Flag:
+    """The end of a copy."""
+
     def __init__(self) -> None:
         self.event = threading.Event()
 
@@ -46,30 +49,23 @@ class _Flag:
                 self.event.wait()
 
 
-class _Lane(threading.Thread):
+class _Lane:
     """One direction: copies one after the other, each as long as its bytes take."""
 
     def __init__(self, nbytes_per_s: float, resource: Resource) -> None:
-        super().__init__(daemon=True, name=f"zk-twin-{resource}")
         self.nbytes_per_s, self.resource, self.busy_s = nbytes_per_s, resource, 0.0
-        self.condition = threading.Condition()
-        self.queue: list[tuple[Tensor, Tensor, tuple[Event, ...], _Flag]] = []
-        self.start()
+        self.queue = queue.SimpleQueue[tuple[Tensor, Tensor, tuple[Event, ...], _Flag]]()
+        threading.Thread(target=self._run, daemon=True, name=f"zk-twin-{resource}").start()
 
     def submit(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         check_copy(target, source)
         flag = _Flag()
-        with self.condition:
-            self.queue.append((target, source, tuple(after), flag))
-            self.condition.notify()
+        self.queue.put((target, source, tuple(after), flag))
         return flag
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while True:
-            with self.condition:
-                while not self.queue:
-                    self.condition.wait()
-                target, source, after, flag = self.queue.pop(0)
+            target, source, after, flag = self.queue.get()
             for event in after:
                 event.wait()
             start = time.perf_counter()
@@ -89,9 +85,7 @@ class ThrottledLink:
         self.down, self.up = _Lane(nbytes_per_s, "offload"), _Lane(nbytes_per_s, "upload")
 
     def mark(self) -> Event:
-        flag = _Flag()  # a CPU has done what it was asked to
-        flag.event.set()
-        return flag
+        return COMPLETED  # a CPU has done what it was asked to
 
     def follow(self, event: Awaited) -> None:
         event.wait()

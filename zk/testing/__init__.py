@@ -1,0 +1,1 @@
+"""Devices for tests and benchmarks. Nothing else in the package imports them."""
