@@ -166,11 +166,13 @@ def saved(tmp_path: Path) -> tuple[dict[str, Tensor], dict[str, Path]]:
     """Weights of a GPT with tied embeddings, as one file, as several with an index, and as a folder."""
     torch.manual_seed(5)
     model = GPT("tied")
-    save_model(model, tmp_path / "one", {}, write=True)
-    save_model(model, tmp_path / "many", {}, write=True, max_file_nbytes=10_000)
+    want = weights(model)
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=0) as optimizer:
+        save_model(optimizer, tmp_path / "one", {})
+        save_model(optimizer, tmp_path / "many", {}, max_file_nbytes=10_000)
     index = tmp_path / "many" / "model.safetensors.index.json"
     assert len(set(json.loads(index.read_text())["weight_map"].values())) > 2
-    return weights(model), {"file": tmp_path / "one" / "model.safetensors", "index": index, "folder": tmp_path / "many"}
+    return want, {"file": tmp_path / "one" / "model.safetensors", "index": index, "folder": tmp_path / "many"}
 
 
 @pytest.mark.parametrize("form", ("file", "index", "folder"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import time
@@ -28,15 +27,13 @@ from zk.timeline import (
     Timeline,
     chrome_trace,
     device_spans,
-    intersection,
-    length,
+    joined,
     note,
     now_ns,
     own,
     phase,
     recording,
     set_clock,
-    union,
     write_chrome_trace,
 )
 
@@ -49,6 +46,10 @@ def span(resource: Resource, start: int, stop: int, thread: str = "main", name: 
 
 def timeline(*spans: Span, stop: int = 100) -> Timeline:
     return Timeline(sorted(spans, key=lambda s: s.start_ns), 0, stop * MS, "main")
+
+
+def length(intervals: list[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 def rows(*spans: Span) -> dict[str, tuple[float, float, float]]:
@@ -140,6 +141,7 @@ def test_figures_are_those_of_a_count_moment_by_moment(some: list[Span]) -> None
     by_name = {row.resource: row for row in told.overlap()}
     for resource in MEASURED:
         expected = (len(ticks[resource]), len(ticks[resource] & compute), len((ticks[resource] - compute) & ticks["update"]))
+        assert length(told.busy(resource, hidden=True)) == expected[1] * MS
         row = by_name.get(resource)
         if row is None:
             assert expected[0] == 0
@@ -151,27 +153,15 @@ def test_figures_are_those_of_a_count_moment_by_moment(some: list[Span]) -> None
     assert told.training_thread()["other"] >= 0
 
 
-pairs = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=10)
-
-
-@settings(max_examples=100, deadline=None)
-@given(pairs, pairs)
-def test_union_and_intersection_are_those_of_sets(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
-    def moments(intervals: list[tuple[int, int]]) -> set[int]:
-        return {tick for start, stop in intervals for tick in range(start, stop)}
-
-    a, b = union(first), union(second)
-    both = intersection(a, b)
-    assert moments(a) == moments(first) and moments(both) == moments(first) & moments(second)
-    for intervals in (a, both):
-        assert all(start < stop for start, stop in intervals)
-        assert all(before[1] < after[0] for before, after in itertools.pairwise(a))
-        assert length(intervals) == len(moments(intervals))
+def test_neighbours_of_one_value_are_joined_and_intervals_lie_apart() -> None:
+    assert list(joined([(0, 1, "a"), (1, 3, "a"), (3, 4, ""), (4, 5, "a"), (5, 6, "b")])) == [(0, 3, "a"), (4, 5, "a"), (5, 6, "b")]
+    told = timeline(span("read", 0, 2, "a"), span("read", 1, 3, "b"), span("read", 3, 4, "a"), span("read", 6, 6), span("write", 7, 9))
+    assert told.busy("read") == [(0, 4 * MS)] and told.busy("read", "write") == [(0, 4 * MS), (7 * MS, 9 * MS)]
 
 
 def test_pieces_of_a_thread_do_not_overlap_and_leave_out_what_is_inside() -> None:
     outer, inner = span("backward", 0, 10), span("wait", 4, 6)
-    assert own([outer, inner]) == [(outer, 0, 4 * MS), (inner, 4 * MS, 6 * MS), (outer, 6 * MS, 10 * MS)]
+    assert own([outer, inner]) == [span("backward", 0, 4), inner, span("backward", 6, 10)]
 
 
 # ---- recording -------------------------------------------------------------------------------------------------------------------
@@ -303,7 +293,7 @@ def test_copies_over_a_throttled_link_are_spans_of_its_two_directions() -> None:
         done = False
 
         def wait(self) -> None:
-            while not any(phase.resource == "wait" for phase, _ in list(recorder._open.values())):
+            while not any(phase.resource == "wait" for phase in list(recorder.open)):
                 time.sleep(0.001)
 
     with recorder:

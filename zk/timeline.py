@@ -1,7 +1,7 @@
-"""In: phases, marked where work is done. Out: when each resource was busy during a step, and how much of that was hidden behind compute.
+"""When each resource was busy during a step, and how much of that was hidden behind compute.
 
-``with phase("update", unit):`` marks what the calling thread does; ``note`` what is known only afterwards. Under torch's profiler every
-phase is a label, ``zk::update unit``; inside a ``Recorder`` it is a ``Span``. With neither it costs less than a microsecond.
+``with phase("update", unit):`` marks work of the calling thread, ``note`` work that is over. Under torch's profiler every phase is a label,
+``zk::update unit``; inside a ``Recorder`` it is a ``Span``. With neither it costs less than a microsecond.
 
 ```python
 with Recorder() as recorder:
@@ -15,21 +15,24 @@ What the figures mean:
 
 - A phase holds its thread: of phases inside one another, a moment belongs to the innermost. So a wait inside backward is not backward.
 - Compute is forward and backward on the training thread; on a GPU, the kernels. Where no kernels are recorded, it is the host's view.
-- A resource is busy while at least one of its spans is under way; it is hidden while compute is busy too, and exposed otherwise.
+- A resource is busy while at least one of its spans is active; it is hidden while compute is busy too, and exposed otherwise.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import decimal
 import functools
-import heapq
 import itertools
 import json
+import operator
 import os
+import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -40,7 +43,7 @@ Resource = Literal["forward", "backward", "step", "compute", "update", "collecti
 RESOURCES: Mapping[Resource, str] = {
     "forward": "the training thread in the model's forward",
     "backward": "the training thread in the model's backward",
-    "step": "the training thread in the optimizer's step, with none of the rest under way: norm, clipping, bookkeeping",
+    "step": "the training thread in the optimizer's step, outside of the others: norm, clipping, bookkeeping",
     "compute": "kernels on a device, where they are recorded",
     "update": "the optimizer's arithmetic and the cast, on the CPU or the device",
     "collective": "between ranks: from the launch until the result is in place",
@@ -56,6 +59,7 @@ Intervals = list[tuple[int, int]]  # (start, stop) in ns; in order, apart from o
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 # spans are written down on the clock of time.time_ns(), and measured on one that no one sets meanwhile
 _OFFSET_NS = time.time_ns() - time.perf_counter_ns()
 _RECORDERS: tuple[Recorder, ...] = ()
@@ -69,7 +73,7 @@ def now_ns() -> int:
 
 
 def recording() -> bool:
-    """Whether spans are kept now; for work that is done only to describe them."""
+    """Check that spans are kept now, before work that is done only to describe them."""
     return bool(_RECORDERS)
 
 
@@ -107,13 +111,13 @@ class phase:  # a verb, as contextlib's are
             self.label.__enter__()
         self.start_ns = now_ns()
         for recorder in _RECORDERS:
-            recorder._began(self)
+            recorder.open[self] = threading.current_thread().name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if _RECORDERS:
-            stop_ns = now_ns()
+            note(self.resource, self.name, self.start_ns, now_ns(), holds=True)
             for recorder in _RECORDERS:
-                recorder._ended(self, stop_ns)
+                recorder.open.pop(self, None)
         if self.label is not None:
             self.label.__exit__(kind, error, trace)
 
@@ -127,7 +131,7 @@ class phase:  # a verb, as contextlib's are
 
 
 def note(resource: Resource, name: str, start_ns: int, stop_ns: int, holds: bool = False) -> None:
-    """Keep a span that is over, of work that went on beside the calling thread (or held it). Times are ``now_ns()``'s."""
+    """Keep a span that is over, of work in the background of the calling thread (or that held it). Times are ``now_ns()``'s."""
     for recorder in _RECORDERS:
         recorder.spans.append(Span(resource, name, start_ns, stop_ns, threading.current_thread().name, holds))
 
@@ -139,32 +143,18 @@ class Recorder:
         device: a CUDA device, whose kernels and copies are recorded too (through torch.profiler); None, or another, records the host.
     """
 
+    timeline: Timeline
+    """The record, once the recorder is left."""
+
     def __init__(self, device: torch.device | None = None) -> None:
         self.spans: list[Span] = []  # appending needs no lock
+        self.open: dict[phase, str] = {}  # and its thread
         self.device = device if device is not None and device.type == "cuda" else None
-        self.start_ns = 0
-        self._open: dict[int, tuple[phase, str]] = {}
-        self._timeline: Timeline | None = None
-        self._profile: Any = None
-
-    @property
-    def timeline(self) -> Timeline:
-        """What was recorded."""
-        assert self._timeline is not None, "the timeline is there once the recorder is left"
-        return self._timeline
-
-    def _began(self, phase: phase) -> None:
-        self._open[id(phase)] = (phase, threading.current_thread().name)
-
-    def _ended(self, phase: phase, stop_ns: int) -> None:
-        _, thread = self._open.pop(id(phase), (phase, ""))
-        self.spans.append(Span(phase.resource, phase.name, phase.start_ns, stop_ns, thread or threading.current_thread().name))
 
     def __enter__(self) -> Recorder:
         global _RECORDERS
         self.thread = threading.current_thread().name
-        if self.device is not None:
-            self._profile = _start_profile(self.device)
+        self.profile = _start_profile(self.device) if self.device is not None else None
         self.start_ns = now_ns()
         with _changing:
             _RECORDERS = (*_RECORDERS, self)
@@ -174,89 +164,51 @@ class Recorder:
         global _RECORDERS
         if self.device is not None:
             torch.cuda.synchronize(self.device)  # what the step has asked of the device belongs to it
-        stop_ns = now_ns()
+        start_ns, stop_ns = self.start_ns, now_ns()
         with _changing:
             _RECORDERS = tuple(recorder for recorder in _RECORDERS if recorder is not self)
-        spans = list(self.spans)
-        for under_way, thread in list(self._open.values()):
-            spans.append(Span(under_way.resource, under_way.name, under_way.start_ns, stop_ns, thread))
-        self._open.clear()
-        if self._profile is not None:
-            spans = _with_device(spans, _stop_profile(self._profile))
-            self._profile = None
+        spans = [*self.spans, *(Span(work.resource, work.name, work.start_ns, stop_ns, thread) for work, thread in list(self.open.items()))]
+        if self.profile is not None:
+            spans = _with_device(spans, _stop_profile(self.profile))
         kept = [
-            dataclasses.replace(span, start_ns=max(span.start_ns, self.start_ns), stop_ns=min(span.stop_ns, stop_ns))
+            dataclasses.replace(span, start_ns=max(span.start_ns, start_ns), stop_ns=min(span.stop_ns, stop_ns))
             for span in spans
-            if span.start_ns <= stop_ns and span.stop_ns >= self.start_ns
+            if span.start_ns <= stop_ns and span.stop_ns >= start_ns
         ]
-        self._timeline = Timeline(sorted(kept, key=lambda span: span.start_ns), self.start_ns, stop_ns, self.thread)
+        self.timeline = Timeline(sorted(kept, key=lambda span: span.start_ns), start_ns, stop_ns, self.thread)
 
 
-# ---- arithmetic of intervals ------------------------------------------------------------------------------------------------------
+# ---- figures -----------------------------------------------------------------------------------------------------------------------
 
 
-def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """The moments that lie in any of them."""
-    merged: Intervals = []
-    for start, stop in sorted(intervals):
-        if stop <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """The moments that lie in both."""
-    both: Intervals = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < stop:
-            both.append((start, stop))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return both
-
-
-def length(intervals: Intervals) -> int:
-    """Nanoseconds in all."""
-    return sum(stop - start for start, stop in intervals)
-
-
-def own(spans: Sequence[Span]) -> list[tuple[Span, int, int]]:
-    """The moments of each of one thread's spans in which it is the innermost: the one that began last, then ends first, then is named first."""
-    edges = sorted({edge for span in spans for edge in (span.start_ns, span.stop_ns)})
+def moments(spans: Iterable[Span]) -> Iterator[tuple[int, int, list[Span]]]:
+    """Cut time wherever a span begins or ends: (start, stop, the spans that are active, in order), without gaps."""
     waiting = sorted(spans, key=lambda span: span.start_ns)[::-1]  # the next to begin is the last
-    active: list[tuple[int, int, int, Span]] = []
-    pieces: list[tuple[Span, int, int]] = []
-    order = 0
-    for start, stop in itertools.pairwise(edges):
+    active: list[Span] = []
+    for start, stop in itertools.pairwise(sorted({edge for span in waiting for edge in (span.start_ns, span.stop_ns)})):
         while waiting and waiting[-1].start_ns <= start:
-            span = waiting.pop()
-            order += 1
-            heapq.heappush(active, (-span.start_ns, span.stop_ns, order, span))
-        while active and active[0][1] <= start:
-            heapq.heappop(active)
-        if active:
-            inner = active[0][3]
-            if pieces and pieces[-1][0] is inner and pieces[-1][2] == start:
-                pieces[-1] = (inner, pieces[-1][1], stop)
-            else:
-                pieces.append((inner, start, stop))
-    return pieces
+            active.append(waiting.pop())
+        active = [span for span in active if span.stop_ns > start]
+        yield start, stop, active
 
 
-# ---- what was achieved ------------------------------------------------------------------------------------------------------------
+def joined(pieces: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, T]]:
+    """Join neighbours of one value, and leave out those whose value is false."""
+    for value, run in itertools.groupby(pieces, key=operator.itemgetter(2)):
+        if value:
+            edges = [edge for start, stop, _ in run for edge in (start, stop)]
+            yield edges[0], edges[-1], value
+
+
+def own(spans: Iterable[Span]) -> list[Span]:
+    """Pieces of one thread's spans in which each is the innermost: the one that began last, then ends first, then is named first."""
+    inner = ((start, stop, max(active, key=lambda span: (span.start_ns, -span.stop_ns), default=None)) for start, stop, active in moments(spans))
+    return [dataclasses.replace(span, start_ns=start, stop_ns=stop) for start, stop, span in joined(inner) if span is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """How long one resource was busy in a step, and what went on meanwhile. Milliseconds."""
+    """How long one resource was busy in a step, and what else was meanwhile. Milliseconds."""
 
     resource: str
     busy_ms: float
@@ -276,7 +228,7 @@ class Row:
         return self.hidden_ms / self.busy_ms if self.busy_ms else 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Timeline:
     """The spans of one step, in order of their start."""
 
@@ -287,54 +239,66 @@ class Timeline:
     """The training thread."""
 
     def trains(self, thread: str) -> bool:
-        """Whether it is the training thread, or one of autograd's, for which the training thread waits: Python did not start these."""
+        """Check for the training thread, or one of autograd's, for which the training thread waits: Python did not start these."""
         return thread == self.thread or thread.startswith("Dummy-")
 
-    def pieces(self) -> list[tuple[Span, int, int]]:
+    def pieces(self) -> list[Span]:
         """Every span without the moments that belong to one inside it."""
         threads: dict[str, list[Span]] = {}
-        free: list[tuple[Span, int, int]] = []
         for span in self.spans:
             if span.holds:
                 threads.setdefault(self.thread if self.trains(span.thread) else span.thread, []).append(span)
-            elif span.stop_ns > span.start_ns:
-                free.append((span, span.start_ns, span.stop_ns))
-        return sorted((*free, *(piece for spans in threads.values() for piece in own(spans))), key=lambda piece: piece[1])
+        free = [span for span in self.spans if not span.holds]
+        return sorted((*free, *(piece for spans in threads.values() for piece in own(spans))), key=lambda piece: piece.start_ns)
 
-    def busy(self, *resources: Resource) -> Intervals:
-        """When any of the resources was at work; "wait" is the training thread's alone."""
-        return union((start, stop) for span, start, stop in self.pieces() if span.resource in resources and self._counts(span))
+    @functools.cached_property
+    def _moments(self) -> list[tuple[int, int, set[Resource]]]:
+        """The resources that were busy, moment by moment."""
+        compute: set[Resource] = {"forward", "backward"}
+        if any(span.resource == "compute" for span in self.spans):
+            compute = {"compute"}
+        found = []
+        for start, stop, active in moments(self.pieces()):
+            busy = {span.resource for span in active if span.resource != "wait" or self.trains(span.thread)}
+            if busy & compute:
+                busy.add("compute")
+            found.append((start, stop, busy))
+        return found
 
-    def _counts(self, span: Span) -> bool:
-        return span.resource != "wait" or self.trains(span.thread)
+    def busy(self, *resources: Resource, hidden: bool = False) -> Intervals:
+        """When any of the resources was at work, ``hidden``: while compute was, too; "wait" is the training thread's alone."""
+        wanted = set(resources)
+        pieces = ((start, stop, bool(busy & wanted) and ("compute" in busy or not hidden)) for start, stop, busy in self._moments)
+        return [(start, stop) for start, stop, _ in joined(pieces)]
 
     def compute(self) -> Intervals:
         """When compute was busy: the device's kernels if they were recorded, else forward and backward without their waits."""
-        if any(span.resource == "compute" for span in self.spans):
-            return self.busy("compute")
-        return self.busy("forward", "backward")
+        return self.busy("compute")
 
     def overlap(self) -> list[Row]:
         """A row for compute, and one for each resource that was used and wants to be hidden behind it."""
-        compute, update = self.compute(), self.busy("update")
-        rows = [Row("compute", length(compute) / 1e6, length(compute) / 1e6, 0.0)]
-        for resource in MEASURED:
-            busy = self.busy(resource)
-            if busy:
-                hidden = intersection(busy, compute)
-                beside = 0 if resource == "update" else length(intersection(busy, update)) - length(intersection(hidden, update))
-                rows.append(Row(resource, length(busy) / 1e6, length(hidden) / 1e6, beside / 1e6))
+        spent = collections.Counter[tuple[Resource, str]]()
+        for start, stop, busy in self._moments:
+            behind = next((other for other in ("compute", "update") if other in busy), "nothing")
+            for resource in busy:
+                spent[resource, "all"] += stop - start
+                spent[resource, behind] += stop - start
+        rows = []
+        for resource in ("compute", *MEASURED):
+            whole, hidden, update = (spent[resource, behind] / 1e6 for behind in ("all", "compute", "update"))
+            if whole or resource == "compute":
+                rows.append(Row(resource, whole, hidden, 0.0 if resource == "update" else update))
         return rows
 
     def training_thread(self) -> dict[str, float]:
         """Where the training thread's time went, in ms: phase, or "wait: drive" -> ms; "other" outside of all phases."""
-        spent: dict[str, float] = {}
-        for span, start, stop in self.pieces():
-            if span.holds and self.trains(span.thread):
-                what = f"wait: {span.name.partition(':')[0]}" if span.resource == "wait" else span.resource
-                spent[what] = spent.get(what, 0.0) + (stop - start) / 1e6
-        spent["other"] = max(0.0, (self.stop_ns - self.start_ns) / 1e6 - sum(spent.values()))
-        return spent
+        spent = collections.Counter[str]()
+        for piece in self.pieces():
+            if piece.holds and self.trains(piece.thread):
+                kind = f"wait: {piece.name.partition(':')[0]}" if piece.resource == "wait" else piece.resource
+                spent[kind] += piece.stop_ns - piece.start_ns
+        spent["other"] = max(0, self.stop_ns - self.start_ns - spent.total())
+        return {kind: ns / 1e6 for kind, ns in spent.items()}
 
 
 # ---- Chrome's trace format ---------------------------------------------------------------------------------------------------------
@@ -348,31 +312,22 @@ def chrome_trace(timeline: Timeline, rank: int = 0) -> dict[str, Any]:
     Format: "Trace Event Format", complete events; times in microseconds from ``baseTimeNanoseconds`` on, as torch.profiler writes them.
     """
     base = timeline.start_ns // _DAY_NS * _DAY_NS  # a double has no room for nanoseconds since 1970; and ranks share it
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
-        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
-    ]
+    events: list[dict[str, Any]] = []
+
+    def name(kind: str, name: str, tid: int, place: int) -> None:
+        for key, value in (("name", name), ("sort_index", place)):
+            events.append({"ph": "M", "name": f"{kind}_{key}", "pid": rank, "tid": tid, "args": {key: value}})
+
+    name("process", f"rank {rank}", 0, rank)
     tid = 0
     for resource in RESOURCES:
-        spans = [span for span in timeline.spans if span.resource == resource]
-        for number, lane in enumerate(_lanes(spans)):
+        for number, lane in enumerate(_lanes(span for span in timeline.spans if span.resource == resource), 1):
             tid += 1
-            name = resource if number == 0 else f"{resource} {number + 1}"
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}})
+            name("thread", resource if number == 1 else f"{resource} {number}", tid, tid)
             for span in lane:
-                events.append(
-                    {
-                        "ph": "X",
-                        "cat": resource,
-                        "name": span.name or resource,
-                        "pid": rank,
-                        "tid": tid,
-                        "ts": (span.start_ns - base) / 1e3,
-                        "dur": (span.stop_ns - span.start_ns) / 1e3,
-                        "args": {"thread": span.thread},
-                    }
-                )
+                start, duration = (span.start_ns - base) / 1e3, (span.stop_ns - span.start_ns) / 1e3
+                event = {"ph": "X", "cat": resource, "name": span.name or resource, "pid": rank, "tid": tid, "ts": start, "dur": duration}
+                events.append({**event, "args": {"thread": span.thread}})
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
 
 
@@ -380,16 +335,16 @@ def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """Spans in as few rows as hold them side by side or inside one another, the only two ways that viewers can draw."""
     lanes: list[tuple[list[Span], list[int]]] = []  # spans, and the ends of those that the next one may lie inside of
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.stop_ns)):
-        for _, ends in lanes:
-            while ends and ends[-1] <= span.start_ns:
-                ends.pop()
-        fits = (lane for lane in lanes if not lane[1] or span.stop_ns <= lane[1][-1])
-        lane = next(fits, None)
-        if lane is None:
-            lane = ([], [])
-            lanes.append(lane)
-        lane[0].append(span)
-        lane[1].append(span.stop_ns)
+        for row in lanes:
+            while row[1] and row[1][-1] <= span.start_ns:
+                row[1].pop()
+            if not row[1] or span.stop_ns <= row[1][-1]:
+                break
+        else:
+            row = ([], [])
+            lanes.append(row)
+        row[0].append(span)
+        row[1].append(span.stop_ns)
     return [lane for lane, _ in lanes]
 
 
@@ -403,9 +358,19 @@ def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], rank: i
 # ---- the device's side, from torch.profiler ------------------------------------------------------------------------------------------
 
 _CLOCK = "zk::clock "
+# category and name of an event, in lower case, by the first that fits
+_EVENTS: Mapping[str, Resource | None] = {
+    r"kernel (void )?nccl": "collective",
+    r"kernel .*adam": "update",
+    r"kernel": "compute",
+    r"gpu_memcpy .*htod": "upload",
+    r"gpu_memcpy .*dtoh": "offload",
+    r"gpu_memcpy .*htoh": None,
+    r"gpu_mem(cpy|set)": "compute",  # within the device
+}
 
 
-def _start_profile(device: torch.device) -> Any:
+def _start_profile(device: torch.device) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):  # the first one sets CUPTI up, which takes seconds
         pass
@@ -423,13 +388,12 @@ def set_clock() -> None:
             pass
 
 
-def _stop_profile(profile: Any) -> list[Span]:
+def _stop_profile(profile: torch.profiler.profile) -> list[Span]:
     profile.stop()
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kineto.json")
-        profile.export_chrome_trace(path)
-        with open(path) as file:
-            return device_spans(json.load(file))
+        path = Path(folder) / "kineto.json"
+        profile.export_chrome_trace(str(path))
+        return device_spans(json.loads(path.read_text()))
 
 
 def device_spans(trace: Mapping[str, Any]) -> list[Span]:
@@ -442,13 +406,13 @@ def device_spans(trace: Mapping[str, Any]) -> list[Span]:
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and "ts" in event]
     clocks = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(_CLOCK)]
     shifts = (int(event["name"].removeprefix(_CLOCK)) - base - _ns(event["ts"]) for event in clocks)
-    shift = max(shifts, default=0)  # a label begins a little after the time it names: the one that was delayed least
+    zero = base + max(shifts, default=0)  # a label begins a little after the time it names: the one that was delayed least
     spans = []
     for event in events:
-        resource = _device_resource(event.get("cat", ""), event["name"])
+        key = f"{event.get('cat', '')} {event['name']}".lower()
+        resource = next((resource for pattern, resource in _EVENTS.items() if re.match(pattern, key)), None)
         if resource is not None:
-            start = base + shift + _ns(event["ts"])
-            args = event.get("args", {})
+            start, args = zero + _ns(event["ts"]), event.get("args", {})
             thread = f"device {args.get('device', event.get('pid'))} stream {args.get('stream', event.get('tid'))}"
             spans.append(Span(resource, event["name"], start, start + _ns(event.get("dur", 0)), thread, holds=False))
     return sorted(spans, key=lambda span: span.start_ns)
@@ -456,26 +420,10 @@ def device_spans(trace: Mapping[str, Any]) -> list[Span]:
 
 def _ns(us: float) -> int:
     """Microseconds, which may count from 1970, in nanoseconds."""
-    whole = int(us)
-    return whole * 1000 + round((us - whole) * 1000)
-
-
-def _device_resource(category: str, name: str) -> Resource | None:
-    lower = name.lower()
-    if category == "kernel":
-        if lower.removeprefix("void ").startswith("nccl"):
-            return "collective"
-        return "update" if "adam" in lower else "compute"
-    if category == "gpu_memcpy":
-        if "htod" in lower:
-            return "upload"
-        if "dtoh" in lower:
-            return "offload"
-        return None if "htoh" in lower else "compute"  # within the device
-    return "compute" if category == "gpu_memset" else None
+    return round(decimal.Decimal(us) * 1000)
 
 
 def _with_device(host: Iterable[Span], device: Sequence[Span]) -> list[Span]:
-    """What the device says of its work is truer than what the host noted beside itself."""
+    """Replace notes of the host in the background by what the device says of the same resources."""
     told = {span.resource for span in device}
     return [*(span for span in host if span.holds or span.resource not in told), *device]

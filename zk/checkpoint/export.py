@@ -54,7 +54,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
         check_file(manifest.folder, written)
     weights = manifest.weights()
     entries = _entries(manifest, weights, dtype)
-    files = _shards(entries, shard_nbytes)
+    files = shards(entries, shard_nbytes)
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.partial")
@@ -118,7 +118,7 @@ def _entries(manifest: Manifest, weights: dict[str, Weight], dtype: torch.dtype 
     return found
 
 
-def _shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
+def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
     """Files in the order of ``entries``."""
     shards: list[list[Entry]] = [[]]
     size = 0

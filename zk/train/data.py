@@ -1,9 +1,10 @@
-"""In: text that is on this machine. Out: batches of bytes. Default: Python's own documentation and standard library."""
+"""Batches of bytes from text files, by default from Python's own documentation and standard library."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +17,17 @@ _DEFAULT_NBYTES = 6_000_000
 
 def default_text() -> bytes:
     """Real text that comes with every Python: the language reference as the help system has it, then standard library sources."""
-    chunks: list[bytes] = []
-    topics = importlib.util.find_spec("pydoc_data.topics")
-    if topics is not None and topics.origin:
-        scope: dict[str, dict[str, str]] = {}
-        exec(compile(Path(topics.origin).read_bytes(), topics.origin, "exec"), scope)  # the module only assigns a dict of strings
-        chunks += [f"{name}\n\n{text}\n\n".encode() for name, text in sorted(scope["topics"].items())]
-    total = sum(map(len, chunks))
+    topics: dict[str, str] = {}
+    with contextlib.suppress(ImportError):
+        topics = importlib.import_module("pydoc_data.topics").topics
+    chunks = [f"{name}\n\n{text}\n\n".encode() for name, text in sorted(topics.items())]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if total >= _DEFAULT_NBYTES:
-            break
-        chunks.append(path.read_bytes())
-        total += len(chunks[-1])
-    if total < 100_000:
-        raise OSError(f"only {total} bytes of text were found with this Python; name a file with --data")
-    return b"".join(chunks)
+        if sum(map(len, chunks)) < _DEFAULT_NBYTES:
+            chunks.append(path.read_bytes())
+    text = b"".join(chunks)
+    if len(text) < 100_000:
+        raise OSError(f"only {len(text)} bytes of text were found with this Python; name a file with --data")
+    return text
 
 
 def read_text(paths: Sequence[Path]) -> bytes:
@@ -47,12 +44,11 @@ class Text:
 
     @classmethod
     def of(cls, raw: bytes, context: int) -> Text:
-        everything = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        pieces = everything.split(1 << 16)
+        pieces = torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8).split(1 << 16)  # which takes no empty buffer
         text = cls(torch.cat([p[: len(p) * 9 // 10] for p in pieces]), torch.cat([p[len(p) * 9 // 10 :] for p in pieces]))
         if len(text.valid) <= context + 1:
             raise ValueError(
-                f"the text has {len(everything)} bytes, too few to hold out a validation part of more than {context} bytes: give more, "
+                f"the text has {len(raw)} bytes, too few to hold out a validation part of more than {context} bytes: give more, "
                 "or a shorter --context"
             )
         return text

@@ -1,14 +1,14 @@
-"""In: the record of a run. Out: a picture of its loss and of where the bytes were during one step."""
+"""Pictures of a run, where matplotlib is installed: its loss and its bytes by tier, and the timeline of one step."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from zk.train.run import Record
+from zk.timeline import Intervals, Timeline
+from zk.train.record import Record
 
-_COLORS = {
+_BYTES = {
     "param": "#4477aa",
     "gathered": "#66ccee",
     "grad": "#ee6677",
@@ -17,17 +17,37 @@ _COLORS = {
     "param copy": "#aa3377",
     "buffer": "#999933",
 }
+# row -> its color, and what a reader is told it is
+ROWS = {
+    "compute": ("#4477aa", "forward, backward"),
+    "update": ("#228833", "Adam and cast"),
+    "collective": ("#aa3377", "between ranks"),
+    "upload": ("#66ccee", "host to device"),
+    "offload": ("#33a0bb", "device to host"),
+    "read": ("#ccbb44", "from the drive"),
+    "write": ("#ee8844", "to the drive"),
+    "wait": ("#bb3344", "training stands still"),
+}
+_PASSES = {"forward": "#4477aa", "backward": "#88aacc"}  # of compute, without a device that tells
+_SHADES = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"}
+_GREY, _PALE = "#555555", "#777777"
 
 
-def draw(record: Record, path: Path) -> Path | None:
-    """Write a PNG; None where matplotlib is not installed."""
+def _figure(width: float, height: float) -> Any:
+    """An empty figure; None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    loss_axes, bytes_axes = figure.subplots(1, 2)
+    return Figure(figsize=(width, height), layout="constrained")
 
+
+def draw(record: Record, path: Path) -> Path | None:
+    """Write a PNG of the losses, and of the bytes on each tier during one step; None where matplotlib is not installed."""
+    figure = _figure(11, 4)
+    if figure is None:
+        return None
+    loss_axes, bytes_axes = figure.subplots(1, 2)
     steps = range(1, len(record.losses) + 1)
     loss_axes.plot(steps, record.losses, color="#4477aa", linewidth=1, label="training")
     if record.check_losses:
@@ -38,23 +58,81 @@ def draw(record: Record, path: Path) -> Path | None:
     loss_axes.set(xlabel="step", ylabel="loss, nats per byte", title="Loss", ylim=(0, None))
     loss_axes.legend(frameon=False)
 
-    kinds = list(dict.fromkeys(kind for _, sizes in record.timeline for kind in sizes if any(s.get(kind) for _, s in record.timeline)))
-    points = range(len(record.timeline))
-    stacks = [[sizes.get(kind, 0) / 2**20 for _, sizes in record.timeline] for kind in kinds]
-    colors = [_COLORS.get(kind.split(" ", 1)[1], "#bbbbbb") for kind in kinds]
-    bytes_axes.stackplot(points, stacks, labels=kinds, colors=colors, step="post")
-    previous = None
-    for point, (phase, _) in enumerate(record.timeline):
-        if phase != previous and phase != "start":
+    kinds = list(dict.fromkeys(kind for _, sizes in record.nbytes for kind, nbytes in sizes.items() if nbytes))
+    stacks = [[sizes.get(kind, 0) / 2**20 for _, sizes in record.nbytes] for kind in kinds]
+    colors = [_BYTES.get(kind.partition(" ")[2], "#bbbbbb") for kind in kinds]
+    bytes_axes.stackplot(range(len(record.nbytes)), stacks, labels=kinds, colors=colors, step="post")
+    phases = [phase for phase, _ in record.nbytes]
+    for point, phase in enumerate(phases):
+        if point and phase != phases[point - 1]:
             bytes_axes.axvline(point, color="#222222", linewidth=0.6, linestyle=":")
             bytes_axes.text(point + 0.1, bytes_axes.get_ylim()[1], phase, va="top", fontsize=8)
-        previous = phase
-    bytes_axes.set(xlabel="one step, block by block", ylabel="MiB on this rank", title="Training state by tier")
-    bytes_axes.set_xlim(0, max(1, len(record.timeline) - 1))
-    bytes_axes.set_xticks([])
+    bytes_axes.set(xlabel="one step, block by block", ylabel="MiB on this rank", title="Training state by tier", xticks=[])
+    bytes_axes.set_xlim(0, max(1, len(phases) - 1))
     handles, labels = bytes_axes.get_legend_handles_labels()
     bytes_axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     for axes in (loss_axes, bytes_axes):
         axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def draw_timeline(timeline: Timeline, path: Path, step: int) -> Path | None:
+    """Write a PNG, a row for each resource; None where matplotlib is not installed."""
+    cells = {row.resource: (f"{row.busy_ms:,.0f} ms", f"{row.share:.0%}" if row.resource != "compute" else "") for row in timeline.overlap()}
+    waits = timeline.busy("wait")
+    if waits:
+        cells["wait"] = (f"{sum(stop - start for start, stop in waits) / 1e6:,.0f} ms", "")
+    figure = _figure(12, 1.7 + 0.5 * len(cells))
+    if figure is None:
+        return None
+    axes, whole_ms = figure.subplots(), (timeline.stop_ns - timeline.start_ns) / 1e6
+    beside = axes.get_yaxis_transform()  # x: of the axes' width; y: row
+
+    def bars(intervals: Intervals) -> list[tuple[float, float]]:
+        return [((start - timeline.start_ns) / 1e6, (stop - start) / 1e6) for start, stop in intervals]
+
+    def text(x: float, y: float, said: str, **style: Any) -> None:
+        axes.text(x, y, said, **{"ha": "center", "va": "center"} | style)
+
+    for phase, shade in _SHADES.items():
+        phases = bars([(span.start_ns, span.stop_ns) for span in timeline.spans if span.resource == phase and timeline.trains(span.thread)])
+        for start, width in phases:
+            axes.axvspan(start, start + width, color=shade, linewidth=0, zorder=0)
+        start, width = max(phases, key=lambda bar: bar[1], default=(0.0, 0.0))
+        if width > 0.05 * whole_ms:
+            text(start + width / 2, -0.72, phase, fontsize=10, color=_GREY)
+
+    trained = [piece for piece in timeline.pieces() if timeline.trains(piece.thread)]
+    for place, (name, (busy_text, hidden_text)) in enumerate(cells.items()):
+        (color, described), where = ROWS[name], (place - 0.31, 0.62)
+        if name == "compute" and not any(span.resource == "compute" for span in timeline.spans):
+            for part, shade in _PASSES.items():
+                pieces = [(piece.start_ns, piece.stop_ns) for piece in trained if piece.resource == part]
+                axes.broken_barh(bars(pieces), where, facecolors=shade, edgecolor="white", linewidth=0.3)
+        else:
+            exposed = timeline.busy(name)  # type: ignore[arg-type]
+            hidden = exposed if name == "wait" else timeline.busy(name, hidden=True)  # type: ignore[arg-type]
+            axes.broken_barh(bars(exposed), where, facecolors=color, alpha=0.4, linewidth=0)
+            axes.broken_barh(bars(hidden), where, facecolors=color, linewidth=0)
+        text(1.085, place, busy_text, transform=beside, ha="right")
+        text(1.145, place, hidden_text, transform=beside, ha="right")
+        text(-0.008, place - 0.13, name, transform=beside, ha="right")
+        text(-0.008, place + 0.2, described, transform=beside, ha="right", fontsize=8, color=_PALE)
+    for piece in trained:
+        kind, [(start, width)] = piece.name.partition(":")[0], bars([(piece.start_ns, piece.stop_ns)])
+        if piece.resource == "wait" and width > 0.012 * (len(kind) + 1) * whole_ms:  # the word fits
+            text(start + width / 2, len(cells) - 1, kind, fontsize=8, color="white")
+
+    text(1.085, -0.72, "busy", transform=beside, ha="right", color=_GREY)
+    text(1.145, -0.72, "hidden", transform=beside, ha="right", color=_GREY)
+    axes.set(xlim=(0, whole_ms), ylim=(len(cells) - 0.45, -1.0), xlabel="ms since the step began", yticks=[])
+    axes.set_title(f"Step {step}: {whole_ms:,.0f} ms", loc="left", fontsize=12)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    if len(cells) - bool(waits) > 1:
+        from matplotlib.patches import Patch
+
+        key = [Patch(facecolor=_PALE, label="hidden behind compute"), Patch(facecolor=_PALE, alpha=0.4, label="exposed")]
+        figure.legend(handles=key, loc="upper right", ncols=2, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     return path

@@ -1,13 +1,14 @@
-"""In: a run under way. Out: its checkpoints, now and then and when it is told to end; and the run as it was, from the newest one."""
+"""Checkpoints of a run: written now and then and on SIGTERM, and resumed from."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from zk.checkpoint.folders import latest
 
 @dataclasses.dataclass(slots=True)
 class Position:
-    """All that a run goes on from beside its optimizer."""
+    """The state of a run beyond its optimizer's."""
 
     losses: list[float]
     valid: float  # before the first step
@@ -40,43 +41,34 @@ class Position:
             raise ValueError("the text is another one than when the checkpoint was saved; give the same --data")
         draws = torch.Generator()
         draws.set_state(torch.tensor(list(bytes.fromhex(extra["draws"])), dtype=torch.uint8))
-        return cls(extra["losses"], extra["valid"], extra["sample"], draws, extra["text_crc32"])
+        return cls(**{**extra, "draws": draws})
 
 
 def find(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoints to go on from: "auto" means those in ``folder``, if there are any; CheckpointError for a path without one."""
-    if resume is None:
+    """The checkpoints to resume from: "auto" means those in ``folder``, if there are any; CheckpointError for a path without one."""
+    path = folder if resume == "auto" else Path(resume or "")
+    if resume is None or (resume == "auto" and latest(path) is None):
         return None
-    if resume == "auto":
-        return folder if latest(folder) is not None else None
-    path = Path(resume)
     if not (path / "manifest.json").exists() and latest(path) is None:
         raise CheckpointError(f"{path} has no checkpoint to resume from; --resume auto starts from the beginning where there is none")
     return path
 
 
-class Termination:
-    """Between ``begin`` and ``end`` SIGTERM does not end the process: it is noted, so that the run can save first."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.before: Any = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-    def begin(self) -> None:
-        """There is something to save from now on."""
-        if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, self._note)
-
-    def end(self) -> None:
-        """SIGTERM does what it did before."""
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
+@contextlib.contextmanager
+def termination() -> Iterator[list[int]]:
+    """Note SIGTERM in the list, instead of ending the process, so that the run can save first."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def save(optimizer: zk.ZeroOptimizer, scheduler: Any, position: Position, folder: Path, keep: int, beside: bool) -> Path | None:
-    """Write a checkpoint of the run; what the drive refuses is logged where it is one of many, and raises where it is the last."""
+    """Write a checkpoint, ``beside``: in the background, where an error of the drive is logged; else it raises."""
     on_error = "warn" if beside else "raise"
     return optimizer.save_checkpoint(folder, scheduler=scheduler, extra=position.as_extra(), keep=keep, async_save=beside, on_save_error=on_error)

@@ -1,0 +1,120 @@
+"""The console output of a run: progress while it trains, tables and samples at its end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import zk
+from zk.memory import peak_nbytes
+from zk.timeline import Timeline
+from zk.train.picture import ROWS
+from zk.train.record import Record, state_nbytes
+
+_FIRST = ("forward", "backward", "update")  # of the training thread's time
+
+
+@contextlib.contextmanager
+def progress(console: Console, steps: int, first: int) -> Iterator[Callable[[Record, int, zk.ZeroOptimizer], None]]:
+    """A live bar on a terminal; elsewhere one line for every twentieth of the steps."""
+    columns = ("training", BarColumn(bar_width=24), MofNCompleteColumn(), "{task.fields[status]}", TimeElapsedColumn(), "<", TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=steps, completed=first, status="")
+
+        def advance(record: Record, tokens: int, optimizer: zk.ZeroOptimizer) -> None:
+            rate = tokens / statistics.median_high(record.step_ms[-20:]) * 1e3
+            status = f"loss {record.losses[-1]:.3f}  {rate:,.0f} tokens/s  {_tiers(optimizer)}"
+            bar.update(task, advance=1, status=status)
+            done = len(record.losses)
+            if not console.is_terminal and (done == first + 1 or done % max(1, steps // 20) == 0):
+                console.print(f"step {done:5d}/{steps}  {status}", soft_wrap=True)
+
+        yield advance
+
+
+def _tiers(optimizer: zk.ZeroOptimizer) -> str:
+    """Bytes of training state on each tier, of this rank: "device 9.4 MiB  host 56.5 MiB"."""
+    totals = collections.Counter[str]()
+    for (tier, _), nbytes in state_nbytes(optimizer).items():
+        totals[tier] += nbytes
+    return "  ".join(f"{tier} {nbytes / 2**20:,.1f} MiB" for tier, nbytes in totals.items() if nbytes)
+
+
+def _table(title: str, *headings: str, left: int) -> Table:
+    """An empty table, whose first ``left`` columns are text."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def print_state(console: Console, optimizer: zk.ZeroOptimizer, num_params: int) -> None:
+    """Bytes of training state by tier and kind."""
+    table = _table("training state of this rank", "tier", "what", "MiB", "bytes per parameter of the model", left=2)
+    for (tier, kind), nbytes in state_nbytes(optimizer).items():
+        if nbytes:
+            table.add_row(tier, kind, f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
+    console.print()
+    console.print(table)
+
+
+def print_overlap(console: Console, timeline: Timeline, step: int) -> None:
+    """Busy and hidden time of each resource, and where the training thread's time went."""
+    rows, whole_ms = timeline.overlap(), (timeline.stop_ns - timeline.start_ns) / 1e6
+    headings = ("resource", "busy ms", "behind compute", "behind update", "in the open", "hidden")
+    table = _table(f"overlap in step {step}, {whole_ms:,.1f} ms", *headings, left=1)
+    table.columns[-1].justify = "left"
+    for row in rows:
+        update = "" if row.resource == "update" else f"{row.update_ms:,.1f}"
+        full = round(row.share * 10)
+        more = (f"{row.hidden_ms:,.1f}", update, f"{row.exposed_ms - row.update_ms:,.1f}", f"{'█' * full}{'░' * (10 - full)} {row.share:4.0%}")
+        table.add_row(row.resource, f"{row.busy_ms:,.1f}", *(more if row.resource != "compute" else ()))
+    console.print()
+    console.print(table)
+    unused = [resource for resource in ROWS if resource not in ("wait", *(row.resource for row in rows))]
+    if unused:
+        console.print(f"not seen during this step: {', '.join(unused)}", style="dim")
+    spent = timeline.training_thread()
+    spent["other"] += spent.pop("step", 0.0)
+    order = [*_FIRST, *sorted(kind for kind in spent if kind not in (*_FIRST, "other")), "other"]
+    shares = {kind.replace("wait: ", "waiting for "): spent.get(kind, 0.0) / whole_ms for kind in order}
+    console.print(f"training thread  {', '.join(f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005)}", soft_wrap=True)
+
+
+def print_sample(console: Console, when: str, text: str) -> None:
+    """What the model wrote, with a dot for each character that cannot be shown."""
+    shown = "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "·" for c in text)
+    console.print(f"\n[bold]sample {when} training[/bold]")
+    console.print("\n".join("  | " + line for line in shown.splitlines()), markup=False)
+
+
+def print_summary(console: Console, record: Record, metrics: dict[str, float], device_peak: str | None, saved: str) -> None:
+    """Losses, times, use of the drive, peaks of memory, and files, a line each."""
+    first, *_, last = record.valid.values()
+    lines = {"validation loss": f"{first:.4f} -> [bold]{last:.4f}[/bold] nats per byte"}
+    if record.step_ms:
+        skipped = f"{int(metrics['skipped_steps'])} of {max(record.valid)} steps skipped"
+        lines["step"] = f"{statistics.median_high(record.step_ms):.0f} ms (median); {skipped}"
+    if metrics["gathers"]:
+        lines["gathers"] = f"{int(metrics['gathers'])}, {metrics['prefetch_hits'] / metrics['gathers']:.0%} asked for ahead of use"
+    if "fetches" in metrics:
+        read, wrote = metrics["fetched_nbytes"] / 2**30, metrics["evicted_nbytes"] / 2**30
+        hits, waited = f"{metrics['fetch_hit_rate']:.0%} ahead of use", f"{metrics['stall_ms'] / 1e3:.1f} s of waiting for it"
+        lines["drive"] = f"{read:.2f} GiB read, {wrote:.2f} GiB written, {hits}, {waited}"
+    if device_peak is not None:
+        lines["device memory"] = f"{device_peak} at most, tensors of this process"
+    lines["host memory"] = f"{peak_nbytes() / 2**30:.2f} GiB at most, all of this process"
+    if record.check_losses:
+        worst = max(abs(a - b) for a, b in zip(record.losses, record.check_losses, strict=True))
+        both = f"last loss {record.losses[-1]:.6f}, plain PyTorch {record.check_losses[-1]:.6f}"
+        lines["check"] = f"{both}; largest difference of any step {worst:.2g}"
+    lines["saved"] = saved
+    console.print()
+    for label, line in lines.items():
+        console.print(f"{label:17}{line}", soft_wrap=True)
