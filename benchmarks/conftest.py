@@ -1,51 +1,37 @@
-"""Shared by all benchmarks: the device, and what its memory and its matrix unit can do, measured in the same run that is compared with it."""
+"""Shared by all benchmarks: the device, the rates that are their floors, and the timing of a case by pytest-benchmark."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from zk.bench import clock
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = clock.device_here()
+Floors = dict[str, float]
 
 
-def wait() -> None:
-    """Until the device has done what it was given."""
-    clock.wait(DEVICE)
-
-
-def finished(work: Callable[[], object]) -> Callable[[], None]:
-    """``work`` and the wait for its end: what a host clock can time."""
+def time_case(benchmark: Any, case: clock.Case, floors: Floors, rounds: int, device: torch.device = DEVICE) -> None:
+    """Time it, and note its rates and its fraction of the floor."""
 
     def whole() -> None:
-        work()
-        wait()
+        case.work()
+        clock.wait(device)
 
-    return whole
-
-
-def median_seconds(work: Callable[[], object], rounds: int = 9) -> float:
-    """Of ``rounds`` calls, after a first one."""
-    return statistics.median(clock.seconds_of(work, rounds, DEVICE, patience_s=60.0))
+    benchmark.pedantic(whole, rounds=rounds, warmup_rounds=2)
+    row = clock.Row(case.name, benchmark.stats.stats.data, case.floor_s(floors), case.amounts).as_dict()
+    benchmark.extra_info.update({name: round(row[name], 3) for name in (*case.amounts, "fraction_of_floor")})
 
 
 @pytest.fixture(scope="session")
-def copy_gbps() -> float:
+def host_floors() -> Floors:
     """Bytes read plus bytes written per second of a copy of 512 MiB in host memory: the median of nine."""
-    return clock.copy_gbps(torch.device("cpu"))
+    return {"copy_gbps": clock.copy_gbps(clock.CPU)}
 
 
 @pytest.fixture(scope="session")
-def device_copy_gbps() -> float:
-    """The same on the device, which may be the host."""
-    return clock.copy_gbps(DEVICE)
-
-
-@pytest.fixture(scope="session")
-def matmul_tflops() -> float:
-    """bf16 matrices of 4096 (on a CPU 1024), multiplied by the vendor's library."""
-    return clock.matmul_tflops(DEVICE, 4096 if DEVICE.type == "cuda" else 1024)
+def floors() -> Floors:
+    """The same on the device, which may be the host; and bf16 matrices of 4096 (on a CPU 1024), multiplied by the vendor's library."""
+    return {"copy_gbps": clock.copy_gbps(DEVICE), "matmul_tflops": clock.matmul_tflops(DEVICE, 4096 if DEVICE.type == "cuda" else 1024)}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import zk
 from zk import doctor
 from zk.bench import adam, io, kernels, link, step
-from zk.bench.clock import Report, Row, copy_gbps, matmul_tflops, quantile, seconds_of
+from zk.bench.clock import Case, Report, Row, copy_gbps, matmul_tflops, seconds_of
 from zk.cli import app
 from zk.offload.nvme import File
 from zk.plan import measure
@@ -25,6 +25,7 @@ from zk.train.gpt import GPTConfig
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+NUM_KERNELS = sum(map(len, (kernels.CASTS, kernels.FLATTENS, kernels.ADAMS, kernels.MATMULS)))
 
 
 def run(*arguments: str) -> Result:
@@ -46,7 +47,9 @@ def test_a_row_has_the_median_its_neighbours_and_its_rates() -> None:
     assert row.as_dict() == {
         "name": "x", "median_s": 3.5, "p20_s": 2.0, "p80_s": 5.0, "floor_s": 1.75, "fraction_of_floor": 0.5, "gbps": 2.0, "note": "n"
     }
-    assert quantile([3.0], 0.8) == 3.0 and quantile([1.0, 2.0], 0.5) == 1.5
+    assert Row("x", [3.0], 1.0).as_dict()["p80_s"] == 3.0
+    case = Case("x", lambda: None, {"gbps": 2.0, "tflops": 3.0})
+    assert case.floor_s({"copy_gbps": 4.0, "matmul_tflops": 1.0}) == 3.0
     assert Report("b", {"copy_gbps": 1.0}, [row]).as_dict()["rows"][0]["gbps"] == 2.0
 
 
@@ -165,7 +168,7 @@ def test_the_link_to_a_gpu_and_its_kernels_are_measured() -> None:
     assert found["device"] == "cuda:0" and found["page_locked"] and len(found["rows"]) == 5
     found = said("kernels", "--numel", "6400", "--size", "64", "--rounds", "1")
     assert found["device"] == torch.cuda.get_device_name()
-    assert len(found["rows"]) == len(kernels.CASTS) + len(kernels.FLATTENS) + len(kernels.ADAMS) + 2
+    assert len(found["rows"]) == NUM_KERNELS
     with mock.patch.object(measure, "_NBYTES", MIB), mock.patch.object(measure, "_ROUNDS", 1):
         assert 0 < measure.measure_link() < float("inf")
 
@@ -175,8 +178,8 @@ def test_the_link_to_a_gpu_and_its_kernels_are_measured() -> None:
 def test_a_step_on_a_gpu_has_the_losses_of_plain_torch_and_a_peak_of_its_memory(dtype: str, one_thread: None) -> None:
     zero = zk.ZeroConfig(stage=3, param_tier="host", optimizer_tier="host", dtype=dtype)
     job = step.Job(GPTConfig(vocab=32, width=16, layers=2, heads=2, context=8), zero, 2, 1, 1)
-    plain = step._run(job, True, [])
-    mine = step._run(job, False, plain["losses"])  # raises where they are others
+    plain = step.run(job, True, [])
+    mine = step.run(job, False, plain["losses"])  # raises where they are others
     assert mine["peak_nbytes"] > 0 and len(mine["seconds"]) == 1
 
 
@@ -190,13 +193,13 @@ def test_kernels_are_each_beside_plain_torch() -> None:
     """On a CPU it is the references that run: that all of it goes through."""
     found = kernels.measure(6400, 64, 1, CPU).as_dict()
     names = [row["name"] for row in found["rows"]]
-    assert len(names) == len(set(names)) == len(kernels.CASTS) + len(kernels.FLATTENS) + len(kernels.ADAMS) + 2
+    assert len(names) == len(set(names)) == NUM_KERNELS
     assert all(("gbps" in row) != ("tflops" in row) for row in found["rows"])
 
 
 def test_kernels_that_are_wrong_are_not_timed() -> None:
     wrong = mock.Mock(side_effect=lambda x, out, stats: out.copy_(x))
-    with mock.patch.dict(kernels.CASTS, {"zk": wrong}), pytest.raises(RuntimeError, match="cast by zk does not agree with plain torch"):
+    with mock.patch.dict(kernels.CASTS, {"zk": wrong}), pytest.raises(RuntimeError, match="cast with statistics by zk does not agree"):
         kernels.measure(640, 64, 1, CPU)
 
 
@@ -217,18 +220,17 @@ def test_step_refuses_settings_and_other_losses(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "needs stage=3" in done.output
     job = step.Job(GPTConfig(vocab=32, width=16, layers=1, heads=2, context=8), zk.ZeroConfig(stage=2, dtype="fp32"), 2, 1, 1)
     with pytest.raises(RuntimeError, match=r"step 1 has loss .* in plain torch: not within 0\.0001"):
-        step._run(job, False, [1e9])
-    assert len(step._run(job, False, [])["seconds"]) == 1
+        step.run(job, False, [1e9])
+    assert len(step.run(job, False, [])["seconds"]) == 1
+
+
+def end(*_: object) -> None:
+    os._exit(1)
 
 
 def test_what_ends_a_step_s_process_is_told() -> None:
-    class Pipe:
-        sent: dict[str, Any]
-
-        def send(self, found: dict[str, Any]) -> None:
-            self.sent = found
-
-    pipe = Pipe()
     job = step.Job(GPTConfig(vocab=32, width=16, layers=1, heads=2, context=8), zk.ZeroConfig(host_budget="1KiB", optimizer_tier="host"), 2, 1, 1)
-    step._child(pipe, job, False, [])  # type: ignore[arg-type]
-    assert pipe.sent["mend"] and "host_budget is" in pipe.sent["error"]
+    with pytest.raises(ValueError, match="host_budget is"):
+        step.apart(job, False, [])
+    with mock.patch.object(step, "run", end), pytest.raises(RuntimeError, match="the process that trains with zk was ended from outside"):
+        step.apart(job, False, [])

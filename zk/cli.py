@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zk.bench.commands import app as bench
-from zk.terminal import mendable, wide, zero_config
+from zk.terminal import chosen, gpt_config, mendable, wide, zero_config
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
@@ -70,46 +70,13 @@ def train(
 
     SIGTERM: the step under way is finished, a checkpoint saved, and the exit code is 0.
     """
-    from zk.train.gpt import GPTConfig
+    options = dict(locals())
     from zk.train.run import Job
     from zk.train.run import train as run
 
     with mendable("train"):
-        if width % heads:
-            raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
-        zero = zero_config(
-            stage=stage,
-            dtype=dtype,
-            param_tier=param_tier,
-            optimizer_tier=optimizer_tier,
-            nvme_path=nvme_path,
-            device_budget=device_budget,
-            host_budget=host_budget,
-            state_dtype=state_dtype,
-            clip_grad_norm=clip or None,
-            prefetch=prefetch,
-            overlap_step=overlap_step,
-        )
-        model = GPTConfig(width=width, layers=layers, heads=heads, context=context)
-        run(
-            Job(
-                data=tuple(data or ()),
-                out=out,
-                model=model,
-                steps=steps,
-                batch=batch,
-                accumulate=accumulate,
-                lr=lr,
-                seed=seed,
-                sample=sample,
-                check=check,
-                profile=profile,
-                save_every=save_every,
-                keep=keep,
-                resume=resume,
-                zero=zero,
-            )
-        )
+        zero = zero_config(options, clip_grad_norm=clip or None)
+        run(chosen(Job, options, data=tuple(data or ()), model=gpt_config(options), zero=zero))
 
 
 @app.command()

@@ -1,11 +1,11 @@
-"""In: what a command prints, and its errors. Out: tables that are not cut off; one line and exit code 2 for what the user can mend."""
+"""The terminal: tables that are not cut off, errors in one line with exit code 2, and options of a command as fields of a dataclass."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from zk.config import ZeroConfig
+    from zk.train.gpt import GPTConfig
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -32,13 +35,24 @@ def wide(console: Console) -> Console:
     return console
 
 
-def zero_config(*, stage: int, param_tier: str | None, nvme_path: Sequence[Path] | None, **fields: Any) -> ZeroConfig:
-    """ZeroConfig from options of a command: parameters rest on the host at stage 3 where nothing else is said."""
+def chosen(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
+    """An instance of a dataclass, from the options of a command that are called as its fields."""
+    names = {field.name for field in dataclasses.fields(cls)} & options.keys()  # type: ignore[arg-type]
+    return cls(**{**{name: options[name] for name in names}, **others})
+
+
+def zero_config(options: Mapping[str, Any], **others: Any) -> ZeroConfig:
+    """ZeroConfig from the options of a command: parameters rest on the host at stage 3 where nothing else is said."""
     from zk.config import ZeroConfig
 
-    return ZeroConfig(
-        stage=stage,
-        param_tier=param_tier or ("host" if stage == 3 else "device"),  # type: ignore[arg-type]
-        nvme_path=tuple(map(str, nvme_path)) if nvme_path else None,
-        **fields,
-    )
+    tier = options["param_tier"] or ("host" if options["stage"] == 3 else "device")
+    return chosen(ZeroConfig, options, param_tier=tier, nvme_path=tuple(map(str, options["nvme_path"] or ())) or None, **others)
+
+
+def gpt_config(options: Mapping[str, Any]) -> GPTConfig:
+    """GPTConfig from the options of a command. ValueError if heads do not divide the width."""
+    from zk.train.gpt import GPTConfig
+
+    if options["width"] % options["heads"]:
+        raise ValueError(f"--width must be a multiple of --heads; got {options['width']} and {options['heads']}")
+    return chosen(GPTConfig, options)

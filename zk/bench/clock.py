@@ -1,61 +1,63 @@
-"""In: something to do, over and over. Out: Row, how long it takes (median, p20, p80) beside its floor. And what floors are made of."""
+"""The clock of all benchmarks: cases that are checked, and rows that say how long one takes beside its floor."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 Work = Callable[[], object]
+CPU = torch.device("cpu")
+PATIENCE_S, _FEW = 4.0, 3
+FLOORS = {"gbps": "copy_gbps", "tflops": "matmul_tflops"}  # rate of a case -> the rate of this machine that bounds it
+
+
+def device_here() -> torch.device:
+    """This process's GPU, or the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def the_gpu() -> torch.device:
+    """This process's GPU; ValueError, with the reason, where there is none."""
+    if not torch.cuda.is_available():
+        built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
+        raise ValueError(f"torch sees no GPU ({built}), so there is nothing to measure; python -m zk doctor says what there is")
+    return device_here()
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait for the device to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# what takes so long is not done as often as it was asked for, but a few times; the user waits
-PATIENCE_S, _FEW = 4.0, 3
-
-
-def seconds_of(work: Work, rounds: int, device: torch.device | None = None, patience_s: float = PATIENCE_S) -> list[float]:
-    """Of each of ``rounds`` calls, with what they start on ``device``, sorted; after a first call that does not count.
+def seconds_of(work: Work, rounds: int, device: torch.device = CPU, patience_s: float = PATIENCE_S) -> list[float]:
+    """Seconds of each of ``rounds`` calls, with their work on ``device``, sorted; after a first call that does not count.
 
     Where they take more than ``patience_s`` together, three are enough.
     """
     taken: list[float] = []
-    for _ in range(rounds + 1):
-        if len(taken) > _FEW and sum(taken) > patience_s:
-            break
+    while len(taken) <= rounds and (len(taken) <= _FEW or sum(taken) <= patience_s):
         start = time.perf_counter()
         work()
-        if device is not None:
-            wait(device)
+        wait(device)
         taken.append(time.perf_counter() - start)
     return sorted(taken[1:])
 
 
-def quantile(values: list[float], share: float) -> float:
-    """Of sorted values, between neighbours in proportion."""
-    place = share * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (place - low) * (values[high] - values[low])
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was timed."""
+    """One case that was timed."""
 
     name: str
-    seconds: list[float]  # sorted
+    seconds: list[float]
     floor_s: float
-    amounts: dict[str, float] = dataclasses.field(default_factory=dict)  # name of a rate -> what of it is done in one call, such as 1e9 bytes
+    amounts: dict[str, float] = dataclasses.field(default_factory=dict)  # name of a rate -> the amount of one call, such as 1e9 bytes
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -64,26 +66,49 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Seconds, rates at the median, the fraction of the floor, and notes."""
-        return {
-            "name": self.name,
-            "median_s": self.median_s,
-            "p20_s": quantile(self.seconds, 0.2),
-            "p80_s": quantile(self.seconds, 0.8),
-            "floor_s": self.floor_s,
-            "fraction_of_floor": self.floor_s / self.median_s,
-            **{name: amount / self.median_s for name, amount in self.amounts.items()},
-            **self.notes,
-        }
+        found: dict[str, Any] = {"name": self.name, "median_s": self.median_s}
+        found |= {f"p{share}_s": float(np.percentile(self.seconds, share)) for share in (20, 80)}
+        found |= {"floor_s": self.floor_s, "fraction_of_floor": self.floor_s / self.median_s}
+        return found | {name: amount / self.median_s for name, amount in self.amounts.items()} | self.notes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """Work to time, checked already."""
+
+    name: str
+    work: Work
+    amounts: dict[str, float]  # as of a Row; its rates are keys of FLOORS
+
+    @classmethod
+    def checked(cls, name: str, is_right: bool, work: Work, **amounts: float) -> Case:
+        """RuntimeError unless the result ``is_right``."""
+        if not is_right:
+            raise RuntimeError(f"{name.replace(': ', ' by ')} does not agree with plain torch, so it is not timed")
+        return cls(name, work, amounts)
+
+    def floor_s(self, floors: dict[str, float]) -> float:
+        """The least time of one call on a machine with these rates."""
+        return max(amount / floors[FLOORS[name]] for name, amount in self.amounts.items())
+
+    def row(self, floors: dict[str, float], rounds: int, device: torch.device = CPU) -> Row:
+        """Time it."""
+        return Row(self.name, seconds_of(self.work, rounds, device), self.floor_s(floors), self.amounts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What one subcommand found."""
+    """Rows of one subcommand."""
 
     bench: str
-    floor: dict[str, float]  # what floors were computed from, measured first
+    floor: dict[str, float]  # rates of this machine, measured first
     rows: list[Row]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, bench: str, cases: Iterable[Case], floors: dict[str, float], rounds: int, device: torch.device = CPU) -> Report:
+        """Time the cases, one after the other as they are made."""
+        return cls(bench, floors, [case.row(floors, rounds, device) for case in cases])
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""

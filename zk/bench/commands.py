@@ -1,4 +1,4 @@
-"""In: `python -m zk bench ...`. Out: a table, or JSON."""
+"""The subcommands of `python -m zk bench`, each of which prints a table, or JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zk.terminal import mendable, wide, zero_config
+from zk.terminal import gpt_config, mendable, wide, zero_config
 
 if TYPE_CHECKING:
     from zk.bench.clock import Report
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="What this machine does, in seconds: drive, CPU Adam, link, kernels, a training step.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times that each is timed.")]
-_AMOUNTS = {"gbps": "GB/s", "tflops": "Tflop/s", "tokens_per_s": "tokens/s", "ns_per_parameter": "ns/param"}
+_FLOORS = {"copy_gbps": "GB/s of a copy in memory, read and written", "matmul_tflops": "Tflop/s of a matrix product"}
+# columns for what the rows have of it: heading, unit, format
+_COLUMNS = {
+    "median_s": ("median ms", 1e-3, ".2f"),
+    "p20_s": ("p20", 1e-3, ".2f"),
+    "p80_s": ("p80", 1e-3, ".2f"),
+    "gbps": ("GB/s", 1, ".3g"),
+    "tflops": ("Tflop/s", 1, ".3g"),
+    "tokens_per_s": ("tokens/s", 1, ".3g"),
+    "ns_per_parameter": ("ns/param", 1, ".3g"),
+    "fraction_of_floor": ("of floor", 1, ".2f"),
+}
 
 
 def _print(found: Report, as_json: bool) -> None:
@@ -30,19 +41,18 @@ def _print(found: Report, as_json: bool) -> None:
         typer.echo(json.dumps(found.as_dict(), indent=1))
         return
     console = wide(Console(highlight=False))
-    words = {"copy_gbps": "GB/s of a copy in memory, read and written", "matmul_tflops": "Tflop/s of a matrix product"}
-    console.print("measured first, for the floor: " + ", ".join(f"{value:.3g} {words[name]}" for name, value in found.floor.items()))
+    console.print("measured first, for the floor: " + ", ".join(f"{value:.3g} {_FLOORS[name]}" for name, value in found.floor.items()))
     rows = [row.as_dict() for row in found.rows]
-    rates = [name for name in _AMOUNTS if any(name in row for row in rows)]
-    with_peak = any("peak_nbytes" in row for row in rows)
+    columns = {"": [row["name"] for row in rows]}
+    for name, (heading, unit, form) in _COLUMNS.items():
+        columns[heading] = [f"{row[name] / unit:{form}}" if name in row else "" for row in rows]
+    columns["peak memory"] = [readable(row["peak_nbytes"]) if "peak_nbytes" in row else "" for row in rows]
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False)
-    headings = ["", "median ms", "p20", "p80", *(_AMOUNTS[name] for name in rates), "of floor", *(["peak memory"] if with_peak else [])]
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", min_width=0 if number else max(len(row["name"]) for row in rows))
-    for row in rows:
-        times = [f"{row[name] * 1e3:.2f}" for name in ("median_s", "p20_s", "p80_s")]
-        values = [f"{row[name]:.3g}" if name in row else "" for name in rates]
-        table.add_row(row["name"], *times, *values, f"{row['fraction_of_floor']:.2f}", *([readable(row["peak_nbytes"])] if with_peak else []))
+    for heading in columns:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     console.print(table)
 
 
@@ -103,7 +113,7 @@ def kernels(
 ) -> None:
     """Each Triton kernel beside plain torch. Exit code 2 where there is no GPU."""
     with mendable("bench kernels"):
-        from zk.bench.link import the_gpu
+        from zk.bench.clock import the_gpu
 
         the_gpu()  # before Triton is imported, which may be missing too
         from zk.bench.kernels import measure
@@ -133,22 +143,8 @@ def step(
     as_json: Json = False,
 ) -> None:
     """One training step of a GPT with a ZeroConfig, beside plain torch: seconds and peak memory, each in a process of its own."""
+    options = dict(locals())
     with mendable("bench step"):
         from zk.bench.step import measure
-        from zk.train.gpt import GPTConfig
 
-        if width % heads:
-            raise ValueError(f"--width must be a multiple of --heads; got {width} and {heads}")
-        zero = zero_config(
-            stage=stage,
-            dtype=dtype,
-            param_tier=param_tier,
-            optimizer_tier=optimizer_tier,
-            nvme_path=nvme_path,
-            device_budget=device_budget,
-            host_budget=host_budget,
-            state_dtype=state_dtype,
-            overlap_step=overlap_step,
-        )
-        model = GPTConfig(vocab=vocab, width=width, layers=layers, heads=heads, context=context)
-        _print(measure(model, zero, batch, rounds, plain), as_json)
+        _print(measure(gpt_config(options), zero_config(options), batch, rounds, plain), as_json)

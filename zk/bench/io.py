@@ -1,17 +1,17 @@
-"""In: a folder on a drive. Out: what zk.offload.nvme.File writes and reads there: whole passes over a file that is gone afterwards."""
+"""Files of the nvme tier: whole passes over one in a folder on a drive, past the page cache, which is gone afterwards."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from zk.bench.clock import Report, Row, copy_gbps, seconds_of
+from zk.bench.clock import CPU, Report, Row, copy_gbps, seconds_of
 from zk.memory import aligned
 from zk.offload.nvme import Engine, File
 from zk.offload.tiers import readable
@@ -20,11 +20,6 @@ _BUFFER_NBYTES = 64 << 20  # of one request
 _BUFFERS = 4
 _LEAST_NBYTES = 4096  # what a drive moves at once
 _MOST_DEPTH = 1024  # each is a thread
-
-
-def _requests(nbytes: int) -> Iterator[slice]:
-    for start in range(0, nbytes, _BUFFER_NBYTES):
-        yield slice(start, min(start + _BUFFER_NBYTES, nbytes))
 
 
 def check_room(path: str, nbytes: int) -> None:
@@ -46,30 +41,30 @@ def passes(path: str, nbytes: int, block: int, depth: int, rounds: int) -> tuple
     """
     check_room(path, nbytes)
     buffers = [aligned(min(nbytes, _BUFFER_NBYTES)) for _ in range(_BUFFERS)]
-    engine = Engine(depth, block)
-    try:
-        with tempfile.TemporaryDirectory(dir=path, prefix="zk-bench-") as folder, File(Path(folder) / "io.bin", nbytes, engine=engine) as file:
-            _check(file, nbytes, buffers)
 
-            def whole(move: Callable[[Tensor, int], object]) -> None:
-                for number, part in enumerate(_requests(nbytes)):
-                    move(buffers[number % _BUFFERS][: part.stop - part.start], part.start)
-                file.wait()
+    def requests() -> Iterator[tuple[int, int, Tensor]]:
+        """Number, offset and memory of each request of a pass."""
+        for number, start in enumerate(range(0, nbytes, _BUFFER_NBYTES)):
+            yield number, start, buffers[number % _BUFFERS][: min(_BUFFER_NBYTES, nbytes - start)]
 
-            return seconds_of(lambda: whole(file.write_async), rounds), seconds_of(lambda: whole(file.read_async), rounds)
-    finally:
-        engine.close()
+    with contextlib.ExitStack() as stack:
+        engine = Engine(depth, block)
+        stack.callback(engine.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=path, prefix="zk-bench-"))
+        file = stack.enter_context(File(Path(folder) / "io.bin", nbytes, engine=engine))
+        for number, start, memory in requests():
+            file.write(memory.fill_(number % 251 + 1), start)
+        for number, start, memory in requests():
+            file.read(memory.fill_(0), start)
+            if not bool((memory == number % 251 + 1).all()):
+                raise OSError(errno.EIO, f"bytes {start} to {start + len(memory)} are not what was written there", file.paths[0])
 
+        def whole(move: Callable[[Tensor, int], object]) -> None:
+            for _, start, memory in requests():
+                move(memory, start)
+            file.wait()
 
-def _check(file: File, nbytes: int, buffers: list[Tensor]) -> None:
-    """Write other bytes to each part, and see that they come back."""
-    for number, part in enumerate(_requests(nbytes)):
-        file.write(buffers[0][: part.stop - part.start].fill_(number % 251 + 1), part.start)
-    for number, part in enumerate(_requests(nbytes)):
-        here = buffers[1][: part.stop - part.start].fill_(0)
-        file.read(here, part.start)
-        if not bool((here == number % 251 + 1).all()):
-            raise OSError(errno.EIO, f"bytes {part.start} to {part.stop} are not what was written there", file.paths[0])
+        return seconds_of(lambda: whole(file.write_async), rounds), seconds_of(lambda: whole(file.read_async), rounds)
 
 
 def measure(path: str, nbytes: int = 1 << 30, block: int = 4 << 20, depth: int = 4, rounds: int = 5) -> Report:
@@ -77,7 +72,7 @@ def measure(path: str, nbytes: int = 1 << 30, block: int = 4 << 20, depth: int =
     check_room(path, nbytes)
     if depth > _MOST_DEPTH:
         raise ValueError(f"depth, transfers at once, must be at most {_MOST_DEPTH}, as each is a thread; got {depth}: drives are busy with 4 to 64")
-    copy = copy_gbps(torch.device("cpu"), min(nbytes, 1 << 29), rounds)
-    written, read = passes(path, nbytes, block, depth, rounds)
-    rows = [Row(name, seconds, nbytes / copy / 1e9, {"gbps": nbytes / 1e9}) for name, seconds in (("write", written), ("read", read))]
+    copy = copy_gbps(CPU, min(nbytes, 1 << 29), rounds)
+    seconds = zip(("write", "read"), passes(path, nbytes, block, depth, rounds), strict=True)
+    rows = [Row(name, taken, nbytes / copy / 1e9, {"gbps": nbytes / 1e9}) for name, taken in seconds]
     return Report("io", {"copy_gbps": copy}, rows, {"path": str(path), "nbytes": nbytes, "block_nbytes": block, "depth": depth})

@@ -1,21 +1,51 @@
-"""In: a device. Out: what its link to the host moves each way, from page-locked memory (as zk does) and from pageable memory."""
+"""The link between a device and the host, each way, from page-locked memory (as zk does) and from pageable memory."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import torch
 
-from zk.bench.clock import Report, Row, Work, copy_gbps, seconds_of
+from zk.bench.clock import CPU, Case, Report, copy_gbps, the_gpu
 from zk.offload.pinned import Arena
 from zk.offload.streams import Link, link_to
 from zk.offload.transfer import Transfer, pieces_of
 
+UP, DOWN = "host to device", "device to host"
 
-def the_gpu() -> torch.device:
-    """This process's GPU; ValueError, with the reason, where there is none."""
-    if not torch.cuda.is_available():
-        built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
-        raise ValueError(f"torch sees no GPU ({built}), so there is nothing to measure; python -m zk doctor says what there is")
-    return torch.device("cuda", torch.cuda.current_device())
+
+def _cases(transfer: Transfer, device: torch.device, numel: int) -> Iterator[Case]:
+    """Copies of ``numel`` bf16 elements, compared with their sources first. RuntimeError if one differs."""
+    memory = {"pinned": [transfer.memory(numel, torch.bfloat16) for _ in range(2)]}
+    up = memory["pinned"][0].copy_(torch.arange(numel, dtype=torch.int32).remainder_(251).bfloat16())
+    memory["pageable"] = [up.clone(), torch.zeros_like(up)]
+    near_up, near_down = torch.zeros_like(up, device=device), torch.randn(numel, device=device).bfloat16()
+
+    def copy(kind: str, directions: tuple[str, ...]) -> None:
+        (source, target), events = memory[kind], []
+        if kind == "pageable":
+            origin, copied = (source, near_up) if UP in directions else (near_down, target)
+            copied.copy_(origin)
+            return
+        for piece in pieces_of(numel):
+            if DOWN in directions:
+                events.append(transfer.offload_to(target[piece], near_down[piece]))
+            if UP in directions:
+                events.append(transfer.upload(near_up[piece], source[piece]))
+        for event in events:
+            event.wait()
+
+    ways: list[tuple[str, str, tuple[str, ...]]] = [(kind, way, (way,)) for kind in memory for way in (UP, DOWN)]
+    ways.insert(2, ("pinned", "both at once", (UP, DOWN)))
+    for kind, name, directions in ways:
+        target = memory[kind][1].zero_()
+        transfer.follow(transfer.upload(near_up, memory["pinned"][1].zero_()))
+        copy(kind, directions)
+        if (UP in directions and not torch.equal(near_up.cpu(), up)) or (DOWN in directions and not torch.equal(target, near_down.cpu())):
+            raise RuntimeError(f"what was copied {name} ({kind}) is not its source")
+        amount = len(directions) * up.nbytes / 1e9
+        yield Case(f"{kind}, {name}", functools.partial(copy, kind, directions), {"gbps": amount})
 
 
 def measure(nbytes: int = 1 << 28, rounds: int = 9, device: torch.device | None = None) -> Report:
@@ -27,49 +57,12 @@ def measure(nbytes: int = 1 << 28, rounds: int = 9, device: torch.device | None 
     link: Link = link_to(device)
     if link.joined:
         raise ValueError(f"{device} has the host's memory: there is no link to measure")
-    copy = copy_gbps(torch.device("cpu"), nbytes, rounds)
-    numel = nbytes // 2
+    floors = {"copy_gbps": copy_gbps(CPU, nbytes, rounds)}
     arena = Arena(link, 2 * nbytes)
     transfer = Transfer(link, arena, overlap=True)
     try:
-        up, down = transfer.memory(numel, torch.bfloat16), transfer.memory(numel, torch.bfloat16)
-        up.copy_(torch.arange(numel, dtype=torch.int32).remainder_(251).bfloat16())
-        near_down = torch.randn(numel, device=device).bfloat16()
-        near_up = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-
-        def pinned(*directions: str) -> Work:
-            def run() -> None:
-                events = []
-                for piece in pieces_of(numel):
-                    if "device to host" in directions:
-                        events.append(transfer.offload_to(down[piece], near_down[piece]))
-                    if "host to device" in directions:
-                        events.append(transfer.upload(near_up[piece], up[piece]))
-                for event in events:
-                    event.wait()
-
-            return run
-
-        pageable_up, pageable_down = up.clone(), torch.zeros(numel, dtype=torch.bfloat16)
-        works: dict[tuple[str, str, int], Work] = {
-            ("pinned", "host to device", 1): pinned("host to device"),
-            ("pinned", "device to host", 1): pinned("device to host"),
-            ("pinned", "both at once", 2): pinned("host to device", "device to host"),
-            ("pageable", "host to device", 1): lambda: near_up.copy_(pageable_up),
-            ("pageable", "device to host", 1): lambda: pageable_down.copy_(near_down),
-        }
-        rows = []
-        for (memory, direction, times), work in works.items():
-            down.zero_(), pageable_down.zero_()
-            transfer.follow(transfer.upload(near_up, down))
-            work()
-            there = down if memory == "pinned" else pageable_down
-            if (direction != "device to host" and not torch.equal(near_up.cpu(), up)) or (
-                direction != "host to device" and not torch.equal(there, near_down.cpu())
-            ):
-                raise RuntimeError(f"what was copied {direction} ({memory}) is not its source")
-            seconds = seconds_of(work, rounds, device)
-            rows.append(Row(f"{memory}, {direction}", seconds, times * nbytes / copy / 1e9, {"gbps": times * nbytes / 1e9}))
+        found = Report.of("link", _cases(transfer, device, nbytes // 2), floors, rounds, device)
     finally:
         transfer.close()
-    return Report("link", {"copy_gbps": copy}, rows, {"nbytes": nbytes, "device": str(device), "page_locked": arena.is_pinned})
+    found.settings.update(nbytes=nbytes, device=str(device), page_locked=arena.is_pinned)
+    return found
