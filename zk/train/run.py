@@ -76,36 +76,31 @@ def adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
 
 
 class PlainTrainer:
-    """The same training in plain torch, to compare losses with: 16-bit parameters, fp32 masters, AdamW."""
+    """The same training in plain torch, to compare losses with: fp32 masters that are rounded for each forward, AdamW."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, job: Job) -> None:
-        self.model = copy.deepcopy(model).to(dtype)
-        self.masters = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
-        self.optimizer = adamw(self.masters, job.lr)
+        self.model, self.dtype, self.clip = copy.deepcopy(model), dtype, job.zero.clip_grad_norm
+        self.optimizer = adamw(self.model.parameters(), job.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(job.steps))
-        self.clip = job.zero.clip_grad_norm
 
     def step(self, batches: list[Batch]) -> float:
         """Train one step of these micro-batches; returns the loss."""
-        pairs, total = list(zip(self.model.parameters(), self.masters, strict=True)), 0.0
+        total = 0.0
         for ids, targets in batches:
-            loss = self.model(ids, targets) / len(batches)
-            total += loss.item()
+            rounded = {name: master.to(self.dtype) for name, master in self.model.named_parameters()}
+            loss = torch.func.functional_call(self.model, rounded, (ids, targets)) / len(batches)
             loss.backward()
-            for param, master in pairs:
-                assert param.grad is not None
-                wide = param.grad.float()
-                master.grad = wide if master.grad is None else master.grad + wide
-                param.grad = None
+            total += loss.item()
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.masters, self.clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        with torch.no_grad():
-            for param, master in pairs:
-                param.copy_(master)
         return total
+
+
+def _ignore(phase: str) -> None:
+    """Note nothing."""
 
 
 def train(job: Job) -> Record:
@@ -131,11 +126,10 @@ def train(job: Job) -> Record:
         model = GPT(job.model)
     if not deferred:
         model.to(device)
-    num_params = sum(p.numel() for p in model.parameters())
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
     source = ", ".join(map(str, job.data)) or "Python's documentation and standard library"
     console.print(f"text      {len(raw) / 1e6:.1f} MB: {source}")
-    shape = f"{job.model.layers} layers, width {job.model.width}, context {job.model.context}"
-    console.print(f"model     GPT, {num_params / 1e6:.2f}M parameters: {shape}")
+    console.print(f"model     GPT, {millions:.2f}M parameters: {job.model.layers} layers, width {job.model.width}, context {job.model.context}")
 
     dtype = job.zero.dtype or fast_dtype(device)
     plain = PlainTrainer(model, parse_dtype(dtype, "dtype"), job) if job.check else None
@@ -170,12 +164,12 @@ def train(job: Job) -> Record:
                 everyones = [Text.draw(text.train, job.batch * world, job.model.context, position.draws) for _ in range(job.accumulate)]
                 mine = slice(rank * job.batch, (rank + 1) * job.batch)
                 batches = [(ids[mine].to(device), targets[mine].to(device)) for ids, targets in everyones]
-                with contextlib.ExitStack() as stack:
-                    note: Callable[[str], None] = lambda phase: None  # noqa: E731
-                    if job.profile and step == max(0, job.steps - 2):  # late, and not the one that is watched, if there is another
-                        stack.enter_context(profiled(model, device, record, step + 1))
-                    if step == job.steps - 1:
-                        note = stack.enter_context(watched(model, optimizer, record))
+                traces = job.profile and step == max(0, job.steps - 2)  # late, and not the one that is watched, if there is another
+                watches = step == job.steps - 1
+                with (
+                    profiled(model, device, record, step + 1) if traces else contextlib.nullcontext(),
+                    watched(model, optimizer, record) if watches else contextlib.nullcontext(_ignore) as note,
+                ):
                     loss = train_step(model, optimizer, batches, note)
                 scheduler.step()
                 both = torch.tensor([loss, float(bool(asked))], dtype=torch.float64)
