@@ -21,7 +21,7 @@ def time_case(benchmark: Any, case: clock.Case, floors: Floors, rounds: int, dev
         clock.wait(device)
 
     benchmark.pedantic(whole, rounds=rounds, warmup_rounds=2)
-    row = clock.Row(case.name, benchmark.stats.stats.data, case.floor_s(floors), case.amounts).as_dict()
+    row = case.row(floors, benchmark.stats.stats.data)
     benchmark.extra_info.update({name: round(row[name], 3) for name in (*case.amounts, "fraction_of_floor")})
 
 

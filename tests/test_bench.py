@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import zk
 from zk import doctor
 from zk.bench import adam, io, kernels, link, step
-from zk.bench.clock import Case, Report, Row, copy_gbps, matmul_tflops, seconds_of
+from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, seconds_of
 from zk.cli import app
 from zk.offload.nvme import File
 from zk.plan import measure
@@ -43,14 +43,14 @@ def said(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_row_has_the_median_its_neighbours_and_its_rates() -> None:
-    row = Row("x", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1.75, {"gbps": 7.0}, {"note": "n"})
-    assert row.as_dict() == {
+    row = row_of("x", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1.75, {"gbps": 7.0}, note="n")
+    assert row == {
         "name": "x", "median_s": 3.5, "p20_s": 2.0, "p80_s": 5.0, "floor_s": 1.75, "fraction_of_floor": 0.5, "gbps": 2.0, "note": "n"
     }
-    assert Row("x", [3.0], 1.0).as_dict()["p80_s"] == 3.0
+    assert row_of("x", [3.0], 1.0, {})["p80_s"] == 3.0
     case = Case("x", lambda: None, {"gbps": 2.0, "tflops": 3.0})
-    assert case.floor_s({"copy_gbps": 4.0, "matmul_tflops": 1.0}) == 3.0
-    assert Report("b", {"copy_gbps": 1.0}, [row]).as_dict()["rows"][0]["gbps"] == 2.0
+    assert case.row({"copy_gbps": 4.0, "matmul_tflops": 1.0}, [1.0])["floor_s"] == 3.0
+    assert Report("b", {"copy_gbps": 1.0}, [row]).as_dict() == {"bench": "b", "copy_gbps": 1.0, "rows": [row]}
 
 
 def test_the_first_call_does_not_count() -> None:

@@ -87,11 +87,10 @@ def case(name: str, system: tuple[int, Make], numel: int, device: torch.device =
 def measure(numel: int = 10_000_000, rounds: int = 9) -> Report:
     """All systems; zk's default engine is left out where numba is not installed."""
     has_numba = importlib.util.find_spec("numba") is not None
-    names = [name for name in SYSTEMS if "torch" in name or has_numba]
     floors = {"copy_gbps": copy_gbps(CPU, min(1 << 29, 16 * numel), rounds)}
-    cases = (case(name, SYSTEMS[name], numel) for name in names)
+    cases = (case(name, system, numel) for name, system in SYSTEMS.items() if "torch" in name or has_numba)
     found = Report.of("adam", cases, floors, rounds)
     found.settings.update(numel=numel, threads=torch.get_num_threads())
     for row in found.rows:
-        row.notes["ns_per_parameter"] = row.median_s / numel * 1e9
+        row["ns_per_parameter"] = row["median_s"] / numel * 1e9
     return found

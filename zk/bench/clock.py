@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 
 Work = Callable[[], object]
 CPU = torch.device("cpu")
-PATIENCE_S, _FEW = 4.0, 3
 FLOORS = {"gbps": "copy_gbps", "tflops": "matmul_tflops"}  # rate of a case -> the rate of this machine that bounds it
 
 
@@ -36,13 +35,13 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(work: Work, rounds: int, device: torch.device = CPU, patience_s: float = PATIENCE_S) -> list[float]:
+def seconds_of(work: Work, rounds: int, device: torch.device = CPU, patience_s: float = 4.0) -> list[float]:
     """Seconds of each of ``rounds`` calls, with their work on ``device``, sorted; after a first call that does not count.
 
     Where they take more than ``patience_s`` together, three are enough.
     """
     taken: list[float] = []
-    while len(taken) <= rounds and (len(taken) <= _FEW or sum(taken) <= patience_s):
+    while len(taken) <= rounds and (len(taken) <= 3 or sum(taken) <= patience_s):
         start = time.perf_counter()
         work()
         wait(device)
@@ -50,26 +49,14 @@ def seconds_of(work: Work, rounds: int, device: torch.device = CPU, patience_s: 
     return sorted(taken[1:])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One case that was timed."""
+def row_of(name: str, seconds: list[float], floor_s: float, amounts: Mapping[str, float], **notes: Any) -> dict[str, Any]:
+    """Median, p20 and p80 of the seconds, the fraction of the floor, rates at the median, and notes.
 
-    name: str
-    seconds: list[float]
-    floor_s: float
-    amounts: dict[str, float] = dataclasses.field(default_factory=dict)  # name of a rate -> the amount of one call, such as 1e9 bytes
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Seconds, rates at the median, the fraction of the floor, and notes."""
-        found: dict[str, Any] = {"name": self.name, "median_s": self.median_s}
-        found |= {f"p{share}_s": float(np.percentile(self.seconds, share)) for share in (20, 80)}
-        found |= {"floor_s": self.floor_s, "fraction_of_floor": self.floor_s / self.median_s}
-        return found | {name: amount / self.median_s for name, amount in self.amounts.items()} | self.notes
+    ``amounts``: name of a rate -> the amount of one call, such as 1e9 bytes.
+    """
+    p20, median, p80 = (float(np.percentile(seconds, share)) for share in (20, 50, 80))
+    row: dict[str, Any] = {"name": name, "median_s": median, "p20_s": p20, "p80_s": p80, "floor_s": floor_s, "fraction_of_floor": floor_s / median}
+    return row | {rate: amount / median for rate, amount in amounts.items()} | notes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +65,7 @@ class Case:
 
     name: str
     work: Work
-    amounts: dict[str, float]  # as of a Row; its rates are keys of FLOORS
+    amounts: dict[str, float]  # as of row_of; its rates are keys of FLOORS
 
     @classmethod
     def checked(cls, name: str, is_right: bool, work: Work, **amounts: float) -> Case:
@@ -87,13 +74,10 @@ class Case:
             raise RuntimeError(f"{name.replace(': ', ' by ')} does not agree with plain torch, so it is not timed")
         return cls(name, work, amounts)
 
-    def floor_s(self, floors: dict[str, float]) -> float:
-        """The least time of one call on a machine with these rates."""
-        return max(amount / floors[FLOORS[name]] for name, amount in self.amounts.items())
-
-    def row(self, floors: dict[str, float], rounds: int, device: torch.device = CPU) -> Row:
-        """Time it."""
-        return Row(self.name, seconds_of(self.work, rounds, device), self.floor_s(floors), self.amounts)
+    def row(self, floors: Mapping[str, float], seconds: list[float]) -> dict[str, Any]:
+        """Its row, of seconds of calls."""
+        floor_s = max(amount / floors[FLOORS[rate]] for rate, amount in self.amounts.items())
+        return row_of(self.name, seconds, floor_s, self.amounts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,17 +86,17 @@ class Report:
 
     bench: str
     floor: dict[str, float]  # rates of this machine, measured first
-    rows: list[Row]
+    rows: list[dict[str, Any]]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, bench: str, cases: Iterable[Case], floors: dict[str, float], rounds: int, device: torch.device = CPU) -> Report:
         """Time the cases, one after the other as they are made."""
-        return cls(bench, floors, [case.row(floors, rounds, device) for case in cases])
+        return cls(bench, floors, [case.row(floors, seconds_of(case.work, rounds, device)) for case in cases])
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {"bench": self.bench, **self.settings, **self.floor, "rows": [row.as_dict() for row in self.rows]}
+        return {"bench": self.bench, **self.settings, **self.floor, "rows": self.rows}
 
 
 def copy_gbps(device: torch.device, nbytes: int = 1 << 29, rounds: int = 9) -> float:

@@ -42,16 +42,15 @@ def _print(found: Report, as_json: bool) -> None:
         return
     console = wide(Console(highlight=False))
     console.print("measured first, for the floor: " + ", ".join(f"{value:.3g} {_FLOORS[name]}" for name, value in found.floor.items()))
-    rows = [row.as_dict() for row in found.rows]
-    columns = {"": [row["name"] for row in rows]}
+    rows, columns = found.rows, {"": [row["name"] for row in found.rows]}
     for name, (heading, unit, form) in _COLUMNS.items():
         columns[heading] = [f"{row[name] / unit:{form}}" if name in row else "" for row in rows]
     columns["peak memory"] = [readable(row["peak_nbytes"]) if "peak_nbytes" in row else "" for row in rows]
-    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False)
-    for heading in columns:
+    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
+    for heading in shown:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for cells in zip(*columns.values(), strict=True):
+    for cells in zip(*shown.values(), strict=True):
         table.add_row(*cells)
     console.print(table)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zk.bench.clock import CPU, Report, Row, copy_gbps, seconds_of
+from zk.bench.clock import CPU, Report, copy_gbps, row_of, seconds_of
 from zk.memory import aligned
 from zk.offload.nvme import Engine, File
 from zk.offload.tiers import readable
@@ -74,5 +74,5 @@ def measure(path: str, nbytes: int = 1 << 30, block: int = 4 << 20, depth: int =
         raise ValueError(f"depth, transfers at once, must be at most {_MOST_DEPTH}, as each is a thread; got {depth}: drives are busy with 4 to 64")
     copy = copy_gbps(CPU, min(nbytes, 1 << 29), rounds)
     seconds = zip(("write", "read"), passes(path, nbytes, block, depth, rounds), strict=True)
-    rows = [Row(name, taken, nbytes / copy / 1e9, {"gbps": nbytes / 1e9}) for name, taken in seconds]
+    rows = [row_of(name, taken, nbytes / copy / 1e9, {"gbps": nbytes / 1e9}) for name, taken in seconds]
     return Report("io", {"copy_gbps": copy}, rows, {"path": str(path), "nbytes": nbytes, "block_nbytes": block, "depth": depth})

@@ -6,6 +6,7 @@ On a CPU the rows named zk run the plain PyTorch references, and say nothing abo
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -35,7 +36,7 @@ def _parts(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> l
 
 FLATTENS: dict[str, Flatten] = {
     "zk": lambda tensors, flat, offsets: kernels.flatten(list(tensors), flat, list(offsets)),
-    "torch_loop": lambda tensors, *place: [part.copy_(tensor.view(-1)) for tensor, part in zip(tensors, _parts(tensors, *place), strict=True)],
+    "torch_loop": lambda tensors, *place: [part.copy_(tensor.view(-1)) for part, tensor in zip(_parts(tensors, *place), tensors, strict=True)],
     "torch_foreach": lambda tensors, *place: torch._foreach_copy_(_parts(tensors, *place), [tensor.view(-1) for tensor in tensors]),
     "torch_cat": lambda tensors, flat, offsets: torch.cat([tensor.view(-1) for tensor in tensors], out=flat),
 }
@@ -46,14 +47,8 @@ def adam_by_zk(param: Tensor, grad: Tensor, split: bool) -> Work:
     exp_avg, exp_avg_sq = (torch.zeros(param.shape, device=param.device) for _ in range(2))
     master = torch.zeros(param.shape, dtype=torch.int16, device=param.device) if split else param.float()
     lr, (beta1, beta2), eps, decay = adam.OPTIONS.values()
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        kernels.adam(param, grad, master, exp_avg, exp_avg_sq, kernels.AdamStep(lr, beta1, beta2, eps, decay, True, count))
-
-    return step
+    steps = (kernels.AdamStep(lr, beta1, beta2, eps, decay, True, count) for count in itertools.count(1))
+    return lambda: kernels.adam(param, grad, master, exp_avg, exp_avg_sq, next(steps))
 
 
 ADAMS: dict[str, tuple[int, adam.Make]] = {
@@ -126,7 +121,6 @@ def measure(numel: int = 1 << 27, size: int = 4096, rounds: int = 15, device: to
     """
     device = the_gpu() if device is None else device
     floors = {"copy_gbps": copy_gbps(device, 4 * numel, rounds), "matmul_tflops": matmul_tflops(device, size, rounds=rounds)}
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = Report.of("kernels", _cases(numel, size, device), floors, rounds, device)
-    found.settings.update(numel=numel, size=size, device=named)
+    found.settings.update(numel=numel, size=size, device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     return found

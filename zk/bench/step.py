@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zk.bench.clock import Report, Row, device_here, matmul_tflops, seconds_of
+from zk.bench.clock import Report, device_here, matmul_tflops, row_of, seconds_of
 from zk.config import ZeroConfig
 from zk.memory import peak_nbytes
 from zk.offload.cpu_adam import CPUAdam
@@ -108,6 +108,6 @@ def measure(model: GPTConfig, zero: ZeroConfig, batch: int = 4, rounds: int = 10
     for name in ("plain torch", "zk") if plain else ("zk",):
         found = apart(job, name != "zk", losses)
         losses = found["losses"]
-        notes = {"peak_nbytes": found["peak_nbytes"], "first_losses": losses}
-        rows.append(Row(name, found["seconds"], floor_s, {"tokens_per_s": batch * model.context}, notes))
+        amounts = {"tokens_per_s": batch * model.context}
+        rows.append(row_of(name, found["seconds"], floor_s, amounts, peak_nbytes=found["peak_nbytes"], first_losses=losses))
     return Report("step", {"matmul_tflops": tflops}, rows, {"num_params": num_params, "batch": batch, "device": device_here().type})
