@@ -65,6 +65,64 @@ def of_kind(*kinds: Kind) -> list[Key]:
     return [key for key in KEYS.values() if key.kind in kinds]
 
 
+SWITCHED = """torch_autocast amp nebula autotuning quantize_training eigenvalue data_efficiency curriculum_learning progressive_layer_drop
+    elasticity hybrid_engine expert_parallel timers.throughput"""
+# values that ask for something, where neither true nor (of what is on by default) false is one
+EXAMPLES: dict[str, Any] = {
+    "train_batch_size": 8,
+    "gradient_clipping": 0.5,
+    "fp16.loss_scale": 128,
+    "fp16.initial_scale_power": 8,
+    "fp16.loss_scale_window": 50,
+    "fp16.hysteresis": 1,
+    "fp16.min_loss_scale": 2,
+    "communication_data_type": "fp32",
+    "seq_parallel_communication_data_type": "fp32",
+    "data_types.grad_accum_dtype": "bf16",
+    "data_types.param_dtype": "bf16",
+    "data_types.buffer_dtype": "bf16",
+    "data_types.keep_in_fp32_modules": ["rotary"],
+    "gradient_predivide_factor": 2.0,
+    "gradient_allreduce_op": "sum",
+    "zero_optimization.stage": 2,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.mics_shard_size": 8,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_optimizer.nvme_path": "/scratch",
+    "zero_optimization.offload_optimizer.ratio": 0.5,
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.offload_param.nvme_path": "/scratch",
+    "optimizer.params.lr": 0.01,
+    "optimizer.params.betas": [0.8, 0.9],
+    "optimizer.params.eps": 1e-6,
+    "optimizer.params.weight_decay": 0.1,
+    "optimizer.params.momentum": 0.5,
+    "optimizer.params.dampening": 0.5,
+    "optimizer.params.max_grad_norm": 1.0,
+    "scheduler.params.last_batch_iteration": 10,
+    "checkpoint.tag_validation": "Warn",
+    "checkpoint.parallel_write": {"pipeline_stage": True},
+    "checkpoint.writer": {"type": "fast"},
+    "datastates_ckpt": {"host_cache_size": 16},
+    "compression_training": {"weight_quantization": {}},
+    "weight_quantization": {"quantized_initialization": {}},
+    "sparse_attention": {"mode": "fixed"},
+    "pipeline": {"stages": 2},
+    "tensor_parallel": {"autotp_size": 2},
+    "sequence_parallel_size": 2,
+    "data_parallel_size": 2,
+    "compile": {"deepcompile": True},
+    **{name: {"enabled": True} for name in SWITCHED.split()},
+}
+
+
+def example_of(key: Key) -> Any:
+    return EXAMPLES.get(key.name, True not in key.off)
+
+
 def switch_of(key: Key) -> dict[str, Any]:
     """What makes the key's section count."""
     switch = f"{key.name.rpartition('.')[0]}.enabled"
@@ -151,7 +209,7 @@ def test_the_page_is_what_the_table_says() -> None:
 
 def test_every_row_says_why_and_has_an_example_that_asks_for_something() -> None:
     for key in KEYS.values():
-        assert not key.is_off(key.example), key.name
+        assert not key.is_off(example_of(key)) and key.is_off(None), key.name
         assert "|" not in key.becomes + key.why
         assert key.becomes if key.kind is not Kind.ACCEPTED else key.why, key.name
         assert key.why or key.kind in (Kind.HONOURED, Kind.TRANSLATED), key.name
@@ -161,24 +219,24 @@ def test_every_row_says_why_and_has_an_example_that_asks_for_something() -> None
 def test_a_key_without_counterpart_changes_nothing_and_is_named_once(key: Key, caplog: pytest.LogCaptureFixture) -> None:
     plain = zk.ZeroConfig.from_deepspeed(nested("zero_optimization.stage", 2, switch_of(key)))
     caplog.clear()
-    settings = Settings(nested(key.name, key.example, {"zero_optimization.stage": 2, **switch_of(key)}))
+    settings = Settings(nested(key.name, example_of(key), {"zero_optimization.stage": 2, **switch_of(key)}))
     assert [key.name in record.message for record in caplog.records] == [True]
     caplog.clear()
     for value in (*key.off, "auto"):
         Settings(nested(key.name, value, {"zero_optimization.stage": 2}))
     assert caplog.records == []
     if not key.name.startswith("optimizer"):
-        assert zk.ZeroConfig.from_deepspeed(nested(key.name, key.example, {"zero_optimization.stage": 2, **switch_of(key)})) == plain
+        assert zk.ZeroConfig.from_deepspeed(nested(key.name, example_of(key), {"zero_optimization.stage": 2, **switch_of(key)})) == plain
     assert settings.get("zero_optimization.stage") == 2
 
 
 @pytest.mark.parametrize("key", of_kind(Kind.REFUSED), ids=lambda key: key.name)
 def test_a_key_that_would_change_results_is_refused_with_reason_and_remedy(key: Key, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError) as caught:
-        Settings(nested(key.name, key.example, switch_of(key)))
-    for part in (f"{key.name!r} is {key.example!r}", key.why, f"Instead: {key.becomes}"):
+        Settings(nested(key.name, example_of(key), switch_of(key)))
+    for part in (f"{key.name!r} is {example_of(key)!r}", key.why, f"Instead: {key.becomes}"):
         assert part in str(caught.value)
-    for value in (*key.off, {} if isinstance(key.example, dict) else None, {"enabled": False} if isinstance(key.example, dict) else None):
+    for value in (*key.off, *(({}, {"enabled": False}) if isinstance(example_of(key), dict) else ())):
         Settings(nested(key.name, value))
     assert caplog.records == []
 
@@ -217,7 +275,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_key_becomes_a_field(name: str) -> None:
     beside, expected = FIELDS[name]
-    found = zk.ZeroConfig.from_deepspeed(nested(name, KEYS[name].example, beside))
+    found = zk.ZeroConfig.from_deepspeed(nested(name, example_of(KEYS[name]), beside))
     assert {field: getattr(found, field) for field in expected} == expected
 
 
@@ -225,12 +283,12 @@ def of_optimizer(name: str) -> torch.optim.Optimizer:
     kind = "SGD" if name in ("momentum", "dampening", "nesterov") else "AdamW"
     beside = {"optimizer.type": kind, **({"optimizer.params.momentum": 0.5} if name == "nesterov" else {})}
     key = KEYS[f"optimizer.params.{name}"]
-    return make_optimizer(Settings(nested(key.name, key.example, beside)), [nn.Parameter(torch.zeros(2))])
+    return make_optimizer(Settings(nested(key.name, example_of(key), beside)), [nn.Parameter(torch.zeros(2))])
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov"])
 def test_an_option_of_the_optimizer_becomes_torchs(name: str) -> None:
-    value = KEYS[f"optimizer.params.{name}"].example
+    value = example_of(KEYS[f"optimizer.params.{name}"])
     assert of_optimizer(name).param_groups[0][name] == (tuple(value) if name == "betas" else value)
 
 
@@ -431,7 +489,7 @@ def test_auto_is_taken_from_the_model_the_settings_and_what_is_given(caplog: pyt
     assert optimizer.config == zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host", clip_grad_norm=0.7)
     group = optimizer.param_groups[0]
     assert (group["initial_lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-3, (0.8, 0.9), 1e-7, 0.1)
-    assert (scheduler.lowest, scheduler.highest, scheduler.num_steps, scheduler.total) == ([0.0], [1e-3], 4, 10)
+    assert (scheduler.warmup_min_lr, scheduler.warmup_max_lr, scheduler.num_steps, scheduler.total_num_steps) == ([0.0], [1e-3], 4, 10)
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (6, 2, 3)
     assert len([record for record in caplog.records if "no counterpart" in record.message]) == 1
     optimizer.close()

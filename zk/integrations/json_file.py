@@ -1,22 +1,13 @@
-"""In: a JSON file, or a dict. Out: a dict, or an error that points at the character and shows the line as it should be."""
+"""A JSON file or a dict as a dict, or an error that points at the character and shows the line as it should be."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Fault:
-    """Where text stops to be JSON, and the text without that fault if it is a comma."""
-
-    position: int
-    message: str
-    mended: str | None
 
 
 def read_object(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -30,23 +21,6 @@ def read_object(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"a config is a path to a JSON file, or a dict; got {config!r}")
     path = Path(config)
-    text = path.read_text(encoding="utf-8-sig")
-    found = _parse(text, str(path))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, {{...}}; it holds a {type(found).__name__}")
-    return found, str(path)
-
-
-def _parse(text: str, path: str) -> Any:
-    """What the text says, or an error that shows all faults up to the first that is no comma."""
-    reports: list[str] = []
-    while (fault := _fault_of(text)) is not None:
-        reports.append(_report(text, fault, path))
-        if fault.mended is None:
-            break
-        text = fault.mended
-    if reports:
-        raise ValueError("\n".join(reports))
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -55,47 +29,52 @@ def _parse(text: str, path: str) -> Any:
                 raise ValueError(f"{path}: the key {name!r} is there {names.count(name)} times in one object; keep one of them")
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=unique)
+    text = path.read_text(encoding="utf-8-sig")
+    _check(text, str(path))
+    found = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, {{...}}; it holds a {type(found).__name__}")
+    return found, str(path)
 
 
-def _fault_of(text: str) -> _Fault | None:
-    position, message = _decode(text)
-    if position is None:
-        return None
-    # the end of what is before: where a comma is missing, or is too many (some versions of Python point at that comma itself)
-    before = position if text[position : position + 1] == "," else len(text[:position].rstrip()) - 1
-    if before >= 0 and text[before] == "," and text[before + 1 :].lstrip()[:1] in ("}", "]"):
-        mended = text[:before] + text[before + 1 :]
-        if _gets_past(mended, before):
-            return _Fault(before, "a comma before the closing bracket", mended)
-    mended = f"{text[: before + 1]},{text[before + 1 :]}"
-    if "',' delimiter" in message and _gets_past(mended, position + 1):
-        return _Fault(before + 1, "a comma is missing", mended)
-    if text.startswith(("//", "/*", "#"), position):
-        message = "a comment, which JSON does not have: remove it"
-    return _Fault(position, message, None)
+def _check(text: str, path: str) -> None:
+    """ValueError with all faults up to the first that is no comma."""
+    reports: list[str] = []
+    while (error := _error(text)) is not None:
+        fault, mended = _comma(text, error)
+        line = text.split("\n")[fault.lineno - 1].rstrip("\r")
+        caret = re.sub(r"[^\t]", " ", line[: fault.colno - 1]) + "^"
+        reports.append(f"{path}, line {fault.lineno}, column {fault.colno}: {fault.msg}\n    {line}\n    {caret}")
+        if mended is None:
+            break
+        reports.append(f"write line {fault.lineno} as\n    {mended.split(chr(10))[fault.lineno - 1].rstrip()}")
+        text = mended
+    if reports:
+        raise ValueError("\n".join(reports))
 
 
-def _decode(text: str) -> tuple[int | None, str]:
-    """Where and why the text is not JSON; None if it is."""
+def _error(text: str) -> json.JSONDecodeError | None:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return error.pos, error.msg
-    return None, ""
+        return error
+    return None
 
 
-def _gets_past(text: str, position: int) -> bool:
-    """Whether the text is JSON up to ``position``, and further."""
-    stopped, _ = _decode(text)
-    return stopped is None or stopped > position
-
-
-def _report(text: str, fault: _Fault, path: str) -> str:
-    number = text.count("\n", 0, fault.position)
-    start = text.rfind("\n", 0, fault.position) + 1
-    line = text.split("\n")[number].rstrip("\r")
-    column = fault.position - start
-    caret = "".join("\t" if letter == "\t" else " " for letter in line[:column]) + "^"
-    shown = f"{path}, line {number + 1}, column {column + 1}: {fault.message}\n    {line}\n    {caret}"
-    return shown if fault.mended is None else f"{shown}\nwrite line {number + 1} as\n    {fault.mended.split(chr(10))[number].rstrip()}"
+def _comma(text: str, error: json.JSONDecodeError) -> tuple[json.JSONDecodeError, str | None]:
+    """The error as one about a comma, with the text without it, if a comma more or less gets the parser further."""
+    # the last character before the error (some versions of Python point at the comma that is too many itself)
+    last = error.pos if text[error.pos : error.pos + 1] == "," else len(text[: error.pos].rstrip()) - 1
+    before, after = text[: last + 1], text[last + 1 :]
+    faults = []
+    if re.match(r",\s*[]}]", text[max(0, last) :]):
+        faults.append((last, "a comma before the closing bracket", before[:-1] + after))
+    if "',' delimiter" in error.msg:
+        faults.append((last + 1, "a comma is missing", f"{before},{after}"))
+    for position, message, mended in faults:
+        stopped = _error(mended)
+        if stopped is None or stopped.pos > len(mended) - len(after.lstrip()):
+            return json.JSONDecodeError(message, text, position), mended
+    if text.startswith(("//", "/*", "#"), error.pos):
+        error.msg = "a comment, which JSON does not have: remove it"
+    return error, None
