@@ -195,7 +195,7 @@ def test_a_drive_needs_a_path_and_is_empty_at_the_end(drive: Path, tmp_path: Pat
 def test_where_the_whole_model_has_no_room_it_stays_partitioned_and_says_so(
     drive: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zk.integrations.lightning_model.host_memory", lambda: (1 << 30, 4 * 9386 * 2 - 1))  # half of it must do
+    monkeypatch.setattr("zk.integrations.lightning_strategy.host_memory", lambda: (1 << 30, 4 * 9386 * 2 - 1))  # half of it must do
     module = fit("zk_stage_3_offload_nvme")
     assert "can be read no more" in caplog.text and "gather_at_end=True" in caplog.text
     with pytest.raises(RuntimeError, match="partitioned when the optimizer was closed"):

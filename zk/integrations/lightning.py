@@ -1,4 +1,4 @@
-"""In: ``import zk.integrations.lightning``. Out: strategies that Trainer and Fabric know by name, and their classes.
+"""Strategies that Lightning's Trainer and Fabric know by name once this is imported, and their classes.
 
 ``lightning`` and ``pytorch_lightning`` have classes of their own, which do not mix. What is registered at import is for the one that has
 been imported before, or for both; if none has, for the one that is installed, ``lightning`` first.
@@ -6,16 +6,16 @@ been imported before, or for both; if none has, for the one that is installed, `
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from zk.integrations.lightning_checkpoint import consolidate
+from zk.integrations.lightning_common import Precision
 from zk.integrations.lightning_fabric import FabricStrategy
-from zk.integrations.lightning_precision import FabricPrecision, TrainerPrecision
 from zk.integrations.lightning_strategy import TrainerStrategy
 
 __all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroStrategy", "consolidate", "of"]
@@ -46,51 +46,34 @@ class _Metrics:
                 logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Classes:
-    """For one package."""
-
-    ZeroStrategy: Any
-    ZeroFabricStrategy: Any
-    ZeroMetrics: Any
-
-
 @functools.cache
-def of(package: str) -> Classes:
+def of(package: str) -> SimpleNamespace:
     """The classes for ``"lightning"`` or ``"pytorch_lightning"``, which is imported; their strategies are registered."""
     if package not in _PACKAGES:
         raise ValueError(f"package must be one of {', '.join(map(repr, _PACKAGES))}; got {package!r}")
     trainer, fabric = (importlib.import_module(name) for name in _PACKAGES[package])
-    plugins, fabric_plugins = (importlib.import_module(f"{module.__name__}.plugins.precision") for module in (trainer, fabric))
-    strategies, fabric_strategies = (importlib.import_module(f"{module.__name__}.strategies") for module in (trainer, fabric))
 
     def combined(name: str, mixin: type, base: type, **members: Any) -> type:
         return type(name, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__, **members})
 
-    plugin = combined("ZeroPrecision", TrainerPrecision, plugins.Precision)
-    fabric_plugin = combined("ZeroFabricPrecision", FabricPrecision, fabric_plugins.Precision)
-    classes = Classes(
-        combined("ZeroStrategy", TrainerStrategy, strategies.DDPStrategy, plugin=plugin),
-        combined("ZeroFabricStrategy", FabricStrategy, fabric_strategies.DDPStrategy, plugin=fabric_plugin),
-        combined("ZeroMetrics", _Metrics, trainer.Callback),
+    def strategy(name: str, mixin: type, module: Any) -> type:
+        precision = importlib.import_module(f"{module.__name__}.plugins.precision").Precision
+        return combined(name, mixin, module.strategies.DDPStrategy, plugin=combined("ZeroPrecision", Precision, precision))
+
+    classes = SimpleNamespace(
+        ZeroStrategy=strategy("ZeroStrategy", TrainerStrategy, trainer),
+        ZeroFabricStrategy=strategy("ZeroFabricStrategy", FabricStrategy, fabric),
+        ZeroMetrics=combined("ZeroMetrics", _Metrics, trainer.Callback),
     )
     for name, fields in NAMES.items():
         described = ", ".join(f"{key}={value}" for key, value in fields.items()) or "defaults of zk.ZeroConfig"
-        for registry, strategy in (
-            (strategies.StrategyRegistry, classes.ZeroStrategy),
-            (fabric_strategies.STRATEGY_REGISTRY, classes.ZeroFabricStrategy),
-        ):
-            registry.register(name, strategy, description=f"ZeRO by zk: {described}", **fields)
+        trainer.strategies.StrategyRegistry.register(name, classes.ZeroStrategy, f"ZeRO by zk: {described}", **fields)
+        fabric.strategies.STRATEGY_REGISTRY.register(name, classes.ZeroFabricStrategy, f"ZeRO by zk: {described}", **fields)
     return classes
 
 
-def _packages() -> list[str]:
-    imported = [package for package in _PACKAGES if package in sys.modules]
-    installed = [package for package in _PACKAGES if importlib.util.find_spec(package) is not None]
-    if not installed:
-        raise ImportError("zk.integrations.lightning needs Lightning: pip install 'zk-offload[lightning]' (or pytorch-lightning)")
-    return imported or installed[:1]
-
-
-_made = [of(package) for package in _packages()]
+_installed = [package for package in _PACKAGES if importlib.util.find_spec(package) is not None]
+if not _installed:
+    raise ImportError("zk.integrations.lightning needs Lightning: pip install 'zk-offload[lightning]' (or pytorch-lightning)")
+_made = [of(package) for package in [package for package in _PACKAGES if package in sys.modules] or _installed[:1]]
 ZeroStrategy, ZeroFabricStrategy, ZeroMetrics = _made[0].ZeroStrategy, _made[0].ZeroFabricStrategy, _made[0].ZeroMetrics

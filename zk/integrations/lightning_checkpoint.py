@@ -1,4 +1,4 @@
-"""In: Lightning's own dict, and an open ZeroOptimizer. Out: one folder of both, from which any number of ranks, stage and tier goes on.
+"""One folder with Lightning's own dict and the state of a ZeroOptimizer, from which any number of ranks, stage and tier goes on.
 
     name.ckpt/lightning.ckpt     loops, callbacks, schedulers, hparams: all but weights and optimizer, and which step belongs to it
     name.ckpt/step-00000012/     what ZeroOptimizer.save_checkpoint writes
@@ -73,14 +73,9 @@ def local(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a checkpoint of this kind, and not a single file of Lightning's."""
-    return "://" not in os.fspath(path) and Path(path).is_dir()
-
-
-def save(optimizer: ZeroOptimizer, path: Path, rest: Mapping[str, Any], write: Callable[[Mapping[str, Any], Path], None]) -> None:
+def save(optimizer: ZeroOptimizer, path: Any, rest: Mapping[str, Any], write: Callable[[Mapping[str, Any], Path], None]) -> None:
     """Write both, on all ranks. ``write(dict, path)`` is called on the first rank."""
-    first = optimizer.comm.rank == 0
+    path, first = local(path), optimizer.comm.rank == 0
     if first and path.is_file():
         path.unlink()
     step = optimizer.save_checkpoint(path)
@@ -92,30 +87,19 @@ def save(optimizer: ZeroOptimizer, path: Path, rest: Mapping[str, Any], write: C
                 shutil.rmtree(old)
 
 
-def step_folder(path: Path, rest: dict[str, Any]) -> Path:
-    """The folder with the tensors that belong to ``rest``, from which its name is taken away."""
-    step = rest.pop(_STEP, None)
-    if step is None:
-        raise CheckpointError(f"{path / REST} was not written by zk: it names no step")
-    return load.find(path / step)
-
-
-def rest_of(path: Path) -> Path:
-    """Where the rest is. CheckpointError for a folder without it."""
+def read(path: Any, load_rest: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Path]:
+    """The rest, by ``load_rest(file, ...)``, and the folder with the tensors that belong to it. CheckpointError for a folder without."""
+    path = Path(path)
     if not (path / REST).is_file():
         raise CheckpointError(
             f"{path} is a folder without {REST}: not a whole checkpoint of zk's strategies for Lightning. One of "
             "ZeroOptimizer.save_checkpoint alone has no state of a Trainer; other strategies' folders are read by those"
         )
-    return path / REST
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint: a folder, a link to one, or a file."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
+    rest = load_rest(path / REST, *args, **kwargs)
+    step = rest.pop(_STEP, None)
+    if step is None:
+        raise CheckpointError(f"{path / REST} was not written by zk: it names no step")
+    return rest, load.find(path / step)
 
 
 def consolidate(
@@ -135,11 +119,11 @@ def consolidate(
     source, target = local(checkpoint), local(out)
     if target.exists():
         raise ValueError(f"{target} exists; name a new file")
-    rest = torch.load(rest_of(source), map_location="cpu", weights_only=weights_only)
+    rest, step = read(source, torch.load, map_location="cpu", weights_only=weights_only)
     beside = target.with_name(f".{target.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        written = export(step_folder(source, rest), beside / "model", parse_dtype(dtype, "dtype") if dtype is not None else None)
+        written = export(step, beside / "model", parse_dtype(dtype, "dtype") if dtype is not None else None)
         weights = {name: tensor for file in written.files for name, tensor in load_file(file).items()}
         for name, kept in written.tied.items():
             weights[name] = weights[kept]

@@ -1,20 +1,18 @@
-"""In: Fabric's calls. Out: the same loop, with a ZeroOptimizer for each pair of model and optimizer that is set up."""
+"""The strategy of Fabric: the same loop, with a ZeroOptimizer for each pair of model and optimizer that is set up."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zk.integrations import lightning_checkpoint as checkpoints
-from zk.integrations.lightning_model import share_cores, to_device
-from zk.integrations.lightning_options import Processes, split_options, with_precision
-from zk.integrations.lightning_precision import FabricPrecision, LightningZeroOptimizer
+from zk.integrations.lightning_common import LightningZeroOptimizer, Strategy, scaled, to_device
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 
@@ -30,19 +28,7 @@ class Forward(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class _NoSync:
-    """What Fabric asks for no_backward_sync."""
-
-    def __init__(self, strategy: FabricStrategy) -> None:
-        self.strategy = weakref.proxy(strategy)
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
-        """Gradients of the backward inside stay on their rank: at stages 2 and 3, too, it then has all of them, in fp32, until the step."""
-        optimizer = self.strategy.optimizer_of(module)
-        return optimizer.no_sync() if enabled and optimizer is not None else contextlib.nullcontext()
-
-
-class FabricStrategy(Processes):
+class FabricStrategy(Strategy):
     """ZeRO through zk, for Fabric.
 
     Args:
@@ -50,38 +36,31 @@ class FabricStrategy(Processes):
             process_group_backend and timeout as Fabric's DDPStrategy has them.
     """
 
-    plugin: type[FabricPrecision]  # for the package of this strategy
-
     def __init__(self, **options: Any) -> None:
-        self.config, given = split_options(options)
         self.modules: list[nn.Module] = []
         self.optimizers: list[LightningZeroOptimizer] = []
-        super().__init__(**given)
-        self._backward_sync_control = _NoSync(self)
+        super().__init__(**options)
+        self._backward_sync_control = weakref.proxy(self)  # what Fabric asks for no_backward_sync
 
     # ---- processes and precision ---------------------------------------------------------------------------------------------
 
     def _setup_distributed(self) -> None:
-        if self._alone:
+        if self.is_alone:
             self._set_world_ranks()
         else:
-            share_cores(self.num_processes)
             super()._setup_distributed()
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
-        return None if self._alone else super().distributed_sampler_kwargs  # alone, loaders stay as they are
+        return None if self.is_alone else super().distributed_sampler_kwargs  # alone, loaders stay as they are
 
     @property
     def precision(self) -> Any:
-        return self._precision if self._precision is not None else super().precision
+        return super().precision
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        if plugin is not None and not isinstance(plugin, FabricPrecision):
-            plugin = self.plugin(plugin)
-            with_precision(self.config, plugin)
-        self._precision = plugin
+        self._precision = self.delegated(plugin)
 
     # ---- setup ---------------------------------------------------------------------------------------------------------------
 
@@ -110,35 +89,34 @@ class FabricStrategy(Processes):
                 f"zk trains a model with one optimizer, and {type(found[0]).__name__} was set up with one already; call fabric.setup(model, "
                 "optimizer) once, and put the parts that differ into param_groups of that optimizer"
             )
-        self.optimizers.append(LightningZeroOptimizer(found[0], optimizer, with_precision(self.config, self.precision)))
+        self.optimizers.append(LightningZeroOptimizer(found[0], optimizer, self.config_for(self.precision)))
         return self.optimizers[-1]
 
     def optimizer_of(self, module: nn.Module | None) -> LightningZeroOptimizer | None:
         """Of a module that was set up; of the only one, if none is named. None if that has no optimizer."""
-        module = module.module if isinstance(module, Forward) else module
-        found = [optimizer for optimizer in self.optimizers if not optimizer.closed and module in (None, optimizer.model)]
+        found = [optimizer for optimizer in self.optimizers if not optimizer.closed and _inside(module) in (None, optimizer.model)]
         if len(found) > 1 and any(optimizer.scaler.active for optimizer in found):
             raise ValueError("several models are set up, and each has a loss scale of its own; call fabric.backward(loss, model=model)")
         return found[0] if found else None
 
     # ---- the loop ------------------------------------------------------------------------------------------------------------
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+        """Gradients of the backward inside stay on their rank: at stages 2 and 3, too, it then has all of them, in fp32, until the step."""
         optimizer = self.optimizer_of(module)
-        scaled = optimizer.scaled(tensor) if optimizer is not None else contextlib.nullcontext(tensor)
-        with scaled as loss:
-            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return optimizer.no_sync() if enabled and optimizer is not None else contextlib.nullcontext()
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        with scaled(self.optimizer_of(module), tensor) as loss:
+            loss.backward(*args, **kwargs)
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+        norm: Tensor = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite=False)
         if error_if_nonfinite and not norm.isfinite() and not optimizer.scaler.active:  # a loss scale is lowered by such a step
             raise RuntimeError(f"the gradient norm is {norm.item()}; error_if_nonfinite=False skips such steps instead")
         return norm
-
-    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        torch.nn.utils.clip_grad_value_(module.parameters(), clip_val)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
@@ -146,7 +124,7 @@ class FabricStrategy(Processes):
         optimizer = self.optimizer_of(module)
         if optimizer is None:
             return super().get_module_state_dict(_inside(module))  # type: ignore[no-any-return]
-        return optimizer.consolidated_state_dict("fp32" if self.precision.mixed else None)
+        return optimizer.consolidated_state_dict(self.precision.master_dtype)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(_inside(module), state_dict, strict)
@@ -154,33 +132,26 @@ class FabricStrategy(Processes):
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
         """With an optimizer in ``state``, a folder; without, one plain file."""
         path = self.broadcast(path)
-        optimizers = {name: value for name, value in state.items() if isinstance(value, ZeroOptimizer)}
-        if not optimizers:
+        if not any(isinstance(value, ZeroOptimizer) for value in state.values()):
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        key, optimizer = _only(optimizers)
-        partitioned = {key, *(name for name, value in state.items() if _inside(value) is optimizer.model)}
+        optimizer, partitioned = _partitioned(state)
         if storage_options is not None or partitioned & set(filter or ()):
             raise TypeError(f"storage_options, and filter for {sorted(partitioned)}, have no effect on what zk writes; leave them out")
         rest = self._convert_stateful_objects_in_state({k: v for k, v in state.items() if k not in partitioned}, filter=filter or {})
-        checkpoints.save(optimizer, checkpoints.local(path), {**rest, "zk_keys": sorted(partitioned)}, self.checkpoint_io.save_checkpoint)
+        checkpoints.save(optimizer, path, {**rest, "zk_keys": sorted(partitioned)}, self.checkpoint_io.save_checkpoint)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
-        if not checkpoints.is_folder(path):
+        if not os.path.isdir(path):
             return super().load_checkpoint(path, state, strict, **kwargs)  # type: ignore[no-any-return]
-        folder = Path(path)
-        rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoints.rest_of(folder), **kwargs)
-        step, partitioned = checkpoints.step_folder(folder, rest), rest.pop("zk_keys")
-        given = state if isinstance(state, Mapping) else {}
-        optimizers = {name: value for name, value in given.items() if isinstance(value, ZeroOptimizer)}
-        key, optimizer = _only(optimizers)
-        mine = {key, *(name for name, value in state.items() if _inside(value) is optimizer.model)}
-        if strict and set(state) - mine - set(rest):
-            raise KeyError(f"{path} has no {', '.join(sorted(set(state) - mine - set(rest)))}; it has {sorted([*rest, *partitioned])}")
+        rest, step = checkpoints.read(path, self.checkpoint_io.load_checkpoint, **kwargs)
+        saved = rest.pop("zk_keys")
+        optimizer, partitioned = _partitioned(state if isinstance(state, Mapping) else {})
+        missing = set(state) - partitioned - set(rest)
+        if strict and missing:
+            raise KeyError(f"{path} has no {', '.join(sorted(missing))}; it has {sorted([*rest, *saved])}")
         optimizer.load_checkpoint(step)
-        for name in set(state) - mine:
-            if name not in rest:
-                continue
+        for name in set(state) - partitioned - missing:
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(rest.pop(name))
             else:
@@ -192,10 +163,13 @@ def _inside(value: Any) -> Any:
     return value.module if isinstance(value, Forward) else value
 
 
-def _only(optimizers: Mapping[str, ZeroOptimizer]) -> tuple[str, ZeroOptimizer]:
+def _partitioned(state: Mapping[str, Any]) -> tuple[ZeroOptimizer, set[str]]:
+    """The optimizer in a state, and the names of it and its model. ValueError for another number of optimizers."""
+    optimizers = {name: value for name, value in state.items() if isinstance(value, ZeroOptimizer)}
     if len(optimizers) != 1:
         raise ValueError(
             f"a checkpoint that is a folder has the state of one optimizer and its model; the state has {len(optimizers)} of them. Save "
             "each pair to a path of its own"
         )
-    return next(iter(optimizers.items()))
+    (optimizer,) = optimizers.values()
+    return optimizer, {*optimizers, *(name for name, value in state.items() if _inside(value) is optimizer.model)}

@@ -1,4 +1,4 @@
-"""In: a Trainer, its LightningModule and what configure_optimizers returned. Out: the same training, with a ZeroOptimizer in between.
+"""The strategy of a Trainer: the same training, with a ZeroOptimizer in between.
 
 All that concerns processes (launching, groups, samplers, reduction of metrics) is Lightning's DDP strategy, which this is put in front of.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 from zk.checkpoint import load
 from zk.integrations import lightning_checkpoint as checkpoints
-from zk.integrations.lightning_model import can_be_read, make_whole, share_cores, to_device, will_be_on
-from zk.integrations.lightning_options import Processes, split_options, with_precision
-from zk.integrations.lightning_precision import LightningZeroOptimizer, TrainerPrecision, through_forward
+from zk.integrations.lightning_common import LightningZeroOptimizer, Strategy, has_memory, through_forward, to_device
 from zk.logs import log, rank_log
 from zk.materialize import deferred_init
+from zk.memory import host_memory, ranks_here
+from zk.offload.tiers import readable
 from zk.optimizer import ZeroOptimizer
+from zk.parallel.released import is_released, unmark
 
 _REFUSED = {  # callback -> what to do instead
     "ModelPruning": "prune the plain model after fit",
@@ -31,7 +33,7 @@ _REFUSED = {  # callback -> what to do instead
 }
 
 
-class TrainerStrategy(Processes):
+class TrainerStrategy(Strategy):
     """ZeRO through zk, for a Trainer.
 
     Args:
@@ -42,29 +44,26 @@ class TrainerStrategy(Processes):
     """
 
     strategy_name = "zk"
-    plugin: type[TrainerPrecision]  # for the package of this strategy
     optimizers: Any
     _lightning_module: Any
 
     def __init__(self, *, gather_at_end: bool | None = None, **options: Any) -> None:
-        self.config, given = split_options(options)
         self.gather_at_end = gather_at_end
         self.zero: LightningZeroOptimizer | None = None
         self._weights: Mapping[str, Any] | None = None  # to load when there is memory for it
         self._folder: Path | None = None
         self._strict, self._failed, self._fitting = True, False, False
-        self._saves_weights = self._has_weights = False  # of the dict that the Trainer makes at the moment
+        self._saves_weights = False  # in the dict that the Trainer has made last
         self._connector: Any = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
-        super().__init__(**given)
+        super().__init__(**options)
 
-    # ---- processes -----------------------------------------------------------------------------------------------------------
+    # ---- processes and precision ---------------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
-        if self._alone:
-            self.set_world_ranks()  # one process is enough: no group, no port
+        if self.is_alone:
+            self.set_world_ranks()
         else:
-            share_cores(self.num_processes)
             super().setup_distributed()
 
     def block_backward_sync(self) -> Any:
@@ -72,36 +71,31 @@ class TrainerStrategy(Processes):
         assert self.zero is not None
         return self.zero.no_sync() if self.config.stage < 2 else contextlib.nullcontext()
 
-    # ---- precision -----------------------------------------------------------------------------------------------------------
-
     @property
     def precision_plugin(self) -> Any:
-        return self._precision_plugin if self._precision_plugin is not None else super().precision_plugin
+        return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if plugin is not None and not isinstance(plugin, TrainerPrecision):
-            plugin = self.plugin(plugin)
-            with_precision(self.config, plugin)
-        self._precision_plugin = plugin
+        self._precision_plugin = self.delegated(plugin)
 
     # ---- setup ---------------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        with deferred_init(self.root_device):
-            yield
+    def model_sharded_context(self) -> Any:
+        return deferred_init(self.root_device)
 
     def model_to_device(self) -> None:
         """At stage 3 parameters go to where they rest with the optimizer, unit by unit: all at once they may not fit on the device."""
-        if self.config.stage == 3 and next(self.model.parameters(), None) is not None:
-            will_be_on(self.model, self.root_device)
-        else:
+        if self.config.stage != 3 or next(self.model.parameters(), None) is None:
             to_device(self.model, self.root_device)
+            return
+        for part in self.model.modules():  # those of Lightning say where they are
+            if isinstance(getattr(part, "_device", None), torch.device):
+                part._device = self.root_device
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
-        if self._alone:  # the order of the data is then that of a Trainer without a strategy, where DDP's sampler shuffles it
+        if self.is_alone:  # the order of the data is then that of a Trainer without a strategy, where DDP's sampler shuffles it
             trainer._accelerator_connector.use_distributed_sampler = False
         self._failed, self._fitting = False, trainer.state.fn.value == "fit"
         module: nn.Module = self.lightning_module
@@ -112,7 +106,7 @@ class TrainerStrategy(Processes):
         self._watch_saves(trainer._checkpoint_connector)
         self.model_to_device()
         self._buffer_dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
-        config = dataclasses.replace(with_precision(self.config, self.precision_plugin), device=self.root_device)
+        config = dataclasses.replace(self.config_for(self.precision_plugin), device=self.root_device)
         if self._fitting:
             self.setup_optimizers(trainer)
             names = [type(optimizer).__name__ for optimizer in self.optimizers]
@@ -133,7 +127,7 @@ class TrainerStrategy(Processes):
         self.setup_precision_plugin()
 
     def _refuse(self, trainer: Any) -> None:
-        """What cannot be right."""
+        """ValueError for what trains the same parameters in another way."""
         if trainer.gradient_clip_val and self.config.clip_grad_norm:
             raise ValueError(
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and clip_grad_norm={self.config.clip_grad_norm} of the strategy "
@@ -150,51 +144,34 @@ class TrainerStrategy(Processes):
 
     # ---- steps ---------------------------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
-        if self.zero is None:
-            return getattr(self.lightning_module, method)(*args, **kwargs)
-        return through_forward(self.lightning_module, method, args, kwargs)
+    def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context():
+            if self.zero is None:
+                return getattr(self.lightning_module, method)(*args, **kwargs)
+            return through_forward(self.lightning_module, method, args, kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._call("training_step", args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._call("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._call("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._call("predict_step", args, kwargs)
+    training_step = functools.partialmethod(_step, "training_step")
+    validation_step = functools.partialmethod(_step, "validation_step")
+    test_step = functools.partialmethod(_step, "test_step")
+    predict_step = functools.partialmethod(_step, "predict_step")
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
     def _watch_saves(self, connector: Any) -> None:
-        """What makes the Trainer's dict asks for weights first, without saying if it wants more; on_save_checkpoint must see them if not."""
+        """Note if the Trainer saves weights alone. It asks for weights first, without saying so, and on_save_checkpoint must see them then."""
         dump = connector.dump_checkpoint
 
         def dump_checkpoint(weights_only: bool | None = None) -> Any:
-            self._saves_weights, self._has_weights = bool(weights_only) or not self._fitting, False
-            try:
-                return dump(weights_only)
-            finally:
-                self._saves_weights = False
+            self._saves_weights = bool(weights_only) or not self._fitting
+            return dump(weights_only)
 
         self._connector, connector.dump_checkpoint = connector, dump_checkpoint
-
-    def _whole(self, zero: ZeroOptimizer) -> dict[str, Tensor]:
-        return zero.consolidated_state_dict("fp32" if self.precision_plugin.mixed else None)
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """The weights for a plain file; nothing for a folder, while parameters are partitioned."""
         if self.zero is None:
             return super().lightning_module_state_dict()  # type: ignore[no-any-return]
-        self._has_weights = self._saves_weights
-        return self._whole(self.zero) if self._saves_weights else {}
+        return self.zero.consolidated_state_dict(self.precision_plugin.master_dtype) if self._saves_weights else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
@@ -211,25 +188,24 @@ class TrainerStrategy(Processes):
                     "on_save_checkpoint has put values into checkpoint['state_dict'], which %s does not keep; use a key of your own", filepath
                 )
             rest = {**checkpoint, "state_dict": {}, "optimizer_states": []}
-            checkpoints.save(self.zero, checkpoints.local(filepath), rest, self.checkpoint_io.save_checkpoint)
+            checkpoints.save(self.zero, filepath, rest, self.checkpoint_io.save_checkpoint)
             return
         if self.zero is not None:
-            if not self._has_weights:  # a dict that no Trainer made
-                checkpoint = {**checkpoint, "state_dict": self._whole(self.zero)}
-            self._has_weights = False
+            if not self._saves_weights:  # a dict that no Trainer made
+                self._saves_weights = True
+                checkpoint = {**checkpoint, "state_dict": self.lightning_module_state_dict()}
+            self._saves_weights = False
         elif whole and checkpoint.pop("optimizer_states") and self.is_global_zero:
             log.warning("training is over: %s has the weights, and no optimizer state. ModelCheckpoint saves what fit() can go on from", filepath)
-        if self.is_global_zero and checkpoints.is_folder(filepath):
-            checkpoints.remove(Path(filepath))
+        if os.path.isdir(filepath):
+            self.remove_checkpoint(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if not checkpoints.is_folder(checkpoint_path):
+        if not os.path.isdir(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
-        folder = Path(checkpoint_path)
-        rest: dict[str, Any] = super().load_checkpoint(checkpoints.rest_of(folder), *args, **kwargs)
-        self._folder = checkpoints.step_folder(folder, rest)
-        return {**rest, "state_dict": checkpoints.Elsewhere(folder)}
+        rest, self._folder = checkpoints.read(checkpoint_path, super().load_checkpoint, *args, **kwargs)
+        return {**rest, "state_dict": checkpoints.Elsewhere(checkpoint_path)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._strict = strict
@@ -237,8 +213,7 @@ class TrainerStrategy(Processes):
             self._weights = checkpoint["state_dict"]
         elif not isinstance(checkpoint.get("state_dict"), checkpoints.Elsewhere):
             checkpoints.Elsewhere(self._folder).refuse()  # a hook has put something else there
-        tensors = (*self.lightning_module.parameters(), *self.lightning_module.buffers())
-        if self.zero is not None or (self._weights is not None and not any(tensor.is_meta for tensor in tensors)):
+        if self.zero is not None or (self._weights is not None and has_memory(self.lightning_module)):
             self._load_pending()  # (of fp32 weights in a file nothing is rounded away, as long as the model is an fp32 one)
 
     def _load_pending(self) -> None:
@@ -260,10 +235,10 @@ class TrainerStrategy(Processes):
             super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero and (checkpoints.is_folder(filepath) or os.path.islink(filepath)):
-            checkpoints.remove(Path(filepath))
-        else:
+        if not os.path.islink(filepath):
             super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            os.unlink(filepath)
 
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
@@ -272,34 +247,52 @@ class TrainerStrategy(Processes):
 
     def teardown(self) -> None:
         zero, self.zero, self._folder, self._weights = self.zero, None, None, None
-        module = self._lightning_module
-        plugin = self.precision_plugin
+        module, plugin = self._lightning_module, self.precision_plugin
         plugin.optimizer = None
         if self._connector is not None:
             vars(self._connector).pop("dump_checkpoint", None)
             self._connector = None
-        whole = True
         if zero is not None and not zero.closed:
-            if zero.torn or (self._failed and zero.comm.world > 1):
+            try:
+                if not zero.torn and not (self._failed and zero.comm.world > 1):
+                    self._make_whole(zero, plugin.master_dtype)
+            except Exception as error:
+                if not self._failed:
+                    raise
+                # the error that ended the run is the one to hear of
+                rank_log.error("after the error that ended the run the model could not be made whole: %s: %s", type(error).__name__, error)
+            finally:
                 zero.close()
-                whole = can_be_read(zero.model)
-            else:
-                whole = self._make_whole(zero, plugin.mixed)
-        if not whole:
-            self._lightning_module = None  # Lightning would move it to the CPU, and there is nothing to move
+            if any(is_released(param) for param in zero.model.parameters()):
+                self._lightning_module = None  # Lightning would move it to the CPU, and there is nothing to move
         try:
             super().teardown()
         finally:
             self._lightning_module = module
 
-    def _make_whole(self, zero: ZeroOptimizer, masters: bool) -> bool:
-        """Whether there is a plain model now."""
-        try:
-            return make_whole(zero, self._buffer_dtypes, masters, self.gather_at_end)
-        except Exception as error:
-            if not self._failed:
-                raise
-            rank_log.error("after the error that ended the run the model could not be made whole: %s: %s", type(error).__name__, error)
-            return False  # the error that ended it is the one to hear of
-        finally:
+    def _make_whole(self, zero: ZeroOptimizer, dtype: str | None) -> None:
+        """Close an optimizer and leave its model plain, in host memory, on every rank, if there is room for it or that is asked for."""
+        params = list(zero.model.parameters())
+        nbytes = sum(param.numel() * (4 if dtype == "fp32" else param.element_size()) for param in params) * ranks_here(zero.comm.world)
+        free = host_memory()[1]
+        without_room = torch.tensor([float(self.gather_at_end is None and nbytes > free // 2)], dtype=torch.float64)
+        zero.comm.all_reduce(without_room)  # on any rank
+        if self.gather_at_end is False or without_room.any():
             zero.close()
+            if self.gather_at_end is None:
+                log.warning(
+                    "parameters %s: the whole model would take %s of host memory, of which %s are free. Checkpoints saved while training have "
+                    "it (python -m zk export); gather_at_end=True tries all the same, and False says nothing",
+                    "stay partitioned and can be read no more" if any(map(is_released, params)) else "stay as they were trained",
+                    readable(nbytes),
+                    readable(free),
+                )
+            return
+        values = zero.consolidated_state_dict(dtype)
+        zero.close()
+        for name, param in zero.model.named_parameters():
+            unmark(param)
+            param.grad = None
+            param.data = values[name]
+        for name, buffer in zero.model.named_buffers():
+            buffer.data = buffer.data.to(self._buffer_dtypes.get(name, buffer.dtype))
