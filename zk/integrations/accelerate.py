@@ -1,12 +1,11 @@
-"""In: a loop written for accelerate. Out: ZeroAccelerator, an Accelerator that trains with ZeroOptimizer; the loop stays as it is."""
+"""ZeroAccelerator: accelerate's Accelerator over ZeroOptimizer, for a loop that stays as it is."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def with_precision(config: ZeroConfig, mixed_precision: str) -> tuple[ZeroConfig, bool]:
-    """The config with what "bf16" and "fp16" mean for zk, and whether accelerate's autocast is still to be used.
+    """The config with the dtype that "bf16" and "fp16" mean for zk, and True if accelerate's autocast is still to be used.
 
     Mixed precision is parameters of that dtype with fp32 masters, without autocast. ``dtype="fp32"`` beside "bf16" asks for accelerate's
     own: fp32 parameters under autocast. Raises ValueError where the two contradict each other.
@@ -47,18 +46,15 @@ def with_precision(config: ZeroConfig, mixed_precision: str) -> tuple[ZeroConfig
     if mixed_precision not in DTYPES:
         raise ValueError(f"zk trains with mixed_precision 'no', 'bf16' or 'fp16'; got {mixed_precision!r}")
     asked = DTYPES[mixed_precision]
-    if asked is None:
-        return config, False
+    is_autocast = config.dtype == torch.float32 and asked == torch.bfloat16
     if config.dtype is None:
         return dataclasses.replace(config, dtype=asked), False
-    if config.dtype == torch.float32 and asked == torch.bfloat16:
-        return config, True
-    if config.dtype != asked:
+    if asked not in (None, config.dtype) and not is_autocast:
         raise ValueError(
             f"mixed precision is {mixed_precision!r} and ZeroConfig.dtype {config.dtype}; leave dtype out, or give the same (fp16 over fp32 "
             "parameters would need torch's loss scaler, which does not see gradients that zk has taken)"
         )
-    return config, False
+    return config, is_autocast
 
 
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
@@ -125,14 +121,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def _wrapped(self, one: Any, among: tuple[Any, ...]) -> Any:
         """A torch optimizer becomes a ZeroOptimizer over that of the models whose parameters it has."""
-        if not isinstance(one, torch.optim.Optimizer) or isinstance(unwrapped(one), ZeroOptimizer) or isinstance(one, AcceleratedOptimizer):
+        if not isinstance(one, torch.optim.Optimizer) or isinstance(one, (ZeroOptimizer, AcceleratedOptimizer)):
             return one
-        param = next(param for group in one.param_groups for param in group["params"])
-        models = [model for model in among if isinstance(model, nn.Module) and any(param is its for its in model.parameters())]
-        if models and not {id(its) for group in one.param_groups for its in group["params"]} <= {id(its) for its in models[0].parameters()}:
-            raise ValueError("a ZeroOptimizer is for the parameters of one model; make one optimizer for each, or put both into one nn.ModuleList")
+        params = {param for group in one.param_groups for param in group["params"]}
+        models = [model for model in among if isinstance(model, nn.Module) and not params.isdisjoint(model.parameters())]
         if not models:
             raise ValueError("prepare() got an optimizer without its model; pass both in one call: prepare(model, optimizer, ...)")
+        if not params.issubset(models[0].parameters()):
+            raise ValueError("a ZeroOptimizer is for the parameters of one model; make one optimizer for each, or put both into one nn.ModuleList")
         assert self.zero is not None
         return ZeroOptimizer(models[0], one, self.zero_here())
 
@@ -157,22 +153,17 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         zeros = self._zeros()
-        if len(zeros) != 1:
-            super().backward(loss, **kwargs)
-        else:
-            kwargs.pop("learning_rate", None)
+        if len(zeros) == 1:
             zeros[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+        else:
+            super().backward(loss, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         """At stages 0 and 1 gradients stay on their rank; at 2 and 3 only shards of them are kept, so they are reduced each time."""
         zero = zero_of(model)
         if zero is None:
-            with super().no_sync(model):
-                yield
-        else:
-            with zero.no_sync() if zero.config.stage < 2 else contextlib.nullcontext():
-                yield
+            return super().no_sync(model)
+        return zero.no_sync() if zero.config.stage < 2 else contextlib.nullcontext()
 
     # ---- state ---------------------------------------------------------------------------------------------------------------
 
@@ -186,8 +177,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         zeros = self._zeros()
         with self._without(zeros):
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        for number, zero in enumerate(zeros):
-            zero.save_checkpoint(_folder(folder, number), keep=1)
+        for place, zero in _places(folder, zeros):
+            zero.save_checkpoint(place, keep=1)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -195,33 +186,33 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:  # then accelerate takes the latest
             folder = Path(self.project_dir, "checkpoints")
             input_dir = str(max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2])))
-        for number, zero in enumerate(zeros if input_dir is not None else ()):  # without, accelerate says what is missing
-            if not _folder(input_dir, number).is_dir():
-                raise ValueError(f"{input_dir} has no {_folder(input_dir, number).name}/: ZeroAccelerator goes on from what its own save_state wrote")
-            zero.load_checkpoint(_folder(input_dir, number))
+        for place, zero in _places(input_dir, zeros) if input_dir is not None else ():  # without, accelerate says what is missing
+            if not place.is_dir():
+                raise ValueError(f"{input_dir} has no {place.name}/: ZeroAccelerator goes on from what its own save_state wrote")
+            zero.load_checkpoint(place)
         with self._without(zeros):
             super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers are to be the ones that count
 
     @contextlib.contextmanager
     def _without(self, zeros: list[ZeroOptimizer]) -> Iterator[None]:
-        """accelerate sees neither these optimizers nor their models; hooks of its users get all models, and no weights of ours, as under FSDP."""
-        models, optimizers = self._models, self._optimizers
-        saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
+        """Hide these optimizers and their models from accelerate. Hooks of its users get all models, and no weights of ours, as under FSDP."""
+        hidden = {name: getattr(self, name) for name in ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")}
+        models = list(self._models)
 
-        def with_all(hook: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda _, *rest: hook(list(models), *rest)
+        def with_all(hooks: Mapping[Any, Callable[..., Any]]) -> OrderedDict[Any, Callable[..., Any]]:
+            return OrderedDict((key, lambda _, *rest, hook=hook: hook(list(models), *rest)) for key, hook in hooks.items())
 
-        self._save_model_state_pre_hook = OrderedDict((key, with_all(hook)) for key, hook in saving.items())
-        self._load_model_state_pre_hook = OrderedDict((key, with_all(hook)) for key, hook in loading.items())
+        self._save_model_state_pre_hook = with_all(self._save_model_state_pre_hook)
+        self._load_model_state_pre_hook = with_all(self._load_model_state_pre_hook)
         self._models = [model for model in models if zero_of(model) not in zeros]
-        self._optimizers = [optimizer for optimizer in optimizers if unwrapped(optimizer) not in zeros]
+        self._optimizers = [optimizer for optimizer in self._optimizers if unwrapped(optimizer) not in zeros]
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
-            self._save_model_state_pre_hook, self._load_model_state_pre_hook = saving, loading
+            self.__dict__.update(hidden)
 
 
-def _folder(directory: str | os.PathLike[str] | None, number: int) -> Path:
-    assert directory is not None
-    return Path(directory, FOLDER if number == 0 else f"{FOLDER}_{number}").expanduser()
+def _places(folder: str, zeros: list[ZeroOptimizer]) -> Iterator[tuple[Path, ZeroOptimizer]]:
+    """The folder of each optimizer's checkpoint."""
+    for number, zero in enumerate(zeros):
+        yield Path(folder, FOLDER if number == 0 else f"{FOLDER}_{number}").expanduser(), zero

@@ -1,4 +1,4 @@
-"""In: DeepSpeed's JSON. Out: a ZeroConfig, batch sizes, an optimizer and a scheduler, or an error that says which key zk will not take, and why.
+"""DeepSpeed's JSON as a ZeroConfig, batch sizes, an optimizer and a scheduler, or as an error: which key zk will not take, and why.
 
 What becomes of each key is in ``deepspeed_table.py``; nothing is passed over in silence.
 """
@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zk.config import DynamicLossScale, ZeroConfig, parse_dtype
-from zk.integrations.deepspeed_schedules import SCHEDULES, Schedule, WarmupCosineLR
+from zk.integrations.deepspeed_schedules import SCHEDULES, Schedule
 from zk.integrations.deepspeed_table import ALIASES, KEYS, SECTIONS, Kind
 from zk.integrations.json_file import read_object
 from zk.logs import log
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
+_ZERO = "zero_optimization"
 _ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam"}
 _SGD_PARAMS = {"lr", "momentum", "dampening", "weight_decay", "nesterov"}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -42,8 +42,8 @@ class Settings:
 
     def __init__(self, config: Config, auto: Mapping[str, Any] | None = None, unused: Mapping[str, str] | None = None) -> None:
         given, self.source = read_object(config)
-        if isinstance(given.get("zero_optimization"), bool):  # as it was written once
-            given["zero_optimization"] = {"stage": int(given["zero_optimization"])}
+        if isinstance(given.get(_ZERO), bool):  # as it was written once
+            given[_ZERO] = {"stage": int(given[_ZERO])}
         self.values = {name: value for name, value in self._flatten(given, "", "") if value is not None}
         self.auto = dict(auto or {})
         for name in self.auto:
@@ -67,32 +67,29 @@ class Settings:
             elif name in KEYS:
                 yield name, value
             else:
-                raise ValueError(f"{self.source}: {_unknown(spelled, above, [*KEYS, *SECTIONS, *ALIASES])}")
+                raise ValueError(f"{self.source}: {_unknown(spelled, above[:-1], (*KEYS, *SECTIONS, *ALIASES))}")
 
     def _judge(self, unused: Mapping[str, str]) -> None:
         """Refuse what is refused, and name once what is not used."""
         without, elsewhere = [], {}
         for name, value in self.values.items():
-            key = KEYS[name]
-            reason = unused.get(name) or unused.get(name.split(".")[0])
-            if reason is not None:
-                elsewhere[name if name in unused else name.split(".")[0]] = reason
-            elif value == "auto" or key.is_off(value) or self._within_off(name):
+            key, section = KEYS[name], name.partition(".")[0]
+            switch = f"{name.rpartition('.')[0]}.enabled"
+            is_off = switch in KEYS and switch != name and self.values.get(switch) not in (True, "auto")  # its section is not enabled
+            by = name if name in unused else section
+            if by in unused:
+                elsewhere[by] = f"{by} ({unused[by]})"
+            elif value == "auto" or key.is_off(value) or is_off:
                 continue
             elif key.kind is Kind.REFUSED:
                 raise ValueError(f"{self.source}: {name!r} is {value!r}, which zk does not do: {key.why}. Instead: {key.becomes}")
             elif key.kind is Kind.ACCEPTED:
                 without.append(name)
-        parts = [f"{name} ({reason})" for name, reason in elsewhere.items()]
+        parts = list(elsewhere.values())
         if without:
             parts.append(f"{', '.join(without)} (no counterpart in zk; results are the same without: see docs/deepspeed_config.md)")
         if parts:
             log.warning("%s: not used: %s", self.source, "; ".join(parts))
-
-    def _within_off(self, name: str) -> bool:
-        """Whether the key is in a section that is not enabled."""
-        switch = f"{name.rpartition('.')[0]}.enabled"
-        return switch in KEYS and switch != name and self.values.get(switch) not in (True, "auto")
 
     def has(self, name: str) -> bool:
         """Whether the config says anything but "auto"."""
@@ -130,25 +127,24 @@ class Settings:
             raise ValueError(f"{self.source}: {name!r} must be a whole number; got {value!r}")
         return int(value)
 
+    def options(self, section: str) -> dict[str, Any]:
+        """The values of a section, by names without its own, and without those that are only accepted or refused."""
+        names = [name for name in self.values if name.rpartition(".")[0] == section]
+        return {name.rpartition(".")[2]: self.get(name) for name in names if KEYS[name].kind in (Kind.HONOURED, Kind.TRANSLATED)}
+
     def suggest(self, values: Mapping[str, Any]) -> None:
-        """What "auto" is where the caller of zk gave nothing."""
+        """Take these for "auto" where the caller of zk gave nothing."""
         self.auto = {**values, **self.auto}
 
 
-def _unknown(name: str, above: str, known: Container[str]) -> str:
-    """What to say of a key that is not in the table."""
-    last = name.rpartition(".")[2]
-    candidates = [other for other in (*KEYS, *SECTIONS, *ALIASES) if other in known]
-    beside = [other for other in candidates if other.startswith(above) and "." not in other[len(above) :]]
-    close = _closest(last, beside) or _closest(last, candidates)
-    hint = f"the closest one is {close[0]!r}" if close else "see docs/deepspeed_config.md for all of them"
-    return f"{name!r} is no key of DeepSpeed's config that zk knows; {hint}"
-
-
-def _closest(last: str, candidates: list[str]) -> list[str]:
-    """The key whose own name, without its section's, is closest; none if none is close."""
-    by_last = {other.rpartition(".")[2]: other for other in reversed(candidates)}
-    return [by_last[match] for match in difflib.get_close_matches(last, by_last, 1, 0.7)]
+def _unknown(name: str, above: str, known: Iterable[str]) -> str:
+    """The error about a key that is not in the table, with the one whose own name, without its section's, is closest."""
+    known = list(known)
+    for others in ([other for other in known if other.rpartition(".")[0] == above], known):
+        by_last = {other.rpartition(".")[2]: other for other in reversed(others)}
+        for match in difflib.get_close_matches(name.rpartition(".")[2], by_last, 1, 0.7):
+            return f"{name!r} is no key of DeepSpeed's config that zk knows; the closest one is {by_last[match]!r}"
+    return f"{name!r} is no key of DeepSpeed's config that zk knows; see docs/deepspeed_config.md for all of them"
 
 
 # ---- ZeroConfig --------------------------------------------------------------------------------------------------------------
@@ -156,10 +152,10 @@ def _closest(last: str, candidates: list[str]) -> list[str]:
 
 def zero_config(settings: Settings, overrides: Mapping[str, Any]) -> ZeroConfig:
     """The ZeroConfig of a config; ``overrides`` are fields that win."""
-    fields: dict[str, Any] = {"stage": settings.get("zero_optimization.stage", 0), **_tiers(settings), **_precision(settings)}
-    fields["overlap"] = settings.flag("zero_optimization.overlap_comm", True)
-    if fields["stage"] == 3 and settings.has("zero_optimization.stage3_prefetch_bucket_size"):
-        fields["prefetch"] = min(1, settings.number("zero_optimization.stage3_prefetch_bucket_size"))
+    fields: dict[str, Any] = {"stage": settings.get(f"{_ZERO}.stage", 0), **_tiers(settings), **_precision(settings)}
+    fields["overlap"] = settings.flag(f"{_ZERO}.overlap_comm", True)
+    if fields["stage"] == 3 and settings.has(f"{_ZERO}.stage3_prefetch_bucket_size"):
+        fields["prefetch"] = min(1, settings.number(f"{_ZERO}.stage3_prefetch_bucket_size"))
     if "gradient_clipping" not in settings.values and "clip_grad_norm" not in overrides:
         log.warning(
             "%s: 'gradient_clipping' is not set. DeepSpeed 0.19 then clips to %g (older versions did not), and so does zk; set it, to 0 for none",
@@ -184,15 +180,12 @@ def _tiers(settings: Settings) -> dict[str, Any]:
     names = {"none": "device", "cpu": "host", "nvme": "nvme"}
     fields: dict[str, Any] = {}
     paths: list[str] = []
-    for field, section, old in (
-        ("param_tier", "zero_optimization.offload_param", "zero_optimization.cpu_offload_param"),
-        ("optimizer_tier", "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"),
-    ):
-        device = settings.get(f"{section}.device", "cpu" if settings.flag(old, False) else "none")
+    for field, section, old in (("param_tier", "offload_param", "cpu_offload_param"), ("optimizer_tier", "offload_optimizer", "cpu_offload")):
+        device = settings.get(f"{_ZERO}.{section}.device", "cpu" if settings.flag(f"{_ZERO}.{old}", False) else "none")
         if device not in names:
-            raise ValueError(f"{settings.source}: '{section}.device' must be 'none', 'cpu' or 'nvme'; got {device!r}")
+            raise ValueError(f"{settings.source}: '{_ZERO}.{section}.device' must be 'none', 'cpu' or 'nvme'; got {device!r}")
         fields[field] = names[device]
-        path = settings.get(f"{section}.nvme_path", None)
+        path = settings.get(f"{_ZERO}.{section}.nvme_path", None)
         if device == "nvme" and path is not None and str(path) not in paths:
             paths.append(str(path))
     return {**fields, "nvme_path": paths} if paths else fields
@@ -202,32 +195,25 @@ def _precision(settings: Settings) -> dict[str, Any]:
     bf16, fp16 = settings.flag("bf16.enabled", False), settings.flag("fp16.enabled", False)
     if bf16 and fp16:
         raise ValueError(f"{settings.source}: 'bf16' and 'fp16' are both enabled; enable one of them")
-    if not fp16:
-        return {"dtype": "bf16", **_keeps(settings, torch.bfloat16)} if bf16 else {}
-    fields = {"dtype": "fp16", **_keeps(settings, torch.float16)}
-    constant = settings.number("fp16.loss_scale", 0)
-    if constant:
-        return {**fields, "loss_scale": constant}
-    scale = DynamicLossScale(
-        init=2.0 ** settings.number("fp16.initial_scale_power", 16),
-        window=settings.count("fp16.loss_scale_window", 1000),
-        hysteresis=settings.count("fp16.hysteresis", 2),
-        minimum=float(settings.number("fp16.min_loss_scale", 1)),
-    )
-    return {**fields, "loss_scale": scale}
-
-
-def _keeps(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
-    """Options that say which buffers are cast with the parameters, and what keeps its dtype."""
-    fields: dict[str, Any] = {}
+    if not bf16 and not fp16:
+        return {}
+    fields: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else torch.float16}
     buffers = settings.get("data_types.buffer_dtype", None)
     if buffers is not None:
         asked = parse_dtype(buffers, "data_types.buffer_dtype")
-        if asked not in (dtype, torch.float32):
+        if asked not in (fields["dtype"], torch.float32):
             raise ValueError(f"{settings.source}: 'data_types.buffer_dtype' must be that of training, or fp32, which keeps them; got {buffers!r}")
-        fields["cast_buffers"] = asked == dtype
-    names = settings.get("data_types.keep_in_fp32_modules", None)
-    return {**fields, "keep_dtype": names} if names else fields
+        fields["cast_buffers"] = asked != torch.float32
+    if names := settings.get("data_types.keep_in_fp32_modules", None):
+        fields["keep_dtype"] = names
+    if fp16:
+        fields["loss_scale"] = settings.number("fp16.loss_scale", 0) or DynamicLossScale(
+            init=2.0 ** settings.number("fp16.initial_scale_power", 16),
+            window=settings.count("fp16.loss_scale_window", 1000),
+            hysteresis=settings.count("fp16.hysteresis", 2),
+            minimum=float(settings.number("fp16.min_loss_scale", 1)),
+        )
+    return fields
 
 
 def from_deepspeed(config: Config, auto: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> ZeroConfig:
@@ -274,9 +260,6 @@ def make_optimizer(settings: Settings, params: Any) -> torch.optim.Optimizer:
     if "optimizer.type" not in settings.values:
         raise ValueError(f"{settings.source}: there is no 'optimizer', and none was given; pass optimizer= to zk.initialize, or add the section")
     kind = settings.get("optimizer.type")
-    options = {
-        name: settings.get(f"optimizer.params.{name}") for name in (*_ADAM_PARAMS, *_SGD_PARAMS) if f"optimizer.params.{name}" in settings.values
-    }
     lowered = kind.lower() if isinstance(kind, str) else None
     if lowered not in ("adam", "adamw", "sgd"):
         raise ValueError(
@@ -284,18 +267,17 @@ def make_optimizer(settings: Settings, params: Any) -> torch.optim.Optimizer:
             "flat buffers: use one of these"
         )
     allowed = _SGD_PARAMS if lowered == "sgd" else _ADAM_PARAMS
+    options = {"lr": 1e-3, **settings.options("optimizer.params")}
     for name in options:
         if name not in allowed:
             raise ValueError(f"{settings.source}: 'optimizer.params.{name}' is no option of {kind}; it has {', '.join(sorted(allowed))}")
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    options.setdefault("lr", 1e-3)
     if lowered == "sgd":
         return torch.optim.SGD(params, **options)
     decoupled = options.pop("adam_w_mode", True) or lowered == "adamw"
-    options.setdefault("weight_decay", 0.01 if options.pop("torch_adam", False) and decoupled else 0.0)
-    options.pop("torch_adam", None)
-    return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
+    decay = 0.01 if options.pop("torch_adam", False) and decoupled else 0.0
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **{"weight_decay": decay, **options})
 
 
 def make_scheduler(settings: Settings, optimizer: torch.optim.Optimizer) -> Schedule | None:
@@ -305,20 +287,16 @@ def make_scheduler(settings: Settings, optimizer: torch.optim.Optimizer) -> Sche
         return None
     if kind not in SCHEDULES:
         raise ValueError(f"{settings.source}: 'scheduler.type' is {kind!r}; zk has {', '.join(SCHEDULES)}: use one, or pass lr_scheduler=")
-    settings.suggest(
-        {"scheduler.params.warmup_min_lr": 0.0, "scheduler.params.warmup_max_lr": [float(group["lr"]) for group in optimizer.param_groups]}
-    )
-    prefix = "scheduler.params."
-    make: Callable[..., Schedule] = SCHEDULES[kind]
-    allowed = list(inspect.signature(make).parameters)[1:]
-    options = {name[len(prefix) :]: settings.get(name) for name in settings.values if name.startswith(prefix)}
-    options.pop("last_batch_iteration", None)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    settings.suggest({"scheduler.params.warmup_min_lr": 0.0, "scheduler.params.warmup_max_lr": rates})
+    allowed = [field.name for field in dataclasses.fields(SCHEDULES[kind])][1:]
+    options = settings.options("scheduler.params")
     for name in options:
         if name not in allowed:
-            hint = "; it ends warmup at the optimizer's own lr" if make is WarmupCosineLR and name == "warmup_max_lr" else ""
-            raise ValueError(f"{settings.source}: '{prefix}{name}' is no parameter of {kind}{hint}; it has {', '.join(allowed)}")
+            hint = "; it ends warmup at the optimizer's own lr" if (kind, name) == ("WarmupCosineLR", "warmup_max_lr") else ""
+            raise ValueError(f"{settings.source}: 'scheduler.params.{name}' is no parameter of {kind}{hint}; it has {', '.join(allowed)}")
     try:
-        return make(optimizer, **options)
+        return SCHEDULES[kind](optimizer, **options)
     except TypeError as error:
         raise ValueError(f"{settings.source}: 'scheduler.params' of {kind}: {error}") from error
     except ValueError as error:

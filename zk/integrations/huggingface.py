@@ -1,4 +1,4 @@
-"""In: a script with the Trainer of transformers. Out: ZeroTrainer, the same Trainer over ZeroOptimizer at any stage and tier."""
+"""ZeroTrainer: the Trainer of transformers over ZeroOptimizer, at any stage and tier."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ try:
 except ImportError:
     PeftModel = None
 
-
-
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # as the Trainer calls them
+_REFUSED = {  # TrainingArguments -> what to do instead
+    "deepspeed": "remove it: zk does what it does (ZeroConfig.from_deepspeed reads the file)",
+    "fsdp": "remove it: stage=3 does what it does",
+    "torch_compile": "compile the blocks of the model instead (block.compile())",
+    "bf16_full_eval": "remove it: with bf16=True the parameters are bf16 already",
+    "fp16_full_eval": "remove it: with fp16=True the parameters are fp16 already",
+}
 
 
 class ZeroTrainerMixin:
@@ -58,28 +63,18 @@ class ZeroTrainerMixin:
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._logged: dict[str, float] = {}
-        self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
+        config = self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
         super().__init__(*args, **kwargs)
-        self._check()
-
-    def _check(self) -> None:
-        args = self.args
-        for name, remedy in (
-            ("deepspeed", "remove it: zk does what it does (ZeroConfig.from_deepspeed reads the file)"),
-            ("fsdp", "remove it: stage=3 does what it does"),
-            ("torch_compile", "compile the blocks of the model instead (block.compile())"),
-            ("bf16_full_eval", "remove it: with bf16=True the parameters are bf16 already"),
-            ("fp16_full_eval", "remove it: with fp16=True the parameters are fp16 already"),
-        ):
-            if getattr(args, name, None):
-                raise ValueError(f"{type(self).__name__} does not take TrainingArguments({name}={getattr(args, name)!r}); {remedy}")
-        if args.max_grad_norm and self._zero_config.clip_grad_norm is not None:
+        for name, remedy in _REFUSED.items():
+            if value := getattr(self.args, name, None):
+                raise ValueError(f"{type(self).__name__} does not take TrainingArguments({name}={value!r}); {remedy}")
+        if self.args.max_grad_norm and config.clip_grad_norm is not None:
             raise ValueError(
-                f"clip_grad_norm={self._zero_config.clip_grad_norm} has no effect beside TrainingArguments(max_grad_norm={args.max_grad_norm}), by "
+                f"clip_grad_norm={config.clip_grad_norm} has no effect beside TrainingArguments(max_grad_norm={self.args.max_grad_norm}), by "
                 "which the Trainer clips; leave it out, and set max_grad_norm"
             )
-        if args.n_gpu > 1:
-            raise ValueError(f"one process sees {args.n_gpu} GPUs; start one for each, with torchrun --nproc_per_node {args.n_gpu}")
+        if self.args.n_gpu > 1:
+            raise ValueError(f"one process sees {self.args.n_gpu} GPUs; start one for each, with torchrun --nproc_per_node {self.args.n_gpu}")
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -95,16 +90,13 @@ class ZeroTrainerMixin:
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer that the Trainer's arguments ask for, or that it was given, wrapped."""
-        if isinstance(unwrapped(self.optimizer), ZeroOptimizer):
-            self.zero = unwrapped(self.optimizer)
-            return self.optimizer
-        if self.zero is not None:
-            self.zero.close()  # of an earlier model: the Trainer has a new one
-        inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        self.optimizer = inner
-        if not isinstance(inner, ZeroOptimizer):
-            self.optimizer = ZeroOptimizer(self.model, inner, self.accelerator.zero_here())
-        self.zero = self.optimizer
+        if not isinstance(unwrapped(self.optimizer), ZeroOptimizer):
+            if self.zero is not None:
+                self.zero.close()  # of an earlier model: the Trainer has a new one
+            self.optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+            if not isinstance(self.optimizer, ZeroOptimizer):
+                self.optimizer = ZeroOptimizer(self.model, self.optimizer, self.accelerator.zero_here())
+        self.zero = unwrapped(self.optimizer)
         return self.optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
