@@ -1,7 +1,8 @@
-"""In: what a script gives to ``deepspeed.initialize``. Out: an engine with DeepSpeed's calls around a model and its ZeroOptimizer."""
+"""``zk.initialize``: what ``deepspeed.initialize`` gives a script, an engine with DeepSpeed's calls around a model and its ZeroOptimizer."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zk.checkpoint import folders, load
+from zk.checkpoint.files import write_durably
 from zk.checkpoint.manifest import Manifest
 from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
@@ -47,17 +49,14 @@ class Engine(nn.Module):
         """Gradients of ``loss`` / gradient_accumulation_steps, times the loss scale; returns the loss that was divided."""
         if scale_wrt_gas:
             loss = loss / self._sizes.accumulation
-        if self.optimizer.config.stage < 2 and not self.is_gradient_accumulation_boundary():
-            with self.optimizer.no_sync():  # summed on each rank, reduced once
-                self.optimizer.backward(loss, retain_graph=retain_graph)
-        else:
+        is_local = self.optimizer.config.stage < 2 and not self.is_gradient_accumulation_boundary()  # summed on each rank, reduced once
+        with self.optimizer.no_sync() if is_local else contextlib.nullcontext():
             self.optimizer.backward(loss, retain_graph=retain_graph)
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro batch; at the last one of a step, update, and step the scheduler if the update was not skipped."""
-        at_boundary = self.is_gradient_accumulation_boundary()
-        if at_boundary:
+        if self.is_gradient_accumulation_boundary():
             skipped = self.skipped_steps
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -66,7 +65,7 @@ class Engine(nn.Module):
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro batch is the last one of a step."""
+        """True at the last micro batch of a step."""
         return (self.micro_steps + 1) % self._sizes.accumulation == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -121,9 +120,7 @@ class Engine(nn.Module):
         folder = root if tag is None else root / str(tag)
         self.optimizer.save_checkpoint(folder, scheduler=self.lr_scheduler, extra={"client_state": dict(client_state or {})})
         if tag is not None and save_latest and self.optimizer.comm.rank == 0:
-            beside = root / f"{folders.LATEST}.new"
-            beside.write_text(str(tag))
-            beside.replace(root / folders.LATEST)
+            write_durably(root / folders.LATEST, str(tag).encode())
         return True
 
     def load_checkpoint(
@@ -178,7 +175,7 @@ def initialize(
     auto: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, Any]:
-    """What ``deepspeed.initialize`` does, by zk: the engine, its optimizer, a loader of ``training_data``, and the scheduler.
+    """Do what ``deepspeed.initialize`` does, by zk: the engine, its optimizer, a loader of ``training_data``, and the scheduler.
 
     Args:
         model: moved to this rank's GPU, if there is one.
@@ -227,7 +224,6 @@ def initialize(
             left_open[0],
         )
     sizes = batch_sizes(settings, world_to_join(zero.process_group))
-
     local_rank = _local_rank(args)
     if torch.cuda.is_available():
         device = torch.device(zero.device or parse_device(f"cuda:{local_rank}"))
@@ -239,22 +235,27 @@ def initialize(
             model.to(device)
     params = list(model_parameters) if model_parameters is not None else [param for param in model.parameters() if param.requires_grad]
     if optimizer is None:
-        inner = make_optimizer(settings, params)
-    else:
-        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
-    wrapped = ZeroOptimizer(model, inner, zero)
+        optimizer = make_optimizer(settings, params)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(params)
+    wrapped = ZeroOptimizer(model, optimizer, zero)
+    loader: DataLoader[Any] | None = None
     try:
         if lr_scheduler is None:
-            scheduler: Any = make_scheduler(settings, wrapped)
-        else:
-            scheduler = lr_scheduler(wrapped) if callable(lr_scheduler) else lr_scheduler
-        engine = Engine(model, wrapped, scheduler, sizes)
-        loader = _loader(training_data, engine, collate_fn, settings.flag("dataloader_drop_last", False)) if training_data is not None else None
+            lr_scheduler = make_scheduler(settings, wrapped)
+        elif callable(lr_scheduler):
+            lr_scheduler = lr_scheduler(wrapped)
+        engine = Engine(model, wrapped, lr_scheduler, sizes)
+        if training_data is not None:  # this rank's part of it, shuffled, in micro batches
+            comm, drop_last = wrapped.comm, settings.flag("dataloader_drop_last", False)
+            sampler: Any = None if isinstance(training_data, IterableDataset) else DistributedSampler(training_data, comm.world, comm.rank)
+            is_pinned = engine.device.type == "cuda"
+            loader = DataLoader(training_data, sizes.micro, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, pin_memory=is_pinned)
     except BaseException:
         wrapped.close(gather=True)
         raise
     engine.local_rank = local_rank
-    return engine, wrapped, loader, scheduler
+    return engine, wrapped, loader, lr_scheduler
 
 
 def _local_rank(args: Any) -> int:
@@ -265,25 +266,11 @@ def _local_rank(args: Any) -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
-def _loader(data: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None, drop_last: bool) -> DataLoader[Any]:
-    """This rank's part of the data, shuffled, in micro batches."""
-    comm = engine.optimizer.comm
-    sampler: Any = None if isinstance(data, IterableDataset) else DistributedSampler(data, comm.world, comm.rank)
-    return DataLoader(
-        data,
-        batch_size=engine.train_micro_batch_size_per_gpu(),
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        pin_memory=engine.device.type == "cuda",
-    )
-
-
 def _folder_of(root: Path, tag: Any) -> Path | None:
-    """What zk saved under ``tag``, or last; None if nothing is there and no tag was given."""
-    if tag is None:
-        named = (root / folders.LATEST).read_text().strip() if (root / folders.LATEST).exists() else ""
-        tag = named if named and not named.startswith("step-") else None
+    """The folder that zk saved under ``tag``, or last; None if nothing is there and no tag was given."""
+    if tag is None and (root / folders.LATEST).exists():
+        named = (root / folders.LATEST).read_text().strip()
+        tag = None if named.startswith("step-") else named or None
     folder = root if tag is None else root / str(tag)
     if any(folder.glob("*_states.pt")):
         raise ValueError(f"{folder} was written by DeepSpeed; turn it into a zk checkpoint first: python -m zk import-deepspeed {root} OUT")
