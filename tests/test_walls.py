@@ -34,7 +34,7 @@ SIZES = {
     "beside the core": (3_100, 23_500),
     "checkpoint": (2_760, 22_300),
     "plan": (1_790, 15_050),
-    "integrations": (2_870, 20_400),
+    "integrations": (2_460, 16_280),
     "train": (865, 7_950),
     "bench": (750, 6_880),
     "testing": (110, 700),
@@ -47,8 +47,8 @@ CLASSES = 85  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 84,
-    r'"""(What|Whether|Where|Who|When|Something|Somebody) ': 128,
-    r"\b[Bb]eside training\b": 32,
+    r'"""(What|Whether|Where|Who|When|Something|Somebody) ': 105,
+    r"\b[Bb]eside training\b": 31,
     r"\b[Uu]nder way\b": 38,
     r"\bgive_back\b": 9,
     r"\blet_go\b": 12,

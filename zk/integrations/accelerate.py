@@ -31,7 +31,7 @@ def zero_of(model: nn.Module | None) -> ZeroOptimizer | None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """What accelerate has wrapped."""
+    """The optimizer inside of accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -59,9 +59,6 @@ def with_precision(config: ZeroConfig, mixed_precision: str) -> tuple[ZeroConfig
 
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     """accelerate's wrapper around a ZeroOptimizer, whose state is where it belongs, and which skips steps by itself."""
-
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
 
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.counters["skipped_steps"]
@@ -142,7 +139,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare_optimizer(optimizer, device_placement)
         if self.scaler is not None:
             raise ValueError("mixed_precision='fp16' brings a loss scaler that ZeroOptimizer cannot use; give ZeroAccelerator a zero=ZeroConfig()")
-        prepared = _Prepared(optimizer)
+        prepared = _Prepared(optimizer, device_placement=False)
         self._optimizers.append(prepared)
         return prepared
 

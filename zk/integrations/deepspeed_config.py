@@ -92,7 +92,7 @@ class Settings:
             log.warning("%s: not used: %s", self.source, "; ".join(parts))
 
     def has(self, name: str) -> bool:
-        """Whether the config says anything but "auto"."""
+        """True if there is a value, in the config or in ``auto``."""
         return name in self.auto or self.values.get(name, "auto") != "auto"
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -179,16 +179,15 @@ def zero_config(settings: Settings, overrides: Mapping[str, Any]) -> ZeroConfig:
 def _tiers(settings: Settings) -> dict[str, Any]:
     names = {"none": "device", "cpu": "host", "nvme": "nvme"}
     fields: dict[str, Any] = {}
-    paths: list[str] = []
     for field, section, old in (("param_tier", "offload_param", "cpu_offload_param"), ("optimizer_tier", "offload_optimizer", "cpu_offload")):
         device = settings.get(f"{_ZERO}.{section}.device", "cpu" if settings.flag(f"{_ZERO}.{old}", False) else "none")
         if device not in names:
             raise ValueError(f"{settings.source}: '{_ZERO}.{section}.device' must be 'none', 'cpu' or 'nvme'; got {device!r}")
         fields[field] = names[device]
         path = settings.get(f"{_ZERO}.{section}.nvme_path", None)
-        if device == "nvme" and path is not None and str(path) not in paths:
-            paths.append(str(path))
-    return {**fields, "nvme_path": paths} if paths else fields
+        if device == "nvme" and path is not None and str(path) not in fields.setdefault("nvme_path", []):
+            fields["nvme_path"].append(str(path))
+    return fields
 
 
 def _precision(settings: Settings) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def _precision(settings: Settings) -> dict[str, Any]:
 
 
 def from_deepspeed(config: Config, auto: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> ZeroConfig:
-    """What ``ZeroConfig.from_deepspeed`` does."""
+    """See ``ZeroConfig.from_deepspeed``."""
     return zero_config(Settings(config, auto, dict.fromkeys(LOOP_KEYS, "for zk.initialize")), overrides)
 
 

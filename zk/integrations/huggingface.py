@@ -166,7 +166,7 @@ class ZeroTrainerMixin:
         return found if len(kept) == len(found) else None  # a tuner that computes what it writes gets all
 
     def _fits_in_memory(self) -> bool:
-        """Whether the first rank can put the model together, and write it as transformers does: in copies of a file each."""
+        """True if the first rank can put the model together, and write it as transformers does: in copies of a file each."""
         fits: list[Any] = [2 * sum(param.numel() * param.element_size() for param in self.model.parameters()) < host_memory()[1]]
         return bool(broadcast_object_list(fits)[0])  # the first rank's memory counts
 
@@ -176,8 +176,7 @@ class ZeroTrainerMixin:
         if self.args.should_save:
             if self._export_next:
                 _export(Path(output_dir, FOLDER), Path(output_dir))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's, to save the optimizer as well
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's, to save the optimizer as well
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -202,8 +201,7 @@ class ZeroTrainerMixin:
             return
         assert self.zero is not None
         self.zero.load_checkpoint(Path(checkpoint, FOLDER))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -144,18 +144,12 @@ class FabricStrategy(Strategy):
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
         if not os.path.isdir(path):
             return super().load_checkpoint(path, state, strict, **kwargs)  # type: ignore[no-any-return]
-        rest, step = checkpoints.read(path, self.checkpoint_io.load_checkpoint, **kwargs)
-        saved = rest.pop("zk_keys")
-        optimizer, partitioned = _partitioned(state if isinstance(state, Mapping) else {})
-        missing = set(state) - partitioned - set(rest)
-        if strict and missing:
-            raise KeyError(f"{path} has no {', '.join(sorted(missing))}; it has {sorted([*rest, *saved])}")
+        optimizer, partitioned = _partitioned(state if isinstance(state, MutableMapping) else {})
+        others = {name: value for name, value in state.items() if name not in partitioned}
+        rest, step = checkpoints.read(path, super().load_checkpoint, others, strict, **kwargs)
         optimizer.load_checkpoint(step)
-        for name in set(state) - partitioned - missing:
-            if hasattr(state[name], "load_state_dict"):
-                state[name].load_state_dict(rest.pop(name))
-            else:
-                state[name] = rest.pop(name)
+        state.update(others)
+        del rest["zk_keys"]
         return rest
 
 

@@ -217,7 +217,7 @@ class TrainerStrategy(Strategy):
             self._load_pending()  # (of fp32 weights in a file nothing is rounded away, as long as the model is an fp32 one)
 
     def _load_pending(self) -> None:
-        """What was read before there was an optimizer, or memory, to take it."""
+        """Load the weights that were read before there was an optimizer, or memory, to take them."""
         folder, weights, self._folder, self._weights = self._folder, self._weights, None, None
         if folder is not None:
             assert self.zero is not None
