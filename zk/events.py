@@ -53,10 +53,5 @@ class Ticket:
         self.event.wait()
 
 
-def _completed() -> Event:
-    ticket = Ticket()
-    ticket.finish()
-    return ticket
-
-
-COMPLETED = _completed()
+COMPLETED = Ticket()
+COMPLETED.finish()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.files import CheckpointError, Entry, Writer
-from zk.events import COMPLETED, Ticket
+from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
 from zk.offload.snapshot import Snapshot, Unread
@@ -161,7 +161,8 @@ class Save:
         self.unread: dict[int, Unread] = {}
         self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
         self.snapshot: Snapshot | None = None
-        self.transfer, self.mark = optimizer.transfer, COMPLETED
+        self.transfer = optimizer.transfer
+        self.mark: Event = COMPLETED
         # of parameters that are not trained: when they were written last
         self.still = {number: [param._version for param in held.unit.params] for number, held in enumerate(optimizer.held) if held.shard is None}
 
