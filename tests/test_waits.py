@@ -41,6 +41,7 @@ from zk.offload.worker import Worker
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
+from zk.parallel.partitioned import PartitionedParams
 from zk.units import Unit
 
 if not softgpu.installed():
@@ -609,6 +610,16 @@ def test_a_gradient_that_is_dropped_leaves_nothing_behind(where: str, tmp_path: 
         assert grads.sum_of_squares() == 0 and grads.nbytes == 0
 
 
+def test_what_is_added_to_a_gradient_that_did_not_reach_the_drive_fails_with_it(tmp_path: Any) -> None:
+    with accumulated("nvme", tmp_path) as (grads, _, _worker):
+        grads.clear()
+        with mock.patch.object(grads, "_add", mock.Mock(side_effect=[OSError("no room"), None])):
+            for _ in range(2):
+                grads.add(torch.ones(3000, device=DEVICE))
+            with pytest.raises(OSError, match="no room"):
+                grads.sum_of_squares()
+
+
 class Refusing:
     """A file whose writes have failed, and a request of it."""
 
@@ -644,6 +655,15 @@ def test_a_write_that_failed_is_told_by_whatever_reads_its_bytes_or_needs_its_bu
         buffers.open(second, read=False)
     buffers.open(second, read=False)
     spill_.read(torch.empty(4096, dtype=torch.uint8), first.offset)
+
+
+def test_a_flush_tells_of_a_write_that_failed() -> None:
+    spill_ = spill.Spill(lambda nbytes, _: Refusing())  # type: ignore[arg-type, return-value]
+    piece = spill.Piece(spill_.reserve(4096), 4096)
+    spill_.create()
+    spill_.write(torch.empty(4096, dtype=torch.uint8), piece.offset, spill.Buffers(spill_, 4096, 1))
+    with pytest.raises(OSError, match="no"):
+        spill_.flush()
 
 
 class Prompt(Refusing):
@@ -695,6 +715,24 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
     assert comm.started and reducer.queue
     reducer.forget()
     assert all(pending.waited for pending in comm.started) and not reducer.queue
+
+
+def test_a_collective_that_failed_while_it_was_waited_for_raises_its_own_error() -> None:
+    work = mock.Mock(wait=mock.Mock(side_effect=[RuntimeError("not within a second"), RuntimeError("the peer has gone")]))
+    with pytest.raises(RuntimeError, match="the peer has gone"):
+        object.__new__(Group)._has_ended(work)
+
+
+def test_a_gather_that_is_interrupted_leaves_its_slice_to_the_copy_that_reads_it() -> None:
+    layer, copy_in_flight = nn.Linear(3, 5), Ticket()
+    layout = Layout.of([param.numel() for param in layer.parameters()], 2)
+    unit = Unit("all", [layer], list(layer.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
+    home = mock.Mock(open=lambda: torch.zeros(layout.shard_numel))
+    uploads = mock.Mock(upload=lambda target, host: copy_in_flight, beside=mock.Mock(side_effect=KeyboardInterrupt))
+    params = PartitionedParams(unit, 0, layout, LateComm(), home, uploads, lambda _: None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        params.start()
+    home.close.assert_called_once_with(copy_in_flight)
 
 
 # ---- two ranks ----------------------------------------------------------------------------------------------------------------
