@@ -715,6 +715,28 @@ def test_fabric_clips_as_torch_does_and_refuses_what_cannot_be_right(tmp_path: P
         optimizer.step()
 
 
+def test_fabric_changes_nothing_where_it_cannot_load_all(tmp_path: Path) -> None:
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_2")
+    fabric.launch()
+    model = GPT()
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(loss_of(wrapped, batch(0)))
+    optimizer.step()
+    counter = torch.nn.Linear(1, 1)  # something with a state of its own
+    state = {"model": wrapped, "optimizer": optimizer, "counter": counter, "epoch": 1}
+    fabric.save(tmp_path / "state", state)
+    (tensors,) = (tmp_path / "state").glob("step-*/*.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:-64])
+    with torch.no_grad():
+        counter.weight.fill_(7.0)
+    state["epoch"] = 2
+    with pytest.raises(ValueError, match="safetensors"):
+        fabric.load(tmp_path / "state", state)
+    with pytest.raises(KeyError, match="'?missing"):
+        fabric.load(tmp_path / "state", {**state, "missing": 0})
+    assert counter.weight.item() == 7.0 and state["epoch"] == 2
+
+
 def test_fabric_trains_two_models_each_with_its_own_optimizer_and_loss_scale() -> None:
     fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_2", precision="16-true")
     fabric.launch()

@@ -145,11 +145,16 @@ class FabricStrategy(Strategy):
         if not os.path.isdir(path):
             return super().load_checkpoint(path, state, strict, **kwargs)  # type: ignore[no-any-return]
         optimizer, partitioned = _partitioned(state if isinstance(state, MutableMapping) else {})
-        others = {name: value for name, value in state.items() if name not in partitioned}
-        rest, step = checkpoints.read(path, super().load_checkpoint, others, strict, **kwargs)
-        optimizer.load_checkpoint(step)
-        state.update(others)
-        del rest["zk_keys"]
+        rest, step = checkpoints.read(path, super().load_checkpoint, **kwargs)
+        saved, others = rest.pop("zk_keys"), set(state) - partitioned
+        if strict and others - set(rest):
+            raise KeyError(f"{path} has no {', '.join(sorted(others - set(rest)))}; it has {sorted([*rest, *saved])}")
+        optimizer.load_checkpoint(step)  # before the others: what it refuses has changed nothing
+        for name in others & set(rest):
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(rest.pop(name))
+            else:
+                state[name] = rest.pop(name)
         return rest
 
 
