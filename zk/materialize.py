@@ -64,7 +64,7 @@ def _covers(tensor: Tensor) -> bool:
 
 def _room(nbytes: int, place: torch.device) -> Tensor:
     """Bytes without content."""
-    return aligned(nbytes, inherited=True) if place.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=place)
+    return aligned(nbytes) if place.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=place)
 
 
 class Recording:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -30,7 +31,7 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of linux/mman.h: a forked process has zero
 _OWN: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # regions that forked processes do not get
 
 
-def _map(nbytes: int, inherited: bool = False) -> mmap.mmap:
+def _map(nbytes: int, inherited: bool) -> mmap.mmap:
     region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # another system: forked processes get copies of what is written, and pages are small
         if not inherited:
@@ -51,13 +52,15 @@ def _protect() -> None:
 os.register_at_fork(after_in_child=_protect)
 
 
-def aligned(nbytes: int, inherited: bool = False) -> Tensor:
+def aligned(nbytes: int, inherited: bool = True) -> Tensor:
     """A page-aligned buffer of host memory: (nbytes,) uint8, zero. Its pages exist once they are written.
 
-    Forked processes have it only if ``inherited``: then the kernel copies each page that either side writes after the fork. A DataLoader's
-    workers would double the memory of optimizer states this way, and the next update would wait for the copies.
+    Of what forked processes have too (``inherited``), the kernel copies each page that is written while they live: twice the optimizer states.
     """
     return torch.frombuffer(_map(nbytes, inherited), dtype=torch.uint8)[:nbytes]
+
+
+staging = functools.partial(aligned, inherited=False)  # on the way to a device or a drive
 
 
 def zeros(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device, inherited: bool = False) -> Tensor:
@@ -78,7 +81,7 @@ class Lease:
         self.nbytes = numel * dtype.itemsize
         self.region: mmap.mmap | None = None
         if device.type == "cpu":
-            self.region = _map(self.nbytes)
+            self.region = _map(self.nbytes, False)
             self.tensor = torch.frombuffer(self.region, dtype=torch.uint8)[: self.nbytes].view(dtype)
         else:
             self.tensor = torch.empty(numel, dtype=dtype, device=device)

@@ -732,7 +732,7 @@ def test_fabric_changes_nothing_where_it_cannot_load_all(tmp_path: Path) -> None
     state["epoch"] = 2
     with pytest.raises(ValueError, match="safetensors"):
         fabric.load(tmp_path / "state", state)
-    with pytest.raises(KeyError, match="'?missing"):
+    with pytest.raises(KeyError, match="missing"):
         fabric.load(tmp_path / "state", {**state, "missing": 0})
     assert counter.weight.item() == 7.0 and state["epoch"] == 2
 

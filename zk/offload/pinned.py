@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zk.events import COMPLETED, Event
 from zk.logs import rank_log
-from zk.memory import aligned
+from zk.memory import staging
 from zk.offload.nvme import round_up
 from zk.offload.streams import Link
 
@@ -194,7 +194,7 @@ class Arena:
                 f"{_mib(nbytes)} more in one piece), budget is {_mib(self.budget)}; raise host_budget, or use fewer or smaller units"
             )
         if nbytes:
-            self._regions.append(_Region(aligned(nbytes), [(0, nbytes)]))
+            self._regions.append(_Region(staging(nbytes), [(0, nbytes)]))
 
     def _pin(self) -> None:
         """Register what is not yet. After one refusal nothing more is tried: what refuses is a limit on all of it together.

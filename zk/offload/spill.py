@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zk.events import COMPLETED, Event, Ticket
-from zk.memory import aligned
+from zk.memory import staging
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, File, Request, round_up
 from zk.offload.transfer import Arrival, Transfer
@@ -187,7 +187,7 @@ class Buffers:
         memory: where buffers come from: bytes -> page-aligned tensor.
     """
 
-    def __init__(self, spill: Spill, nbytes: int, count: int, memory: Callable[[int], Tensor] = aligned) -> None:
+    def __init__(self, spill: Spill, nbytes: int, count: int, memory: Callable[[int], Tensor] = staging) -> None:
         self.spill, self.nbytes, self.count, self.memory = spill, round_up(nbytes), count, memory
         self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
         self.free: list[Tensor] = []

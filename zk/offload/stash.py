@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zk.events import COMPLETED, Awaited, Event
 from zk.logs import rank_log
-from zk.memory import aligned
+from zk.memory import staging
 from zk.offload.nvme import File, Request, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.streams import Link
@@ -69,7 +69,7 @@ class HostPool:
         if host is not None:
             host.settle()
             return host
-        memory = aligned(nbytes)
+        memory = staging(nbytes)
         try:
             link.pin(memory)
         except OSError as error:

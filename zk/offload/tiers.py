@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
-from zk.memory import aligned, host_memory, zeros
+from zk.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
@@ -382,7 +382,7 @@ class NVMeTier:
         self.spill.create()
         states = Buffers(self.spill, max((store.largest for store in self.stores), default=0), CHUNKS_IN_MEMORY)
         params = Buffers(self.spill, max((home.store.largest for home in self.homes), default=0), CHUNKS_IN_MEMORY)
-        crossing = aligned if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
+        crossing = staging if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
         whole = Buffers(self.spill, max((home.piece.nbytes for home in self.homes), default=0), self.ahead, crossing)
         largest = max((chunk.stop - chunk.start for grads in self.all_grads for chunk in grads.chunks), default=0)
         parts = Buffers(self.spill, largest * torch.float32.itemsize, CHUNKS_IN_MEMORY)
