@@ -27,15 +27,14 @@ from torch import Tensor
 _HUGE = 2 << 20
 
 
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of linux/mman.h: a forked process has zeros there, and the kernel copies nothing for it
-_OWN: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # regions that forked processes do not get
+_OWN = weakref.WeakSet[mmap.mmap]()  # regions that forked processes do not get
 
 
 def _map(nbytes: int, inherited: bool) -> mmap.mmap:
     region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # another system: forked processes get copies of what is written, and pages are small
         if not inherited:
-            region.madvise(_WIPE_ON_FORK)
+            region.madvise(18)  # MADV_WIPEONFORK: a forked process has zeros there, and the kernel copies nothing for it
             _OWN.add(region)
         if nbytes >= _HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
