@@ -25,11 +25,6 @@ def emit(kind: str, **values: Any) -> None:
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
-def device_here() -> torch.device:
-    """The current GPU, or the CPU without one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def link_here() -> AbstractContextManager[Link | None]:
     """A context in which a CPU is a device of its own, behind a link of 2 GB/s. A GPU has its own link."""
     return contextlib.nullcontext() if torch.cuda.is_available() else pretend(ThrottledLink(2e9))

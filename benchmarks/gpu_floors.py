@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import GIB, device_here, die_first, emit, link_here
+from gpu_common import GIB, die_first, emit, link_here
 from torch import Tensor
 
 from zk.bench import clock, io
 from zk.bench import kernels as bench_kernels
 from zk.bench import link as bench_link
+from zk.bench.clock import device_here
 from zk.kernels.step import AdamStep
 from zk.memory import aligned, host_memory, zeros
 from zk.offload.cpu_adam import adam_, default_engine

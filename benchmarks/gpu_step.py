@@ -23,12 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_common import device_here, die_first, emit, link_here
+from gpu_common import die_first, emit, link_here
 from gpu_model import SIZES, batch, build, context_of, tiny
 from torch import nn
 
 import zk
-from zk.bench.clock import wait
+from zk.bench.clock import device_here, wait
 from zk.memory import peak_nbytes
 from zk.plan.shape import Decoder
 

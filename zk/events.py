@@ -21,7 +21,7 @@ class Event(Awaited, Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all work up to it has ended."""
+        """Check that all work up to it has ended."""
 
 
 class Ticket:
@@ -33,7 +33,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
+        """Check that ``wait()`` would return, or raise, at once."""
         return self.event.is_set()
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -50,7 +50,8 @@ class Ticket:
 
     def join(self) -> None:
         """Return when the job has ended, well or not."""
-        self.event.wait()
+        if not self.done:  # what is over for all takes no lock, which a fork could leave locked
+            self.event.wait()
 
 
 COMPLETED = Ticket()

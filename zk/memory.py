@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 
 _HUGE = 2 << 20
-
-
 _OWN = weakref.WeakSet[mmap.mmap]()  # regions that forked processes do not get
 
 
@@ -43,9 +41,9 @@ def _map(nbytes: int, inherited: bool) -> mmap.mmap:
 
 def _protect() -> None:
     """End a forked process that reads what it was not given, rather than let it read zeros."""
+    protect = ctypes.CDLL(None).mprotect
     for region in _OWN:
-        ctypes.CDLL(None).mprotect(ctypes.byref(ctypes.c_char.from_buffer(region)), ctypes.c_size_t(len(region)), 0)
-    _OWN.clear()
+        protect(ctypes.byref(ctypes.c_char.from_buffer(region)), ctypes.c_size_t(len(region)), 0)
 
 
 os.register_at_fork(after_in_child=_protect)
@@ -70,7 +68,7 @@ def zeros(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
     numel = math.prod(shape)
     if numel * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype)
-    return aligned(numel * dtype.itemsize, inherited=inherited).view(dtype).view(shape)
+    return aligned(numel * dtype.itemsize, inherited).view(dtype).view(shape)
 
 
 class Lease:

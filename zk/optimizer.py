@@ -1043,7 +1043,7 @@ def _forward_begins(grads: GradReducer, model: nn.Module, *_: Any) -> None:
 
 
 def _forked() -> None:
-    for owner in {owner for reference in OWNERS.values() if (owner := reference()) is not None}:
+    for owner in {reference() for reference in OWNERS.values()} - {None}:
         owner._leave_to_parent()
 
 

@@ -696,11 +696,15 @@ def test_fabric_trains_what_it_trains_without_zk_and_resumes_at_another_stage(tm
     assert loop("zk_stage_3", precision="bf16-mixed")[-1] == pytest.approx(reference[-1], abs=0.05)
 
 
-def test_fabric_clips_as_torch_does_and_refuses_what_cannot_be_right(tmp_path: Path) -> None:
-    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_3")
+def set_up(strategy: str) -> tuple[Any, Any, Any]:
+    """Fabric, and a model and its optimizer that were set up with it."""
+    fabric, model = L.Fabric(accelerator=DEVICE.type, devices=1, strategy=strategy), GPT()
     fabric.launch()
-    model = GPT()
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_fabric_clips_as_torch_does_and_refuses_what_cannot_be_right(tmp_path: Path) -> None:
+    fabric, wrapped, optimizer = set_up("zk_stage_3")
     fabric.backward(loss_of(wrapped, batch(0)))
     fabric.clip_gradients(wrapped, optimizer, clip_val=1e-3)
     assert max(param.grad.abs().max() for param in wrapped.parameters()) == pytest.approx(1e-3)
@@ -716,10 +720,7 @@ def test_fabric_clips_as_torch_does_and_refuses_what_cannot_be_right(tmp_path: P
 
 
 def test_fabric_changes_nothing_where_it_cannot_load_all(tmp_path: Path) -> None:
-    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_2")
-    fabric.launch()
-    model = GPT()
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric, wrapped, optimizer = set_up("zk_stage_2")
     fabric.backward(loss_of(wrapped, batch(0)))
     optimizer.step()
     counter = torch.nn.Linear(1, 1)  # something with a state of its own

@@ -88,7 +88,7 @@ def print_overlap(console: Console, timeline: Timeline, step: int) -> None:
 
 
 def print_sample(console: Console, when: str, text: str) -> None:
-    """What the model wrote, with a dot for each character that cannot be shown."""
+    """Print the model's text, with a dot for each character that cannot be shown."""
     shown = "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "·" for c in text)
     console.print(f"\n[bold]sample {when} training[/bold]")
     console.print("\n".join("  | " + line for line in shown.splitlines()), markup=False)
