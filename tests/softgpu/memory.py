@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -111,6 +112,7 @@ _managed: dict[int, list[Any]] = {}  # address of a DLManagedTensor -> it, the S
 
 
 _freed = native.Mailbox()  # DLManagedTensors whose storages are gone
+_collecting: list[int] = []  # threads that take freed memory back: one, with LOCK
 
 
 def collect() -> None:
@@ -118,13 +120,19 @@ def collect() -> None:
     if _freed.taken == _freed.count.value:
         return
     with LOCK:  # who waits for a collective may not have it, and two threads would take the same memory back
-        for address in _freed.take():
-            _, key, block = _managed.pop(address)
-            if _blocks.get(key) is block:  # else a new storage has its address already
-                del _blocks[key]
-            del _starts[bisect.bisect_left(_starts, block.start)], _at[block.start]
-            accounts[block.device].add(-block.taken, block.device)
-            block.check_free()
+        if _collecting:  # a finalizer has run between two lines of the loop below, which goes on after it
+            return
+        _collecting.append(threading.get_ident())
+        try:
+            for address in _freed.take():
+                _, key, block = _managed.pop(address)
+                if _blocks.get(key) is block:  # else a new storage has its address already
+                    del _blocks[key]
+                del _starts[bisect.bisect_left(_starts, block.start)], _at[block.start]
+                accounts[block.device].add(-block.taken, block.device)
+                block.check_free()
+        finally:
+            _collecting.clear()
 
 
 BEFORE.append(collect)

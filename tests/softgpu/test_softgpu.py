@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ from zk.parallel import partitioned
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
-from tests.softgpu import memory
+from tests.softgpu import memory, native
 
 
 def reported(*words: str) -> list[str]:
@@ -399,6 +400,30 @@ def test_a_tensor_may_be_dropped_by_another_thread_while_one_is_made() -> None:
         assert made.tolist() == [1.0] * 8
         del made
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("nth", range(24))
+def test_freed_memory_is_taken_back_once_where_a_finalizer_asks_for_it_too(nth: int) -> None:
+    before, tracer, lines = torch.cuda.memory_allocated(), sys.gettrace(), 0
+
+    def at_each_line(frame: FrameType, event: str, _: object) -> object:
+        nonlocal lines
+        if frame.f_code not in (memory.collect.__code__, native.Mailbox.take.__code__):
+            return None
+        lines += event == "line"
+        if lines == nth and event == "line":
+            sys.settrace(None)
+            memory.collect()  # as the garbage collector may, between any two
+        return at_each_line
+
+    kept = [torch.ones(8, device="cuda") for _ in range(3)]
+    kept.clear()
+    try:
+        sys.settrace(at_each_line)
+        memory.collect()
+    finally:
+        sys.settrace(tracer)
+    assert lines >= nth and torch.cuda.memory_allocated() == before
 
 
 def copies(source: Tensor, pinned: bool) -> Tensor:
