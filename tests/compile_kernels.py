@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zk.kernels.adam import _adam_kernel
-from zk.kernels.cast import _cast_kernel
 from zk.kernels.flatten import _move_kernel
 from zk.kernels.launch import BLOCK
+from zk.kernels.reduce import _reduce_kernel
 from zk.kernels.tiled_matmul import CONFIGS, _matmul_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -30,13 +30,16 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Name, kernel, types of its arguments in order, its constants, and the compiler's options."""
     found = []
-    for source, out, partials in (("fp32", "bf16", "*fp64"), ("fp32", "fp16", None), ("bf16", "fp32", None)):
-        types = {"source": f"*{source}", "out": f"*{out}", "partials": partials, "scale": "fp32", "numel": "i64"}
-        found.append((f"cast {source} to {out}{', statistics' if partials else ''}", _cast_kernel, types, {"BLOCK": BLOCK}, {"num_warps": 4}))
+    casts = ((1, "fp32", "bf16", "*fp64"), (1, "fp32", "fp16", None), (1, "bf16", "fp32", None))
+    for rows, source, out, partials in (*casts, (8, "bf16", "bf16", "*fp64")):
+        types = {"rows": f"*{source}", "out": f"*{out}", "partials": partials, "scale": "fp32", "numel": "i64"}
+        name = f"{f'mean of {rows} rows' if rows > 1 else 'cast'} {source} to {out}{', statistics' if partials else ''}"
+        found.append((name, _reduce_kernel, types, {"ROWS": rows, "BLOCK": BLOCK}, {"num_warps": 4}))
     for tensor, flat, into in (("bf16", "bf16", True), ("fp32", "bf16", True), ("bf16", "fp32", False)):
-        types = {"base": f"*{tensor}", "flat": f"*{flat}", "table": "*i64", "partials": "*fp64" if into else None, "scale": "fp32"}
+        types = {"base": f"*{tensor}", "flat": f"*{flat}", "tensors": "*i64", "regions": "*i64", "blocks": "*i32"}
+        types |= {"partials": "*fp64" if into else None, "scale": "fp32"}
         name = f"{'flatten' if into else 'unflatten'} {tensor}, flat {flat}"
-        found.append((name, _move_kernel, types, {"INTO_FLAT": into, "BLOCK": BLOCK}, {"num_warps": 4}))
+        found.append((name, _move_kernel, types, {"INTO_FLAT": into, "ALIGNED": True, "BLOCK": BLOCK}, {"num_warps": 4}))
     scalars = dict.fromkeys(("scale", "l2", "decay", "lerp", "beta2", "one_minus_beta2", "bc2_sqrt", "eps", "step_size"), "fp32")
     for param, grad, master, moments in (
         ("fp32", "fp32", None, "fp32"),

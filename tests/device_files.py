@@ -8,6 +8,7 @@ WHOLE = (
     "test_gpu_order.py",
     "test_gpu_placement.py",
     "test_kernels.py",
+    "test_launches.py",
     "test_overlap_device.py",
     "test_parity_device.py",
     "test_pinned.py",

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import softgpu
 from tests.models import DEVICE
 from zk import kernels
 from zk.kernels import reference
 from zk.kernels.adam import _launch as launch_adam
-from zk.kernels.cast import _launch as launch_cast
 from zk.kernels.launch import BLOCK, cdiv
+from zk.kernels.reduce import launch as launch_reduce
 from zk.kernels.split import split_
 from zk.kernels.step import AdamStep
 from zk.kernels.tiled_matmul import _launch as launch_matmul
@@ -26,6 +27,13 @@ from zk.offload.cpu_adam import adam_
 flatten_module = importlib.import_module("zk.kernels.flatten")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (0, 1, 31, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17)
+
+
+@pytest.fixture(autouse=True)
+def every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run here, not their references."""
+    if softgpu.installed():
+        monkeypatch.setattr("tests.softgpu.interpreter.ALWAYS", True)
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -47,40 +55,87 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), ~numbers) and torch.equal(a[numbers], b[numbers]) and torch.equal(a[numbers].signbit(), b[numbers].signbit())
 
 
-# ---- cast --------------------------------------------------------------------------------------------------------------------
+def new_stats() -> Tensor:
+    return torch.zeros(2, dtype=torch.float64, device=DEVICE)
+
+
+def agree(stats: Tensor, expected: Tensor) -> bool:
+    """The same number of values that are not finite, and the same sum but for the order in which it is added."""
+    return bool(stats[1] == expected[1]) and torch.allclose(stats[0], expected[0], rtol=1e-12, atol=0, equal_nan=True)
+
+
+# ---- reduce, and cast ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("source_dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("out_dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("scale", (1.0, 0.3))
-def test_cast_rounds_every_value_as_torch_does_and_counts_what_it_saw(numel, source_dtype, out_dtype, scale):
+def test_cast_rounds_every_value_as_torch_does_and_measures_what_it_wrote(numel, source_dtype, out_dtype, scale):
     source = values(numel, source_dtype)
     out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
-    rows = max(1, cdiv(numel, BLOCK))
-    partials, expected = torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE), torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE)
-    launch_cast(source, out, partials, scale)
-    reference.cast(source, want, expected, scale)
+    stats, expected = new_stats(), new_stats()
+    launch_reduce(source[None], out, stats, scale)
+    reference.reduce(source[None], want, expected, scale)
     assert same(out, want)
     assert same(want, (source.float() * scale).to(out_dtype))
-    assert partials.sum(0)[1] == expected.sum(0)[1]
-    assert torch.isfinite(partials.sum(0)[0]) == torch.isfinite(expected.sum(0)[0])
+    assert agree(stats, expected)
+    assert expected[1] == (~out.isfinite()).sum()
 
 
-def test_cast_adds_up_squares_that_fp32_could_not_hold():
-    source = torch.full((BLOCK + 3,), 3e30, device=DEVICE)
-    partials = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
-    launch_cast(source, torch.empty_like(source), partials, 1.0)
-    assert partials.sum(0)[0].item() == pytest.approx((BLOCK + 3) * float(source[0]) ** 2, rel=1e-12)
-    assert partials.sum(0)[1] == 0
+@pytest.mark.parametrize("rows", (2, 3, 8))
+@pytest.mark.parametrize("numel", (0, 1, 31, BLOCK, BLOCK + 1, 2 * BLOCK + 17))
+@pytest.mark.parametrize(("rows_dtype", "out_dtype"), ((BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)))
+def test_reduce_adds_rows_in_their_order_in_fp32_and_rounds_their_mean_once(rows, numel, rows_dtype, out_dtype):
+    given = torch.stack([values(numel, rows_dtype, seed) for seed in range(rows)])
+    out, want, stats, expected = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype), new_stats(), new_stats()
+    launch_reduce(given, out, stats)
+    reference.reduce(given, want, expected)
+    total = given[0].float()
+    for row in given[1:]:
+        total = total + row.float()
+    assert same(out, want) and same(want, (total / rows).to(out_dtype))
+    assert agree(stats, expected)
+
+
+def test_reduce_through_the_public_door():
+    rows, out, stats = torch.ones(3, 5, device=DEVICE, dtype=BF16), poisoned(5), new_stats()
+    rows[1] = 4
+    kernels.reduce(rows, out, scale=2.0, stats=stats)
+    assert out.tolist() == [4.0] * 5 and stats.tolist() == [80.0, 0.0] and rows[0].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (lambda: (torch.ones(2, 4, dtype=torch.int32), torch.ones(4)), TypeError, "rows must be fp32"),
+        (lambda: (torch.ones(4), torch.ones(4)), ValueError, "needs rows"),
+        (lambda: (torch.ones(0, 4), torch.ones(4)), ValueError, "needs rows"),
+        (lambda: (torch.ones(2, 4), torch.ones(5)), ValueError, "needs rows"),
+        (lambda: (torch.ones(4, 2).t(), torch.ones(4)), ValueError, "contiguous"),
+        (lambda: (lambda rows: (rows, rows[1]))(torch.ones(2, 4)), ValueError, "share no memory"),
+    ],
+)
+def test_reduce_refuses_what_it_cannot_do(arguments, error, says):
+    with pytest.raises(error, match=says):
+        kernels.reduce(*arguments())
+    with pytest.raises(ValueError, match="stats must be 2 fp64 values"):
+        kernels.reduce(torch.ones(2, 4), torch.ones(4), stats=torch.zeros(2))
+
+
+def test_reduce_adds_up_squares_that_fp32_could_not_hold():
+    source, stats = torch.full((BLOCK + 3,), 3e30, device=DEVICE), new_stats()
+    launch_reduce(source[None], torch.empty_like(source), stats)
+    assert stats[0].item() == pytest.approx((BLOCK + 3) * float(source[0]) ** 2, rel=1e-12)
+    assert stats[1] == 0
 
 
 @pytest.mark.parametrize("offset", (1, 3, 8))
-def test_cast_of_memory_that_starts_anywhere(offset):
+def test_reduce_of_memory_that_starts_anywhere(offset):
     source = values(BLOCK + 40, F32)[offset : BLOCK + 20]
     whole = poisoned(BLOCK + 60, dtype=BF16)
     out = whole[offset + 1 : offset + 1 + source.numel()]
-    launch_cast(source, out, None, 1.0)
+    launch_reduce(source[None], out)
     assert same(out, source.bfloat16())
     assert whole[: offset + 1].isnan().all() and whole[offset + 1 + source.numel() :].isnan().all()
 
@@ -144,19 +199,28 @@ def test_flatten_and_back(tensor_dtype, flat_dtype, align):
     numels = [1, 0, 31, BLOCK - 1, BLOCK, 7, BLOCK + 1, 2 * BLOCK + 17, 64]
     offsets, numel = layout(numels, align)
     tensors = [values(n, tensor_dtype, seed) for seed, n in enumerate(numels)]
-    bounds = torch.tensor([*zip(offsets, [*offsets[1:], numel], strict=True)])
-    rows = int((-(-(bounds[:, 1] - bounds[:, 0]) // BLOCK)).sum())
+    bounds = [bound for region in zip(offsets, [*offsets[1:], numel], strict=True) for bound in region]
     flat, want = poisoned(numel, dtype=flat_dtype), poisoned(numel, dtype=flat_dtype)
-    partials, expected = torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE), torch.zeros(1, 2, dtype=torch.float64, device=DEVICE)
-    flatten_module._launch_flatten(tensors, flat, bounds, partials, 0.5)
+    stats, expected = new_stats(), new_stats()
+    flatten_module.launch(tensors, flat, bounds, stats, 0.5)
     reference.flatten(tensors, want, bounds, expected, 0.5)
     assert same(flat, want)
-    assert partials.sum(0)[1] == expected[0, 1]
+    assert agree(stats, expected)
     back = [poisoned(n, dtype=tensor_dtype) for n in numels]
     again = [poisoned(n, dtype=tensor_dtype) for n in numels]
     flatten_module._launch_unflatten(flat, back, bounds, None, 2.0)
     reference.unflatten(flat, again, bounds, None, 2.0)
     assert all(same(a, b) for a, b in zip(back, again, strict=True))
+
+
+def test_flatten_writes_zeros_where_regions_have_no_tensor_and_keeps_its_table_on_the_device():
+    flat, before = poisoned(3 * BLOCK), flatten_module.table.cache_info().hits
+    for first in (1.0, 2.0):
+        flatten_module.launch([torch.full((5,), first, device=DEVICE)], flat, [BLOCK, BLOCK + 40, 0, BLOCK, BLOCK + 40, 3 * BLOCK])
+        want = torch.zeros(3 * BLOCK, device=DEVICE)
+        want[BLOCK : BLOCK + 5] = first
+        assert torch.equal(flat, want)
+    assert flatten_module.table.cache_info().hits > before
 
 
 def test_flatten_of_very_many_tensors_in_one_launch(monkeypatch):
@@ -166,8 +230,8 @@ def test_flatten_of_very_many_tensors_in_one_launch(monkeypatch):
     tensors = [torch.full((index % 5 + 1,), float(index), device=DEVICE) for index in range(600)]  # more than a launch has room for as arguments
     offsets, numel = layout([t.numel() for t in tensors], 1)
     flat = poisoned(numel)
-    bounds = torch.tensor([*zip(offsets, [*offsets[1:], numel], strict=True)])
-    flatten_module._launch_flatten(tensors, flat, bounds, None, 1.0)
+    bounds = [bound for region in zip(offsets, [*offsets[1:], numel], strict=True) for bound in region]
+    flatten_module.launch(tensors, flat, bounds)
     assert len(launches) == 1
     assert torch.equal(flat[:-2], torch.cat(tensors)) and not flat[-2:].any()
 

@@ -90,3 +90,15 @@ def test_uneven_tiles_are_clipped_like_their_twin(tmp_path: object) -> None:
                 each.zero_grad()
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def left_to_nccl(_: None) -> str:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="exact_reduce=False leaves the reduction .* connected by gloo") as caught:
+        zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), exact_reduce=False)
+    return str(caught.value)
+
+
+def test_a_reduction_by_nccl_is_refused_where_there_is_none() -> None:
+    (ranks,) = run_world(2, left_to_nccl, [None], backend="gloo")
+    assert all(isinstance(rank, str) and "remove it" in rank for rank in ranks), ranks

@@ -549,7 +549,7 @@ def test_on_a_narrow_terminal_what_lacks_takes_two_lines() -> None:
     report.print_plan(Console(file=file, width=80), plan(shape_of("gpt:10b"), machine, 8192))
     lines = file.getvalue().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("0     device device"))
-    assert "-104.8 GiB" in lines[first] and lines[first].rstrip().endswith("compute")
+    assert "-105.2 GiB" in lines[first] and lines[first].rstrip().endswith("compute")
     assert lines[first + 1].strip() == "GPU" and lines[first + 2].startswith("0     device host")
 
 

@@ -698,7 +698,7 @@ class LateComm(Solo):
     def __init__(self) -> None:
         self.started: list[LateComm.Pending] = []
 
-    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Pending:
+    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor, stats: Tensor | None) -> Pending:
         self.started.append(LateComm.Pending())
         return self.started[-1]
 
@@ -708,7 +708,7 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
     layout = Layout.of([param.numel() for param in model.parameters()], comm.world)
     unit = Unit("all", [model], list(model.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
     reducer = GradReducer(comm, True, False, lambda param: None)
-    reducer.add(UnitGrads(unit, 0, layout, layout.shard(0), lambda grad: None))
+    reducer.add(UnitGrads(unit, 0, layout, lambda grad, stats: None))
     with reducer.no_sync():
         model(torch.ones(2, 3)).sum().backward()
     reducer._reduce(0)

@@ -236,7 +236,7 @@ class Assembly:
             held.shard = self._shard(unit, room, home)
             held.shard.start(initial[params.held])
             held.watch()
-            held.grads = UnitGrads(unit, index, layout, params.held, held.take_in)
+            held.grads = UnitGrads(unit, index, layout, held.take_in)
             held.recycle = reducer.recycle
             reducer.add(held.grads)
         elif isinstance(params, PartitionedParams):

@@ -184,6 +184,9 @@ class ZeroConfig:
     """Dtype of Adam's moments; "bf16" halves them, and changes results."""
     overlap: bool = True
     """Reduce, offload, upload and gather while compute goes on; False: each copy and collective is waited for at once."""
+    exact_reduce: bool = True
+    """Gradients of several ranks are summed in fp32 in the order of ranks, and rounded once. False: NCCL's own reduce-scatter, in their 16 bits: each
+    addition rounds, and fp16 may overflow. No other backend has it."""
     overlap_step: bool = False
     """With True ``step()`` returns at once: units are updated beside training, in the order of forward, which waits for each one's own update."""
     prefetch: int = 1
@@ -221,17 +224,14 @@ class ZeroConfig:
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be 'fp32' or 'bf16' (fp16 cannot hold second moments); got {self.state_dtype!r}")
         self._check_tiers()
-        if not isinstance(self.check_memory, bool):
-            raise TypeError(f"check_memory must be True or False; got {self.check_memory!r}")
+        for name in ("check_memory", "nvme_checksum", "overlap", "overlap_step", "exact_reduce", "cast_buffers"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name in ("device_budget", "host_budget"):
             if getattr(self, name) is not None:
                 normalize(name, parse_nbytes(getattr(self, name), name))
         if not isinstance(self.clip_grad_norm, (int, float, type(None))):
             raise TypeError(f"clip_grad_norm must be a number or None; got {self.clip_grad_norm!r}")
-        if not isinstance(self.nvme_checksum, bool):
-            raise TypeError(f"nvme_checksum must be True or False; got {self.nvme_checksum!r}")
-        if not isinstance(self.overlap, bool):
-            raise TypeError(f"overlap must be True or False; got {self.overlap!r}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be more than 0, or None for no clipping; got {self.clip_grad_norm!r}")
         if self.loss_scale == "dynamic":
@@ -242,8 +242,6 @@ class ZeroConfig:
             normalize("loss_scale", float(self.loss_scale))
         elif not (self.loss_scale is None or self.loss_scale == "auto" or isinstance(self.loss_scale, DynamicLossScale)):
             raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a DynamicLossScale or None; got {self.loss_scale!r}")
-        if not isinstance(self.overlap_step, bool):
-            raise TypeError(f"overlap_step must be True or False; got {self.overlap_step!r}")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch must be a number of units, 0 or more; got {self.prefetch!r}")
         if self.prefetch != type(self).__dataclass_fields__["prefetch"].default and self.stage != 3:
@@ -253,8 +251,6 @@ class ZeroConfig:
         for name in ("units", "keep_dtype"):
             if getattr(self, name) is not None:
                 normalize(name, parse_modules(getattr(self, name), name))
-        if not isinstance(self.cast_buffers, bool):
-            raise TypeError(f"cast_buffers must be True or False; got {self.cast_buffers!r}")
         for name in ("cast_buffers", "keep_dtype"):
             if getattr(self, name) and self.dtype is None:
                 raise ValueError(f"{name} has no effect without dtype=, as nothing is cast; give a dtype, or remove it")

@@ -173,13 +173,13 @@ class Held:
 
     # ---- the gradient between backward and zero_grad ------------------------------------------------------------------------
 
-    def take_in(self, grad: Tensor) -> Event | None:
+    def take_in(self, grad: Tensor, stats: Tensor | None) -> Event | None:
         """Add a reduced gradient, as OptimizerShard.add does, to what ``param.grad`` is."""
         assert self.shard is not None
         assert self.underway is None or not self.underway.keep, "an update still uses the gradient that is added to"  # reductions come after it
         self.clip()
         self.renew()
-        return self.shard.add(grad)
+        return self.shard.add(grad, stats)
 
     def bring_back(self) -> None:
         """Bring every gradient into ``shown``. On all ranks."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zk import kernels
 from zk.assemble import Assembly
 from zk.checkpoint import load, save
 from zk.checkpoint.folders import Claim
@@ -111,7 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
-        self.comm = connect(self.config.process_group, self.config.overlap, self.device)
+        self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[Held] = []
         self.units: dict[nn.Parameter, tuple[Held, int]] = {}
@@ -485,7 +486,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
-        sums = [section.grads.sum_of_squares() for held in self._trained if held.shard for section in held.shard.sections]
+        sums = [part for held in self._trained if held.shard for part in held.shard.squares()]
         on_device = [part for part in sums if isinstance(part, Tensor)]
         values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
         total = sum(next(values) if isinstance(part, Tensor) else part for part in sums)
@@ -987,6 +988,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if isinstance(nvme, NVMeTier):
             nvme.close()
         self.transfer.close()
+        kernels.free_tables()
 
     def __enter__(self) -> ZeroOptimizer:
         return self

@@ -31,6 +31,12 @@ if not softgpu.installed():
 from tests.softgpu import memory, native
 
 
+@pytest.fixture(autouse=True)
+def every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpret each, though one of its form has been seen."""
+    monkeypatch.setattr("tests.softgpu.interpreter.ALWAYS", True)
+
+
 def reported(*words: str) -> list[str]:
     """The races so far, which must name all of ``words`` in one line; forgets them."""
     lines = softgpu.found()

@@ -1,4 +1,4 @@
-"""Triton kernels, usable alone: casts, flattening, Adam and tiled matrix products. In host memory each runs its plain PyTorch reference.
+"""Triton kernels, usable alone: flattening, reduction, casts, Adam, tiled matrix products. In host memory each runs its plain PyTorch reference.
 
 Triton is imported with the first of them, not with zk.
 """
@@ -14,12 +14,18 @@ from zk.kernels.step import AdamStep
 
 if TYPE_CHECKING:
     from zk.kernels.adam import adam
-    from zk.kernels.cast import cast
     from zk.kernels.flatten import flatten, unflatten
+    from zk.kernels.reduce import cast, reduce
     from zk.kernels.tiled_matmul import tiled_matmul
 
-__all__ = ["AdamStep", "adam", "cast", "flatten", "tiled_matmul", "unflatten"]
-_FILES = {"adam": "adam", "cast": "cast", "flatten": "flatten", "tiled_matmul": "tiled_matmul", "unflatten": "flatten"}
+__all__ = ["AdamStep", "adam", "cast", "flatten", "reduce", "tiled_matmul", "unflatten"]
+_FILES = {name: {"cast": "reduce", "unflatten": "flatten"}.get(name, name) for name in __all__[1:]}
+
+
+def free_tables() -> None:
+    """Free the device memory of tables that ``flatten`` keeps for the layouts it has seen."""
+    if "zk.kernels.flatten" in sys.modules:
+        sys.modules["zk.kernels.flatten"].table.cache_clear()
 
 
 class _Kernels(ModuleType):

@@ -1,22 +1,23 @@
-"""In: many tensors. Out: one flat buffer, in one launch, cast and scaled on the way; and back.
+"""Flatten many tensors into one flat buffer, in one launch, cast and scaled on the way; and the inverse.
 
     flat[start_i : start_i + numel_i] = round(fp32(tensor_i) * scale)      zeros up to start_(i+1)
-    stats += (sum of squares, number of values that are not finite)
+    stats += (sum of squares of what is written, number of values of it that are not finite)
 
-Bytes per element: those of both sides. Where a tensor lies is told to the kernel as its distance from one of them, in elements, so
-one base pointer and a table are all it needs; the table has 40 bytes for each 2,048 elements, or part of it, of a tensor.
+Bytes per element: those of both sides. The table of regions and blocks depends on the layout alone and stays on the device: 8 bytes for
+each 2,048 elements. A call brings 16 bytes for each tensor: its distance from one of them, in elements, and its size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zk.kernels import reference
-from zk.kernels.launch import BLOCK, add_partials, cdiv, check_floats, grid, new_partials
+from zk.kernels.launch import BLOCK, add_partials, check_floats, check_stats, grid, partials_of
 from zk.kernels.numerics import jit, product, rounded, store_partials, tl, widened
 
 _VECTOR = 16  # bytes of the widest load
@@ -26,20 +27,27 @@ _VECTOR = 16  # bytes of the widest load
 def _move_kernel(
     base,  # one of the tensors
     flat,  # (numel,)
-    table,  # (programs, 5) int64: element of base, element of flat, values to move, elements to write, whether both are aligned
+    tensors,  # (tensors, 2) int64: first element, from base on; number of elements
+    regions,  # (tensors, 2) int64: first element in flat, and the one after the last
+    blocks,  # (programs, 2) int32: number of the region, number of the block in it
     partials,  # (programs, 2) fp64, or None
     scale,
     INTO_FLAT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row = table + program.to(tl.int64) * 5
-    tensor, place, count, fill = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    if (tl.load(row + 4) != 0) & (count == BLOCK):  # no mask: 16 bytes at a time
-        tensor = tl.multiple_of(tensor, 16 * 8 // base.dtype.element_ty.primitive_bitwidth)
-        place = tl.multiple_of(place, 16 * 8 // flat.dtype.element_ty.primitive_bitwidth)
+    index = tl.load(blocks + 2 * program)
+    done = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+    tensor, place = tl.load(tensors + 2 * index) + done, tl.load(regions + 2 * index) + done
+    count = tl.minimum(tl.maximum(tl.load(tensors + 2 * index + 1) - done, 0), BLOCK)
+    tensor_width: tl.constexpr = 16 * 8 // base.dtype.element_ty.primitive_bitwidth
+    flat_width: tl.constexpr = 16 * 8 // flat.dtype.element_ty.primitive_bitwidth
+    if ALIGNED & (count == BLOCK) & (tensor % tensor_width == 0) & (place % flat_width == 0):  # no mask: 16 bytes at a time
+        tensor, place = tl.multiple_of(tensor, tensor_width), tl.multiple_of(place, flat_width)
         _move_block(base + tensor, flat + place, partials, program, scale, None, None, INTO_FLAT, BLOCK)
     else:
+        fill = tl.minimum(tl.load(regions + 2 * index + 1) - place, BLOCK) if INTO_FLAT else count
         _move_block(base + tensor, flat + place, partials, program, scale, count, fill, INTO_FLAT, BLOCK)
 
 
@@ -53,65 +61,63 @@ def _move_block(tensor, flat, partials, program, scale, count, fill, INTO_FLAT: 
     else:
         source, out = flat, tensor
     x = product(widened(tl.load(source + at, mask=loaded, other=None if count is None else 0)), scale)
-    tl.store(out + at, rounded(x, out.dtype.element_ty), mask=stored)
+    y = rounded(x, out.dtype.element_ty)
+    tl.store(out + at, y, mask=stored)
     if partials is not None:
-        store_partials(partials, program, x)
+        store_partials(partials, program, widened(y))
 
 
-def _table(tensors: Sequence[Tensor], flat: Tensor, regions: Tensor, fill: bool) -> tuple[Tensor, Tensor]:
-    """The base tensor, and the kernel's table: a row for each BLOCK, or part of it, of a region."""
-    bounds = regions.numpy()
-    count = len(tensors)
-    pointers = np.zeros(len(bounds), np.int64)
-    pointers[:count] = [tensor.data_ptr() for tensor in tensors]
-    numels = np.zeros(len(bounds), np.int64)
-    numels[:count] = [tensor.numel() for tensor in tensors]
-    size = tensors[0].element_size()
-    # a base that is aligned lets the kernel conclude from offsets to addresses
-    base = next((index for index in range(count) if pointers[index] % _VECTOR == 0), 0)
-    lengths = bounds[:, 1] - bounds[:, 0] if fill else numels
-    rows = -(-lengths // BLOCK)
-    which = np.repeat(np.arange(len(bounds)), rows)
-    first = np.cumsum(rows) - rows
-    done = (np.arange(len(which)) - first[which]) * BLOCK
-    table = np.empty((len(which), 5), np.int64)
-    offsets = np.where(np.arange(len(bounds)) < count, (pointers - pointers[base]) // size, 0)
-    table[:, 0] = offsets[which] + done
-    table[:, 1] = bounds[which, 0] + done
-    table[:, 2] = np.clip(numels[which] - done, 0, BLOCK)
-    table[:, 3] = np.clip(lengths[which] - done, 0, BLOCK)
-    aligned = (pointers % _VECTOR == 0) & ((flat.data_ptr() + bounds[:, 0] * flat.element_size()) % _VECTOR == 0)
-    table[:, 4] = (aligned & (pointers[base] % _VECTOR == 0) & (flat.data_ptr() % _VECTOR == 0))[which]
-    return tensors[base], torch.from_numpy(table).to(flat.device, non_blocking=True)
+@functools.lru_cache(maxsize=1024)
+def table(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``regions`` and ``blocks`` of the kernel, for regions (start, stop) one after the other in ``bounds``."""
+    regions = np.array(bounds, np.int64).reshape(-1, 2)
+    counts = -(-(regions[:, 1] - regions[:, 0]) // BLOCK)
+    index = np.repeat(np.arange(len(regions)), counts)
+    block = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    blocks = np.stack([index, block], 1).astype(np.int32)
+    return torch.from_numpy(regions).to(device), torch.from_numpy(blocks).to(device)
 
 
-def _launch(tensors: Sequence[Tensor], flat: Tensor, regions: Tensor, partials: Tensor | None, scale: float, into_flat: bool) -> None:
-    if not tensors:
-        for start, stop in regions.tolist() if into_flat else ():
-            flat[start:stop].zero_()
-        return
-    base, table = _table(tensors, flat, regions, fill=into_flat)
-    if len(table):
-        grid(_move_kernel, len(table))(base, flat, table, partials, scale, INTO_FLAT=into_flat, BLOCK=BLOCK, num_warps=4)
+def _launch(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int], stats: Tensor | None, scale: float, into_flat: bool) -> None:
+    regions, blocks = table(tuple(bounds), flat.device)
+    if tensors and len(blocks):
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        # from a base that is aligned, offsets tell which addresses are
+        base = next((index for index, pointer in enumerate(pointers) if pointer % _VECTOR == 0), 0)
+        here = np.zeros((len(regions), 2), np.int64)
+        here[: len(tensors), 0] = (np.array(pointers) - pointers[base]) // tensors[0].element_size()
+        here[: len(tensors), 1] = [tensor.numel() for tensor in tensors]
+        aligned = pointers[base] % _VECTOR == 0 and flat.data_ptr() % _VECTOR == 0
+        partials = partials_of(stats, len(blocks))
+        grid(_move_kernel, len(blocks))(
+            tensors[base], flat, torch.from_numpy(here).to(flat.device, non_blocking=True), regions, blocks, partials, scale,
+            INTO_FLAT=into_flat, ALIGNED=aligned, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+        add_partials(stats, partials)
 
 
-def _launch_flatten(tensors: list[Tensor], flat: Tensor, regions: Tensor, partials: Tensor | None, scale: float) -> None:
-    _launch(tensors, flat, regions, partials, scale, into_flat=True)
+def launch(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int], stats: Tensor | None = None, scale: float = 1.0) -> None:
+    """Flatten on a GPU, without checks: contiguous tensors of one precision into regions from one of ``bounds`` to the next, all else zeros."""
+    _launch(tensors, flat, bounds, stats, scale, into_flat=True)
 
 
-def _launch_unflatten(flat: Tensor, tensors: list[Tensor], regions: Tensor, partials: Tensor | None, scale: float) -> None:
-    _launch(tensors, flat, regions, partials, scale, into_flat=False)
+def _launch_unflatten(flat: Tensor, tensors: Sequence[Tensor], bounds: Sequence[int], stats: Tensor | None, scale: float) -> None:
+    _launch(tensors, flat, bounds, stats, scale, into_flat=False)
 
 
 # opaque to torch.compile, as the table is made of addresses
-_flatten_op = torch.library.custom_op("zk::flatten_", _launch_flatten, mutates_args=("flat", "partials"))
-_unflatten_op = torch.library.custom_op("zk::unflatten_", _launch_unflatten, mutates_args=("tensors", "partials"))
+_flatten_op = torch.library.custom_op("zk::flatten_", launch, mutates_args=("flat", "stats"))
+_unflatten_op = torch.library.custom_op("zk::unflatten_", _launch_unflatten, mutates_args=("tensors", "stats"))
 _flatten_op.register_kernel("cpu")(reference.flatten)
 _unflatten_op.register_kernel("cpu")(reference.unflatten)
 
 
-def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int]) -> list[tuple[int, int]]:
+Region = tuple[int, int]
+
+
+def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int], stats: Tensor | None) -> list[Region]:
     """(start, stop) of each tensor's region."""
+    check_stats(stats, flat.device)
     check_floats(flat=flat, **{f"tensor {index}": tensor for index, tensor in enumerate(tensors) if tensor is not None})
     if flat.ndim != 1 or not flat.is_contiguous():
         raise ValueError(f"flat must be flat and contiguous; got {tuple(flat.shape)}, strides {flat.stride()}")
@@ -130,21 +136,15 @@ def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int
     return list(zip(offsets, stops, strict=True))
 
 
-Region = tuple[int, int]
-
-
-def _by_dtype(tensors: Sequence[Tensor | None], regions: list[Region], rest: list[Region]) -> list[tuple[list[Tensor], list[Region]]]:
-    """Tensors of one precision, with their regions; what has no tensor goes with the first."""
-    rest = rest + [region for tensor, region in zip(tensors, regions, strict=True) if tensor is None]
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Region]]] = {}
+def _by_dtype(tensors: Sequence[Tensor | None], regions: list[Region]) -> Iterable[tuple[list[Tensor], list[int]]]:
+    """Tensors of one precision, with the bounds of their regions."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}
     for tensor, region in zip(tensors, regions, strict=True):
         if tensor is not None:
-            found, places = kinds.setdefault(tensor.dtype, ([], []))
+            found, bounds = kinds.setdefault(tensor.dtype, ([], []))
             found.append(tensor)
-            places.append(region)
-    groups = list(kinds.values()) or [([], [])]
-    groups[0][1].extend(region for region in rest if region[1] > region[0])
-    return groups
+            bounds.extend(region)
+    return kinds.values()
 
 
 def flatten(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int], *, scale: float = 1.0, stats: Tensor | None = None) -> None:
@@ -155,19 +155,20 @@ def flatten(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[in
         flat: (numel,) fp32, bf16 or fp16, contiguous. All of it is written: what no tensor covers, with zeros.
         offsets: the first element of each, ascending.
         scale: a factor.
-        stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values are added.
+        stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values of what is written are added.
 
     Raises:
         TypeError: for other precisions.
         ValueError: for other devices, regions that overlap or do not fit, or a ``flat`` that is not flat and contiguous.
     """
-    regions = _check(tensors, flat, offsets)
+    regions = _check(tensors, flat, offsets, stats)
     sources = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
-    before = regions[0][0] if regions else flat.numel()
-    for found, places in _by_dtype(sources, regions, [(0, before)]):
-        partials = new_partials(stats, sum(cdiv(stop - start, BLOCK) for start, stop in places), flat.device)
-        _flatten_op(found, flat, torch.tensor(places, dtype=torch.int64).view(-1, 2), partials, scale)
-        add_partials(stats, partials)
+    flat[: regions[0][0] if regions else None].zero_()
+    for (start, stop), source in zip(regions, sources, strict=True):
+        if source is None:
+            flat[start:stop].zero_()
+    for found, bounds in _by_dtype(sources, regions):
+        _flatten_op(found, flat, bounds, stats, scale)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0, stats: Tensor | None = None) -> None:
@@ -178,18 +179,15 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *
         tensors: any shapes, fp32, bf16 or fp16, contiguous; none may share memory with another.
         offsets: in ``flat``, the first element of each, ascending.
         scale: a factor.
-        stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values are added.
+        stats: (2,) fp64 on the same device, to which the sum of squares and the number of non-finite values of what is written are added.
 
     Raises:
         TypeError: for other precisions.
         ValueError: for other devices, regions that overlap or do not fit, or a tensor that is not contiguous.
     """
-    regions = _check(tensors, flat, offsets)
+    regions = _check(tensors, flat, offsets, stats)
     for index, tensor in enumerate(tensors):
         if tensor is None or not tensor.is_contiguous():
             raise ValueError(f"tensor {index} is to be written and must be contiguous; got {tensor if tensor is None else tensor.stride()}")
-    for found, places in _by_dtype([tensor.detach() for tensor in tensors], regions, []):
-        partials = new_partials(stats, sum(cdiv(tensor.numel(), BLOCK) for tensor in found), flat.device)
-        if found:
-            _unflatten_op(flat, found, torch.tensor(places, dtype=torch.int64).view(-1, 2), partials, scale)
-        add_partials(stats, partials)
+    for found, bounds in _by_dtype([tensor.detach() for tensor in tensors], regions):
+        _unflatten_op(flat, found, bounds, stats, scale)

@@ -61,15 +61,17 @@ def cdiv(numel: int, size: int) -> int:
     return -(-numel // size)
 
 
-def new_partials(stats: Tensor | None, programs: int, device: torch.device) -> Tensor | None:
-    """(programs, 2) fp64: each program's sum of squares and count of non-finite values; None where nobody asks."""
-    if stats is None:
-        return None
-    if stats.shape != (2,) or stats.dtype != torch.float64 or stats.device != device:
+def check_stats(stats: Tensor | None, device: torch.device) -> None:
+    """Raise ValueError for statistics that kernels cannot add to."""
+    if stats is not None and (stats.shape != (2,) or stats.dtype != torch.float64 or stats.device != device):
         raise ValueError(
             f"stats must be 2 fp64 values on {device} (sum of squares, non-finite values); got {tuple(stats.shape)} {stats.dtype} on {stats.device}"
         )
-    return torch.zeros(programs, 2, dtype=torch.float64, device=device)
+
+
+def partials_of(stats: Tensor | None, programs: int) -> Tensor | None:
+    """(programs, 2) fp64: room for each program's sum of squares and count of non-finite values; None where nobody asks."""
+    return None if stats is None else stats.new_empty(programs, 2)
 
 
 def add_partials(stats: Tensor | None, partials: Tensor | None) -> None:

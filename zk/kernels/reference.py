@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,41 +15,47 @@ from zk.kernels.step import AdamStep
 CHUNK = 1 << 16
 
 
-def _add_stats(partials: Tensor | None, wide: Tensor) -> None:
-    if partials is not None and wide.numel():
-        partials[0, 0] += wide.double().square().sum()
-        partials[0, 1] += (~torch.isfinite(wide)).sum()
+def unchecked(name: str, device: torch.device) -> Callable[..., None]:
+    """The launcher of a kernel, for arguments that need no check; the reference in host memory, for which Triton is not imported."""
+    near = device.type == "cpu"
+    return globals()[name] if near else importlib.import_module(f"zk.kernels.{name}").launch  # type: ignore[no-any-return]
 
 
-def cast(source: Tensor, out: Tensor, partials: Tensor | None, scale: float) -> None:
-    """``source`` (numel,) times ``scale`` into ``out`` (numel,); statistics into the first row of ``partials``."""
-    if scale == 1.0 and partials is None:
-        out.copy_(source)
+def reduce(rows: Tensor, out: Tensor, stats: Tensor | None = None, scale: float = 1.0) -> None:
+    """``scale`` times the mean of ``rows`` (n, numel), summed in fp32 in their order, into ``out`` (numel,)."""
+    if len(rows) == 1 and scale == 1.0 and stats is None:
+        out.copy_(rows[0])
         return
-    for start in range(0, source.numel(), CHUNK):
+    for start in range(0, out.numel(), CHUNK):
         piece = slice(start, start + CHUNK)
-        wide = source[piece].float()
+        wide = rows[0, piece].to(torch.float32, copy=True)
+        for row in rows[1:]:
+            wide += row[piece]
+        if len(rows) > 1:
+            wide /= len(rows)
         if scale != 1.0:
-            wide = wide * scale
+            wide *= scale
         out[piece] = wide
-        _add_stats(partials, wide)
+        if stats is not None:
+            stats[0] += out[piece].double().square().sum()
+            stats[1] += (~torch.isfinite(out[piece])).sum()
 
 
-def flatten(tensors: list[Tensor], flat: Tensor, regions: Tensor, partials: Tensor | None, scale: float) -> None:
-    """Each tensor into its region (start, stop) of ``flat``; what a region has beyond its tensor, and regions beyond the tensors, are zeroed."""
-    bounds = regions.tolist()
-    for index, (start, stop) in enumerate(bounds):
+def flatten(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int], stats: Tensor | None = None, scale: float = 1.0) -> None:
+    """Each tensor into its region of ``flat``, from one of ``bounds`` to the next; all else in regions is zeroed."""
+    for index, (start, stop) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
         end = start
         if index < len(tensors):
             end += tensors[index].numel()
-            cast(tensors[index].reshape(-1), flat[start:end], partials, scale)
-        flat[end:stop].zero_()
+            reduce(tensors[index].reshape(1, -1), flat[start:end], stats, scale)
+        if end < stop:
+            flat[end:stop].zero_()
 
 
-def unflatten(flat: Tensor, tensors: list[Tensor], regions: Tensor, partials: Tensor | None, scale: float) -> None:
-    """Each region (start, stop) of ``flat`` into its tensor, as much as that holds."""
-    for tensor, (start, _) in zip(tensors, regions.tolist(), strict=True):
-        cast(flat[start : start + tensor.numel()], tensor.view(-1), partials, scale)
+def unflatten(flat: Tensor, tensors: Sequence[Tensor], bounds: Sequence[int], stats: Tensor | None = None, scale: float = 1.0) -> None:
+    """Each region of ``flat``, from one of ``bounds`` to the next, into its tensor, as much as that holds."""
+    for tensor, start in zip(tensors, bounds[::2], strict=True):
+        reduce(flat[None, start : start + tensor.numel()], tensor.view(-1), stats, scale)
 
 
 def update_chunks(

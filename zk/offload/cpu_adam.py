@@ -102,35 +102,18 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     return bits if tensor.dtype == torch.float16 else bits.view(np.uint16)
 
 
-def squares(grad: Tensor, num_threads: int | None = None) -> float | Tensor:
+def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tensor:
     """The sum of squares of ``grad`` (n,) in float64: not finite exactly if some element is not. The same for any number of threads.
 
     A scalar tensor on a GPU, where the host would have to wait for the value.
     """
-    if grad.device.type == "cpu":
-        return sum_of_squares(grad, num_threads)
-    total = torch.zeros((), dtype=torch.float64, device=grad.device)
-    for piece in grad.split(reference.CHUNK << 8):
-        wide = piece.double()
-        total += torch.dot(wide, wide)
-    return total
-
-
-def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float:
-    """The value of ``squares``."""
-    if grad.numel() == 0:
-        return 0.0
-    if grad.device.type != "cpu":
-        return float(squares(grad))
-    if default_engine() == "numba":
+    is_near = grad.device.type == "cpu"
+    if is_near and default_engine() == "numba":
         from zk.offload import cpu_adam_numba
 
         return cpu_adam_numba.sum_of_squares(as_numpy(grad), num_threads or default_threads())
-    total = torch.zeros((), dtype=torch.float64)
-    for piece in grad.split(reference.CHUNK):
-        wide = piece.double()
-        total += torch.dot(wide, wide)
-    return float(total)
+    total: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    return total.item() if is_near else total
 
 
 class CPUAdam(torch.optim.Optimizer):

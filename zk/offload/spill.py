@@ -501,7 +501,7 @@ class FileGrads:
         piece = self._piece(slice(0, self.numel), grad.dtype)
         here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
         here.copy_(grad)
-        self.sum = sum_of_squares(here, self.num_threads)
+        self.sum = float(sum_of_squares(here, self.num_threads))
         self.whole.evict(piece, changed=True)
         self.dtype = grad.dtype
 
@@ -527,7 +527,7 @@ class FileGrads:
         pieces = [self._piece(chunk, dtype) for chunk in self.chunks]
         return TakenFile(self.parts, pieces, [chunk.stop - chunk.start for chunk in self.chunks], dtype)
 
-    def give_back(self, taken: TakenFile) -> None:
+    def give_back(self, taken: Any) -> None:
         """Take it back from the update: no other was written."""
         self.dtype = taken.dtype
 

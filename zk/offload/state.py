@@ -69,8 +69,8 @@ def _first(memory: Sequence[Tensor | None]) -> Tensor | None:
 class TakenGradient:
     """One step's gradient of a shard, in sections, on its way through the update."""
 
-    def __init__(self, parts: Sequence[Taken]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[Taken], stats: list[Tensor | None]) -> None:
+        self.parts, self.stats = parts, stats
 
     def drop(self) -> Tensor | None:
         """Done with it; returns memory that was taken with it."""
@@ -94,6 +94,7 @@ class OptimizerShard:
             for section, _, index in self.places
         ]
         self.split = self.has_master = False  # known with the first fields
+        self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
         self.arriving: Event = COMPLETED  # the last copy home
         self.unread: Unread | None = None  # by a save under way
 
@@ -161,19 +162,31 @@ class OptimizerShard:
 
     # ---- the gradient --------------------------------------------------------------------------------------------------------
 
-    def add(self, grad: Tensor) -> Event | None:
-        """Take (n,) ``grad``, or add it to what is there: None, its memory is taken too; else that may be used again after the event."""
+    def add(self, grad: Tensor, stats: Tensor | None = None) -> Event | None:
+        """Take (n,) ``grad``, or add it to what is there: None, its memory is taken too; else that may be used again after the event.
+
+        ``stats``: (2,) fp64, of which the first is its sum of squares, where that is known.
+        """
+        self.stats.append(stats)
         if len(self.sections) == 1:
             return self.sections[0].grads.add(grad)
         events = [section.grads.add(grad[section.start : section.stop]) for section in self.sections]
         return None if None in events else events[-1]
 
+    def squares(self) -> list[float | Tensor]:
+        """Parts of the sum of squares of the gradient, in float64. Not finite exactly if some element is not."""
+        if len(self.stats) == 1 and self.stats[0] is not None:
+            return [self.stats[0][0]]
+        return [section.grads.sum_of_squares() for section in self.sections]
+
     def take(self) -> TakenGradient:
         """Hand the gradient to the update: the next one may come in."""
-        return TakenGradient([section.grads.take() for section in self.sections])
+        stats, self.stats = self.stats, []
+        return TakenGradient([section.grads.take() for section in self.sections], stats)
 
     def give_back(self, taken: TakenGradient) -> None:
         """Take the gradient back from the update, as no other came in."""
+        self.stats = taken.stats
         for section, part in zip(self.sections, taken.parts, strict=True):
             section.grads.give_back(part)
 
@@ -188,6 +201,7 @@ class OptimizerShard:
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
+        self.stats = []
         return _first([section.grads.clear() for section in self.sections])
 
     # ---- update --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torch import Tensor
 from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
 from zk.memory import host_memory, staging, zeros
-from zk.offload.cpu_adam import squares
+from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
-from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, chunks_of
+from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, TakenFile, chunks_of
 from zk.offload.transfer import Arrival, Transfer, pieces_of
 from zk.offload.worker import Worker
 
@@ -31,67 +31,6 @@ CHUNKS_IN_MEMORY = 6
 CHUNKS_KEPT = 2
 
 
-class Store(Protocol):
-    """Flat fields (numel,) of one shard, by chunks."""
-
-    chunks: Sequence[slice]
-    resident: bool  # what was opened stays valid after it is closed
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of each field."""
-
-    def fetch(self, index: int) -> bool:
-        """Ask for a chunk; False if that is not possible now."""
-
-    def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
-        """The fields of a chunk, to work on in place; ``read=False`` if all is to be overwritten."""
-
-    def close(self, index: int, changed: bool, keep: bool = False) -> None:
-        """Done with a chunk."""
-
-    def nbytes(self, name: str) -> int:
-        """Bytes of a field."""
-
-
-class Taken(Protocol):
-    """One step's gradient on its way through the update."""
-
-    def fetch(self, index: int) -> bool:
-        """Ask for a chunk; False if that is not possible now."""
-
-    def open(self, index: int) -> Tensor:
-        """A chunk of the gradient."""
-
-    def close(self, index: int) -> None:
-        """Done with a chunk."""
-
-    def drop(self) -> Tensor | None:
-        """Done with all of it; returns memory that was taken with it."""
-
-
-class Grads(Protocol):
-    """The reduced gradient of one shard (numel,), between backward and update."""
-
-    def add(self, grad: Tensor) -> Event | None:
-        """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
-
-    def sum_of_squares(self) -> float | Tensor:
-        """In float64, maybe still on the device; 0 without a gradient. Not finite exactly if some element is not."""
-
-    def take(self) -> Taken:
-        """Hand the gradient to the update: the next one may come in."""
-
-    def give_back(self, taken: Any) -> None:
-        """Take back what ``take`` gave, as no other came in."""
-
-    def clear(self) -> Tensor | None:
-        """Forget the gradient; returns memory that was taken."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
 @dataclasses.dataclass(slots=True)
 class Guard:
     """The last copy from some memory: the host waits for it before it writes there."""
@@ -99,10 +38,21 @@ class Guard:
     reader: Event = COMPLETED
 
 
-class MemoryStore:
-    """Fields as tensors (numel,) that are always there. To be opened, they wait for copies that read them."""
+class _Resident:
+    """What is always there."""
 
-    resident = True
+    def fetch(self, index: int) -> bool:
+        """Ask for a chunk; False if that is not possible now."""
+        return True
+
+    def close(self, index: int, changed: bool = False, keep: bool = False) -> None:
+        """Done with a chunk."""
+
+
+class MemoryStore(_Resident):
+    """Flat fields (numel,) of one shard, by chunks: tensors that are always there. To be opened, they wait for copies that read them."""
+
+    resident = True  # what was opened stays valid after it is closed
 
     def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], guard: Guard | None = None) -> None:
         self.chunks, self.fields, self.guard = chunks, fields, guard or Guard()
@@ -112,16 +62,11 @@ class MemoryStore:
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return {name: field.dtype for name, field in self.fields.items()}
 
-    def fetch(self, index: int) -> bool:
-        return True
-
     def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
+        """The fields of a chunk, to work on in place; ``read=False`` if all is to be overwritten."""
         self.guard.reader.wait()
         self.readers.pop(index, COMPLETED).wait()
         return {name: field[self.chunks[index]] for name, field in self.fields.items()}
-
-    def close(self, index: int, changed: bool, keep: bool = False) -> None:
-        return
 
     def nbytes(self, name: str) -> int:
         return self.fields[name].nbytes
@@ -152,21 +97,15 @@ class MemoryHome:
         return self.shard.nbytes
 
 
-class TakenTensor:
+class TakenTensor(_Resident):
     """A gradient that is in memory; ``lent`` if that is to be used again."""
 
     def __init__(self, flat: Tensor | None, chunks: Sequence[slice], lent: bool) -> None:
         self.flat, self.chunks, self.lent = flat, chunks, lent
 
-    def fetch(self, index: int) -> bool:
-        return True
-
     def open(self, index: int) -> Tensor:
         assert self.flat is not None
         return self.flat[self.chunks[index]]
-
-    def close(self, index: int) -> None:
-        return
 
     def drop(self) -> Tensor | None:
         flat, self.flat = self.flat, None
@@ -181,6 +120,7 @@ class MemoryGrads:
         self.flat: Tensor | None = None
 
     def add(self, grad: Tensor) -> Event | None:
+        """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
         if self.flat is None:
             self.flat = grad
             return None
@@ -190,12 +130,12 @@ class MemoryGrads:
         return COMPLETED
 
     def sum_of_squares(self) -> float | Tensor:
-        return 0.0 if self.flat is None else squares(self.flat, self.num_threads)
+        return 0.0 if self.flat is None else sum_of_squares(self.flat, self.num_threads)
 
-    def take(self) -> Taken:
+    def take(self) -> TakenTensor:
         return TakenTensor(self.clear(), self.chunks, lent=True)
 
-    def give_back(self, taken: TakenTensor) -> None:
+    def give_back(self, taken: Any) -> None:
         self.flat = taken.flat
 
     def clear(self) -> Tensor | None:
@@ -207,42 +147,32 @@ class MemoryGrads:
         return 0 if self.flat is None else self.flat.nbytes
 
 
-class TakenArrival:
+class TakenArrival(_Resident):
     """A gradient that arrives in host memory."""
 
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
 
-    def fetch(self, index: int) -> bool:
-        return True
-
     def open(self, index: int) -> Tensor:
         return self.arrival.piece(index)
-
-    def close(self, index: int) -> None:
-        return
 
     def drop(self) -> None:
         self.arrival.drop()
 
 
 class HostGrads:
-    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 beside training once there is a second.
-
-    The sum of squares of the first is taken on the device, before it leaves.
-    """
+    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 beside training once there is a second."""
 
     def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
         self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
         self.first: Arrival | None = None
-        self.squares: float | Tensor = 0.0
         self.total: Tensor | None = None  # fp32
         self.added: Ticket | None = None
 
     def add(self, grad: Tensor) -> Event | None:
         arrival = self.transfer.offload(grad, self.chunks)
         if self.first is None and self.total is None:
-            self.squares, self.first = squares(grad, self.num_threads), arrival
+            self.first = arrival
         else:
             first, self.first = self.first, None
             if first is not None:
@@ -258,14 +188,15 @@ class HostGrads:
 
     def sum_of_squares(self) -> float | Tensor:
         self._settle()
-        return squares(self.total, self.num_threads) if self.total is not None else self.squares if self.first is not None else 0.0
+        here = self.total if self.first is None else self.first.whole()
+        return 0.0 if here is None else sum_of_squares(here, self.num_threads)
 
-    def take(self) -> Taken:
+    def take(self) -> TakenArrival | TakenTensor:
         self._settle()
         (first, self.first), (total, self.total) = (self.first, None), (self.total, None)
         return TakenArrival(first) if first is not None else TakenTensor(total, self.chunks, lent=False)
 
-    def give_back(self, taken: TakenArrival | TakenTensor) -> None:
+    def give_back(self, taken: Any) -> None:
         if isinstance(taken, TakenArrival):
             self.first = taken.arrival
         else:
@@ -416,6 +347,9 @@ class NVMeTier:
 
 
 Tier = MemoryTier | NVMeTier
+Store = MemoryStore | FileStore
+Grads = MemoryGrads | HostGrads | FileGrads
+Taken = TakenTensor | TakenArrival | TakenFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zk.events import Awaited, Event
+from zk.events import Event
 from zk.offload.pinned import Arena, Record
 from zk.offload.streams import Link
 from zk.timeline import phase
@@ -64,11 +64,7 @@ class Transfer:
 
     def __init__(self, link: Link, arena: Arena | None, overlap: bool) -> None:
         self.link, self.arena, self.overlap = link, arena, overlap
-
-    @property
-    def joined(self) -> bool:
-        """Device and host memory are the same: there is nothing to copy."""
-        return self.link.joined
+        self.joined, self.mark, self.follow = link.joined, link.mark, link.follow
 
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of host memory for as long as the optimizer lives, zero."""
@@ -93,14 +89,6 @@ class Transfer:
         if not self.overlap:
             event.wait()
         return event
-
-    def mark(self) -> Event:
-        """As for Link."""
-        return self.link.mark()
-
-    def follow(self, event: Awaited) -> None:
-        """As for Link."""
-        self.link.follow(event)
 
     def beside(self, mark: Event | None = None) -> AbstractContextManager[Callable[[], Event]]:
         """Start collectives after all uploads so far, and after ``mark`` or what compute has been asked to do so far. Yields as for Link."""

@@ -9,9 +9,9 @@ that no collective of the user's can meet them.
 Every wait for other ranks ends: with the process group's timeout at the latest, at once where a rank has said why it gives up, and within a
 second on Ctrl-C.
 
-Two collectives are spelled differently on gloo, for measured reasons (2 ranks on 2 cores, 12.6M bf16 elements, torch 2.13):
-reduce-scatter as all-to-all plus a local fp32 sum in rank order takes 7 ms against gloo's 91, rounds once, and its result does
-not depend on the backend's algorithm; all-gather as one broadcast for each rank takes 7 ms against 15-50.
+Reduce-scatter is all-to-all and a local fp32 sum in rank order: the same bytes over the wire, one rounding, and a result that does not
+depend on the backend or its algorithm. On gloo it takes 7 ms against 91, and all-gather, as one broadcast for each rank, 7 ms against 15-50
+(2 ranks on 2 cores, 12.6M bf16 elements, torch 2.13).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zk.events import COMPLETED, Awaited
+from zk.kernels.reference import unchecked
 from zk.logs import rank_log
 from zk.parallel.presence import Board, Presence, fail, why
 from zk.timeline import note, now_ns, phase, recording
@@ -84,7 +85,7 @@ class Solo:
             full.copy_(shard)
         return COMPLETED
 
-    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Awaited:
+    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor, stats: Tensor | None = None) -> Awaited:
         if bucket.data_ptr() != shard.data_ptr():
             shard.copy_(bucket)
         return COMPLETED
@@ -123,15 +124,16 @@ class Group:
     Args:
         process_group: None takes the default group.
         overlap: False waits for each collective where it is started.
+        exact: False leaves the reduction of gradients to NCCL, in their own 16 bits.
 
     All of the group's ranks make one at the same point; ranks that are not in it have no part in that.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True, exact: bool = True) -> None:
         self.group: Any = process_group or dist.distributed_c10d._get_default_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.gloo = dist.get_backend(self.group) == "gloo"
-        self.overlap = overlap
+        self.overlap, self.exact = overlap, exact
         self.names: tuple[str, ...] = ()
         self.count = self.boards = 0
         self.interrupted: KeyboardInterrupt | None = None  # put off until what was announced has begun
@@ -380,33 +382,23 @@ class Group:
                 lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
             )
 
-    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor) -> Awaited:
+    def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor, stats: Tensor | None = None) -> Awaited:
         """The mean over ranks of ``bucket`` (world * shard_numel,), this rank's slice of it to ``shard`` (shard_numel,).
 
-        gloo: summed in fp32 in the order of ranks and rounded once. NCCL: in the bucket's dtype.
+        Summed in fp32 in the order of ranks and rounded once, whatever carries it, if it is to be exact. ``stats`` as for ``zk.kernels.reduce``.
         """
         with self._undivided():
             label, check = self._announce(REDUCE, unit)
-            if not self.gloo:
-                mean_shard = shard if shard.dtype == bucket.dtype else torch.empty_like(shard, dtype=bucket.dtype)
-                cast = None if mean_shard is shard else lambda: shard.copy_(mean_shard)
-                return self._launch(label, check, lambda: [_reduce_scatter(mean_shard, bucket, self.group)], cast, on_device=True)
-            received = torch.empty_like(bucket)  # (world, shard_numel): what each rank has for this one
-
-            def mean() -> None:
-                for start in range(0, shard.numel(), 1 << 16):
-                    piece = slice(start, start + (1 << 16))
-                    rows = [row[piece] for row in received.chunk(self.world)]
-                    total = rows[0].float()
-                    for row in rows[1:]:
-                        total += row
-                    shard[piece] = total.div_(self.world)
+            # what each rank has for this one; or their mean, as NCCL takes it
+            rows = bucket.new_empty(self.world if self.exact else 1, shard.numel())
 
             def start() -> list[dist.Work]:
-                work = dist.all_to_all_single(received.view(torch.uint8), bucket.view(torch.uint8), group=self.group, async_op=True)
-                return [work]
+                if self.exact:
+                    sent = rows.view(-1).view(torch.uint8), bucket.view(torch.uint8)
+                    return [dist.all_to_all_single(*sent, group=self.group, async_op=True)]
+                return [_reduce_scatter(rows[0], bucket, self.group)]
 
-            return self._launch(label, check, start, mean)
+            return self._launch(label, check, start, lambda: unchecked("reduce", shard.device)(rows, shard, stats), on_device=not self.gloo)
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         """Overwrite ``tensor`` (contiguous) on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
@@ -512,7 +504,7 @@ def world_to_join(process_group: dist.ProcessGroup | None) -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device) -> Solo | Group:
+def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device, exact: bool = True) -> Solo | Group:
     """The ranks to train with: the group given, the default group, one made from torchrun's environment, or this process alone."""
     available = dist.is_available()
     if process_group is None and available and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -520,7 +512,12 @@ def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torc
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
     if process_group is None and not (available and dist.is_initialized()):
         return Solo()
-    group = Group(process_group, overlap)
+    group = Group(process_group, overlap, exact)
     if group.world == 1:
         return Solo()
+    if group.gloo and not exact:
+        raise ValueError(
+            "exact_reduce=False leaves the reduction of gradients to NCCL, and these ranks are connected by gloo, where the exact one is the "
+            "faster one; remove it"
+        )
     return group

@@ -1,8 +1,9 @@
 """In: gradients, one parameter at a time, as backward produces them. Out: each unit's reduced slice, handed to its sink: grad -> flatten -> reduce.
 
-A gradient is copied into its unit's flat bucket in its own 16 bits as soon as autograd has it, and freed. A second one for the same
-parameter before the next step is added in fp32. When a unit is complete its bucket is reduced over ranks while backward goes on. Reductions
-are started in one order on all ranks, that of the first backward on the first rank, so an order that differs costs overlap, not correctness.
+A gradient leaves ``param.grad`` as soon as autograd has it. When those of a unit are complete, one launch moves them into the unit's flat
+bucket, in their own 16 bits; a second one of the same parameter before the next step is added in fp32. Then the bucket is reduced over ranks
+while backward goes on. Reductions are started in one order on all ranks, that of the first backward on the first rank, so an order that
+differs costs overlap, not correctness. On a device both kernels measure what they write, so that the norm need not read it again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from zk.events import COMPLETED, Awaited, Event
+from zk.hooks import weakly
+from zk.kernels.reference import unchecked
 from zk.memory import zeros
 from zk.parallel.comm import STATE, Group, Solo
 from zk.parallel.layout import Layout
@@ -35,10 +37,11 @@ class UnitGrads:
     unit: Unit
     index: int  # the unit's number, the same on all ranks
     layout: Layout
-    held: slice  # of the flat buffer: what this rank updates
-    # takes a reduced gradient (held,): None if it keeps the tensor itself, else what to come after before that is used again
-    sink: Callable[[Tensor], Event | None]
-    bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced
+    # takes a reduced gradient (held,) and its ``stats``: None if it keeps the tensor itself, else what to come after before that is used again
+    sink: Callable[[Tensor, Tensor | None], Event | None]
+    waiting: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # gradients of parameters, which go into the bucket together
+    bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced; zeros where there is none
+    stats: Tensor | None = None  # (2,) fp64, of what is in the bucket, as for ``zk.kernels.flatten``; None where they are not known
     present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
     accumulated: bool = False  # some parameter is in the bucket more than once
     wide: bool = False  # the step before accumulated: start with an fp32 bucket
@@ -48,11 +51,9 @@ class UnitGrads:
     kept: set[int] = dataclasses.field(default_factory=set)  # parameters whose gradient is still in its own place, as backward made it
 
 
-def _arrived(reference: weakref.ref[GradReducer], position: int, index: int, param: nn.Parameter) -> None:
-    """The hook of one parameter; weak, as the parameter would keep alive what keeps it alive."""
-    reducer = reference()
-    if reducer is not None:
-        reducer._arrived(position, index, param)
+def stats_on(device: torch.device) -> Tensor | None:
+    """Room for what kernels measure on their way; None in host memory, where the threads of the update do that faster."""
+    return None if device.type == "cpu" else torch.zeros(2, dtype=torch.float64, device=device)
 
 
 class GradReducer:
@@ -82,9 +83,8 @@ class GradReducer:
         self.learned = False
         self.completed: list[int] = []
         self.started: set[int] = set()
-        self.queue: list[tuple[UnitGrads, Awaited, Tensor, Tensor]] = []
-        # buckets to use again, each with what to come after; by layout: what is padding in one is a parameter in another
-        self.pool: dict[tuple[Layout, torch.dtype], list[tuple[Tensor, Event]]] = {}
+        self.queue: list[tuple[UnitGrads, Awaited, Tensor, Tensor, Tensor | None]] = []
+        self.pool: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}  # buckets to use again, each with what to come after
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
         self.unfinished = False  # a backward has brought gradients since ``finish``
@@ -102,8 +102,9 @@ class GradReducer:
         self.order = sorted(range(len(self.units)), key=lambda i: (self.units[i].unit.name.startswith("rest"), -i))
         self.learned = False
         for index, param in enumerate(unit.unit.params):
-            arrived = torch.compiler.disable(functools.partial(_arrived, weakref.ref(self), position, index))
-            self.handles.append(param.register_post_accumulate_grad_hook(arrived))
+            # weak, as the parameter would keep alive what keeps it alive
+            take = torch.compiler.disable(functools.partial(weakly(self.take_grad), position, index))
+            self.handles.append(param.register_post_accumulate_grad_hook(take))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -127,79 +128,95 @@ class GradReducer:
 
     # ---- flatten -------------------------------------------------------------------------------------------------------------
 
-    def _arrived(self, position: int, index: int, param: nn.Parameter) -> None:
+    def take_grad(self, position: int, index: int, param: nn.Parameter) -> None:
+        """Take the gradient that a parameter has got, and reduce what is complete with it."""
         with self.lock:
-            self._take_grad(position, index, param)
-
-    def _take_grad(self, position: int, index: int, param: nn.Parameter) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != -1 and self.task == -1:
-            self.task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
-        unit = self.units[position]
-        if not unit.arrived:
-            unit.expected = sum(p.requires_grad for p in unit.unit.params)
-        grad = own_grad(param)
-        self.unfinished = True
-        hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
-        if grad is not None and hooked and grad_is_away(param):
-            raise RuntimeError(
-                f"a hook of parameter {unit.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it was "
-                "clipped with all others, was used in a step without zero_grad(), came before the hook, or has a loss scale; register hooks before "
-                "the first backward, call zero_grad() after each step, and accumulate without a loss scale"
-            )
-        if grad is not None and grad.requires_grad and self.loss_scale() != 1:
-            raise RuntimeError(
-                "backward with create_graph=True and a loss scale: gradients that are part of a graph stay in param.grad, with the scale; use "
-                "torch.autograd.grad(loss, params, create_graph=True), or set loss_scale=None"
-            )
-        if grad is not None and (hooked or grad.requires_grad or len(self.threads) > 1):
-            # what the user's hooks work on, what is part of a graph, and what another thread may be adding to, stays where it is until the step
-            unit.kept.add(index)
-        elif grad is not None:
-            self.collect(unit, index, param, grad)
-        unit.arrived.add(index)
-        if len(unit.arrived) < unit.expected:
-            return
-        self.completed.append(position)
-        if self.eager:
-            for following in self.order:
-                if following not in self.started:
-                    if following not in self.completed:
-                        break
-                    self._reduce(following)
+            task = torch._C._current_graph_task_id()
+            if task != -1 and self.task == -1:
+                self.task = task
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+            unit = self.units[position]
+            if not unit.arrived:
+                unit.expected = sum(p.requires_grad for p in unit.unit.params)
+            grad = own_grad(param)
+            self.unfinished = True
+            hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
+            if grad is not None and hooked and grad_is_away(param):
+                raise RuntimeError(
+                    f"a hook of parameter {unit.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it "
+                    "was clipped with all others, was used in a step without zero_grad(), came before the hook, or has a loss scale; register hooks "
+                    "before the first backward, call zero_grad() after each step, and accumulate without a loss scale"
+                )
+            if grad is not None and grad.requires_grad and self.loss_scale() != 1:
+                raise RuntimeError(
+                    "backward with create_graph=True and a loss scale: gradients that are part of a graph stay in param.grad, with the scale; use "
+                    "torch.autograd.grad(loss, params, create_graph=True), or set loss_scale=None"
+                )
+            if grad is not None and (hooked or grad.requires_grad or len(self.threads) > 1):
+                # what the user's hooks work on, what is part of a graph, and what another thread may be adding to, stays where it is until the step
+                unit.kept.add(index)
+            elif grad is not None:
+                self.collect(unit, index, param, grad)
+            unit.arrived.add(index)
+            if len(unit.arrived) < unit.expected:
+                return
+            self.flatten(unit)
+            self.completed.append(position)
+            if self.eager:
+                for following in self.order:
+                    if following not in self.started:
+                        if following not in self.completed:
+                            break
+                        self._reduce(following)
 
     def collect(self, unit: UnitGrads, index: int, param: nn.Parameter, grad: Tensor) -> None:
-        """Move ``grad``, which is part of no graph unless gradients are off, from ``param.grad`` into the unit's bucket."""
+        """Take ``grad``, which is part of no graph unless gradients are off, from ``param.grad``."""
         self.check(param)
-        name = unit.unit.names[index]
         if grad.layout is not torch.strided:
-            raise TypeError(f"the gradient of {name!r} is sparse and cannot be flattened; build the embedding with sparse=False")
-        if unit.bucket is None:
-            unit.bucket = self._take(unit)
-        where = unit.layout.whole(index)
-        if grad.dtype == torch.float32 != unit.bucket.dtype:  # assigned by hand, in full precision
-            narrow, unit.bucket, unit.accumulated = unit.bucket, unit.bucket.float(), True
-            self._give(unit, narrow)
-        if index not in unit.present:
-            unit.unit.shaped(index, unit.bucket[where]).copy_(grad)
-            unit.present.add(index)
-        else:
-            unit.accumulated = True
-            if unit.bucket.dtype != torch.float32:
-                narrow, unit.bucket = unit.bucket, unit.bucket.float()
-                self._give(unit, narrow)
-            unit.unit.shaped(index, unit.bucket[where]).add_(grad)
+            raise TypeError(f"the gradient of {unit.unit.names[index]!r} is sparse and cannot be flattened; build the embedding with sparse=False")
+        if index in unit.waiting:
+            self.flatten(unit)
+        unit.waiting[index] = grad
         unit.used.add(index)
         grad_left(param)
 
+    def flatten(self, unit: UnitGrads) -> None:
+        """Move the gradients that wait into the bucket, in one launch, or add them in fp32 to those that are there."""
+        waiting, unit.waiting = unit.waiting, {}
+        if not waiting:
+            return
+        narrow = unit.unit.dtype
+        if any(grad.dtype != narrow for grad in waiting.values()):  # assigned by hand, in full precision
+            waiting = {index: grad.float() for index, grad in waiting.items()}
+            unit.accumulated = True
+        unit.accumulated |= not unit.present.isdisjoint(waiting)
+        if unit.bucket is None:
+            unit.bucket = self._take(unit, torch.float32 if unit.wide or unit.accumulated else narrow)
+            order, bounds = unit.layout.regions(waiting)
+            unit.stats = stats_on(unit.bucket.device)
+            flat = [unit.unit.flat(index, waiting[index]).contiguous() for index in order[: len(waiting)]]
+            unchecked("flatten", unit.bucket.device)(flat, unit.bucket, bounds, unit.stats)
+        else:
+            if unit.accumulated and unit.bucket.dtype != torch.float32:
+                before, unit.bucket = unit.bucket, unit.bucket.float()
+                self._give(before)
+            unit.stats = None
+            for index, grad in waiting.items():
+                unit.unit.shaped(index, unit.bucket[unit.layout.whole(index)]).add_(grad)
+        unit.present.update(waiting)
+
     def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
-        """Forget what the bucket has of some parameters."""
-        unit.present.difference_update(indices)
+        """Forget what there is of some parameters."""
         unit.used.difference_update(indices)
+        for index in indices:
+            unit.waiting.pop(index, None)
+            if index in unit.present and unit.bucket is not None:
+                unit.bucket[unit.layout.whole(index)].zero_()
+                unit.stats = None
+        unit.present.difference_update(indices)
         if unit.bucket is not None and not unit.present:
-            self._give(unit, unit.bucket)
-            unit.bucket, unit.accumulated = None, False
+            self._give(unit.bucket)
+            unit.bucket, unit.stats, unit.accumulated = None, None, False
 
     @property
     def settled(self) -> bool:
@@ -208,21 +225,21 @@ class GradReducer:
 
     def pass_on(self, unit: UnitGrads) -> None:
         """Alone, in backward: what there is of a unit goes on now, the rest of it after."""
+        self.flatten(unit)
         if unit.bucket is not None:
             self._reduce(self.units.index(unit))
 
-    def _take(self, unit: UnitGrads) -> Tensor:
-        """A bucket whose padding is zero. Used ones come back: fresh memory costs a page fault every 4 KiB."""
-        dtype = torch.float32 if unit.wide else unit.unit.dtype
-        free = self.pool.get((unit.layout, dtype))
+    def _take(self, unit: UnitGrads, dtype: torch.dtype) -> Tensor:
+        """A bucket for a unit, with anything in it. Used ones come back: fresh memory costs a page fault every 4 KiB."""
+        free = self.pool.get((unit.layout.numel, dtype))
         if not free or not (free[0][1].done or len(free) >= _IN_FLIGHT):  # on its way out: another one, as long as that are not too many
             return zeros(unit.layout.numel, dtype, unit.unit.device)
         bucket, event = free.pop(0)
         self.follow(event)
         return bucket
 
-    def _give(self, unit: UnitGrads, bucket: Tensor, after: Event = COMPLETED) -> None:
-        free = self.pool.setdefault((unit.layout, bucket.dtype), [])
+    def _give(self, bucket: Tensor, after: Event = COMPLETED) -> None:
+        free = self.pool.setdefault((bucket.numel(), bucket.dtype), [])
         if not self.in_backward or len(free) < _IN_FLIGHT:
             free.append((bucket, after))
 
@@ -231,7 +248,7 @@ class GradReducer:
         if grad is not None and grad.numel() == unit.layout.numel and grad.device == unit.unit.device:
             if unit.wide and grad.dtype != torch.float32:
                 return  # the next bucket will be a wide one
-            self._give(unit, grad)
+            self._give(grad)
 
     # ---- reduce --------------------------------------------------------------------------------------------------------------
 
@@ -240,55 +257,55 @@ class GradReducer:
         self.before()
         unit = self.units[position]
         self.started.add(position)
+        self.flatten(unit)
         bucket = unit.bucket
         if bucket is None:
-            bucket = self._take(unit)
-        for absent in set(range(len(unit.unit.params))) - unit.present:
-            bucket[unit.layout.whole(absent)].zero_()
+            bucket = self._take(unit, unit.unit.dtype).zero_()
         narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
         shard = bucket if alone else torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)
-        pending = self.comm.reduce_scatter(unit.index, bucket, shard)
-        unit.bucket, unit.present, unit.accumulated, unit.wide = None, set(), False, unit.wide or unit.accumulated
-        self.queue.append((unit, pending, bucket, shard))
+        stats = unit.stats if alone else stats_on(bucket.device)
+        pending = self.comm.reduce_scatter(unit.index, bucket, shard, stats)
+        unit.bucket, unit.stats, unit.present, unit.accumulated, unit.wide = None, None, set(), False, unit.wide or unit.accumulated
+        self.queue.append((unit, pending, bucket, shard, stats))
         if alone or len(self.queue) > _IN_FLIGHT:
             self._complete()
 
     def _complete(self) -> None:
         """Wait for the oldest reduction and hand it on."""
-        unit, pending, bucket, shard = self.queue.pop(0)
+        unit, pending, bucket, shard, stats = self.queue.pop(0)
         pending.wait()
         if self.replicate:  # the bucket has been read: the whole result has room there
             self.comm.all_gather(unit.index, bucket, shard).wait()
-            shard = bucket
+            shard, stats = bucket, None
         if shard is not bucket:
-            self._give(unit, bucket)
-        after = unit.sink(shard)
+            self._give(bucket)
+        after = unit.sink(shard, stats)
         if after is not None and shard is bucket:
-            self._give(unit, bucket, after)
+            self._give(bucket, after)
 
     def _backward_ended(self) -> None:
         with self.lock:
-            self._reduce_rest()
+            self.task = -1
+            for unit in self.units:
+                if self.loss_scale() != 1:  # whoever looks sees it without
+                    self._collect_kept(unit)
+                self.flatten(unit)
+                if self.comm.world > 1:  # another rank may have a gradient where this one has none
+                    for param in unit.unit.params:
+                        ask_elsewhere(param)
+            if self.eager:
+                for position in self.order:
+                    if self.units[position].bucket is not None or (position not in self.started and self.comm.world > 1):
+                        self._reduce(position)
+                while self.queue:
+                    self._complete()
+                if not self.learned:
+                    self._learn()
+            self._begin_backward()
 
-    def _reduce_rest(self) -> None:
-        self.task = -1
-        for unit in self.units:
-            if self.loss_scale() != 1:  # whoever looks sees it without
-                self._collect_kept(unit)
-            if self.comm.world > 1:  # another rank may have a gradient where this one has none
-                for param in unit.unit.params:
-                    ask_elsewhere(param)
-        if self.eager:
-            for position in self.order:
-                late = self.units[position].bucket is not None
-                if late or (position not in self.started and self.comm.world > 1):
-                    self._reduce(position)
-            while self.queue:
-                self._complete()
-            if not self.learned:
-                self._learn()
-        self.started, self.completed = set(), []
+    def _begin_backward(self) -> None:
+        self.started, self.completed, self.task = set(), [], -1
         for unit in self.units:
             unit.arrived.clear()
 
@@ -314,12 +331,14 @@ class GradReducer:
         ``keep``: gradients in their own place stay there.
         """
         scale = self.loss_scale()
-        for unit in self.units if not keep else ():
-            self._collect_kept(unit)
-            for index, param in enumerate(unit.unit.params):
+        for unit in self.units:
+            if not keep:
+                self._collect_kept(unit)
+            for index, param in enumerate(unit.unit.params) if not keep else ():
                 grad = own_grad(param)
                 if grad is not None:  # assigned by hand
                     self.collect(unit, index, param, grad if scale == 1 else grad.float() * scale)
+            self.flatten(unit)
         left = [float(unit.bucket is not None) for unit in self.units]  # of no_sync, of a backward that was interrupted, or by hand
         used = [float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))]
         everywhere = torch.tensor(left + used)
@@ -330,36 +349,29 @@ class GradReducer:
                 self._reduce(position)
         while self.queue:
             self._complete()
-        result, start = [], len(left)
-        for unit in self.units:
-            count = len(unit.unit.params)
-            result.append({index for index in range(count) if flags[start + index]})
-            start += count
         self.forget()
         self.flushed = True
-        return result
+        is_used = iter(flags[len(left) :])
+        return [{index for index in range(len(unit.unit.params)) if next(is_used)} for unit in self.units]
 
     def forget(self) -> None:
         """Drop gradients that are not reduced yet, and all memory of a backward that was interrupted."""
         while self.queue:
-            unit, pending, bucket, _ = self.queue.pop(0)
+            _, pending, bucket, *_ = self.queue.pop(0)
             pending.wait()
-            self._give(unit, bucket)
+            self._give(bucket)
         for unit in self.units:
             self.drop(unit, range(len(unit.unit.params)))
-            unit.arrived.clear()
         self.unfinished = False
         self.threads.clear()
-        self.started, self.completed, self.task = set(), [], -1
+        self._begin_backward()
 
     def begin(self) -> None:
         """A forward of the model begins. If a backward is still recorded as under way, an error ended it: what it left counts with the next."""
         with self.lock:
             self.threads.add(threading.get_ident())
             if self.task != -1:
-                self.started, self.completed, self.task = set(), [], -1
-                for unit in self.units:
-                    unit.arrived.clear()
+                self._begin_backward()
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
 ALIGN = 32
@@ -39,10 +39,11 @@ class Layout:
         """Elements of one rank's slice, the same on every rank."""
         return self.numel // self.world
 
-    @property
-    def padding(self) -> int:
-        """Elements that belong to no parameter."""
-        return self.numel - sum(self.numels)
+    def regions(self, first: Collection[int]) -> tuple[list[int], list[int]]:
+        """Every parameter, those of ``first`` first, and the bounds of their regions with the padding after each: start, stop, start, ..."""
+        order = sorted(range(len(self.offsets)), key=lambda index: index not in first)
+        stops = (*self.offsets[1:], self.numel)
+        return order, [bound for index in order for bound in (self.offsets[index], stops[index])]
 
     def shard(self, rank: int) -> slice:
         """The slice of the flat buffer that ``rank`` holds."""

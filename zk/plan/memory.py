@@ -60,7 +60,7 @@ class Footprint:
     config: ZeroConfig
     joined: bool
     # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced), "fresh"
-    # (the gradient of one parameter, as autograd makes it), "staging" (gradients between device and drive), "spare" (room on the drive for
+    # (gradients of one unit, as autograd makes them), "staging" (gradients between device and drive), "spare" (room on the drive for
     # gradients in fp32), "activations" (an estimate)
     sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     updated: Counter[str] = dataclasses.field(default_factory=Counter)  # tier -> elements whose optimizer state is there
@@ -211,7 +211,7 @@ def footprint_of(
         found.sizes["device", "gathered"] = _gathered(gathered, config.prefetch, at_least, leaves)
     found.sizes.update(_buckets(config, world, joined, kinds, at_least, leaves))
     if not at_least:
-        found.sizes["device", "fresh"] = max((max(kind.layout.numels) * kind.unit.dtype.itemsize for kind in kinds if kind.unit.trained), default=0)
+        found.sizes["device", "fresh"] = max((_flat(kind) for kind in kinds if kind.unit.trained), default=0)
     if drive:
         found.sizes["host", "buffer"] = _buffers(drive, assembly, at_least)
         found.sizes["nvme", "spare"] = _file_nbytes(drive, assembly) - sum(nbytes for (tier, _), nbytes in found.sizes.items() if tier == "nvme")

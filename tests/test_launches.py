@@ -1,0 +1,127 @@
+"""The kernels of zk are in the path of a step on a device: how often a step launches each, and that nothing reads a gradient twice."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk
+from tests import softgpu
+from tests.models import GPT, batch, loss_of
+from tests.world import run_world
+from zk.offload.cpu_adam import sum_of_squares
+
+if not softgpu.installed():
+    pytest.skip("counts what the software GPU launches (pytest -p tests.softgpu.plugin)", allow_module_level=True)
+from tests.softgpu import interpreter, streams
+
+HOST = {"optimizer_tier": "host"}
+Case = dict[str, Any]
+
+
+def launches(case: Case) -> tuple[dict[str, int], int, float]:
+    """Launches of each kernel in the third step of training, the number of trained units, and the norm."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    model = GPT().to(device)
+    options, seen = {"dtype": "bf16", **case}, list[Any]()
+    micro_batches = options.pop("micro_batches", 1)
+    reads = {"side_effect": AssertionError("a gradient is read again")} if micro_batches == 1 else {"wraps": sum_of_squares}
+    with (
+        mock.patch.object(interpreter, "ALWAYS", True),
+        mock.patch("zk.offload.tiers.sum_of_squares", **reads),
+        zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), clip_grad_norm=0.1, **options) as optimizer,
+    ):
+        for step in range(3):
+            if step == 2:
+                streams.profiles.append(seen)
+            for part in range(micro_batches):
+                loss_of(model, batch(8 * step + 2 * part + rank).to(device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        streams.profiles.remove(seen)
+        counts = collections.Counter(name for kind, name, *_ in seen if kind == "kernel" and name.endswith("_kernel"))
+        return dict(counts), sum(held.shard is not None for held in optimizer.held), optimizer.metrics()["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("case", "adam"),
+    [
+        ({"stage": 2, **HOST}, 0),
+        ({"stage": 1, **HOST}, 0),
+        ({"stage": 3, "param_tier": "host", **HOST}, 0),
+        ({"stage": 2, "optimizer_tier": "device"}, 1),
+        ({"stage": 2, **HOST, "overlap_step": True}, 0),
+        ({"stage": 2, **HOST, "dtype": "fp32"}, 0),
+    ],
+)
+def test_a_step_flattens_each_unit_in_one_launch(case: Case, adam: int) -> None:
+    counts, units, norm = launches(case)
+    assert counts == {"_move_kernel": units, **({"_adam_kernel": units} if adam else {})}, counts
+    assert norm > 0.1
+
+
+def test_a_step_over_ranks_reduces_each_unit_in_one_launch() -> None:
+    cases = [{"stage": stage, **HOST, **({"param_tier": "host"} if stage == 3 else {})} for stage in (1, 2, 3)]
+    table = run_world(2, launches, cases, backend="nccl")
+    for case, ranks in zip(cases, table, strict=True):
+        for rank in ranks:
+            assert not isinstance(rank, BaseException), f"{case}: {rank}"
+            counts, units, norm = rank
+            assert counts == {"_move_kernel": units, "_reduce_kernel": units}, f"{case}: {counts}"
+            assert norm == ranks[0][2] > 0.1
+
+
+def test_what_is_accumulated_is_flattened_once_for_each_backward() -> None:
+    counts, units, _ = launches({"stage": 2, **HOST, "micro_batches": 2})
+    assert counts == {"_move_kernel": 2 * units}
+
+
+def test_tiles_multiply_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_MATMUL", "triton")
+    layer = zk.TiledLinear(64, 64, in_splits=2, out_splits=2, device="cuda", dtype=torch.bfloat16)
+    model, seen = nn.Sequential(layer), list[Any]()
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, **HOST) as optimizer:
+        streams.profiles.append(seen)
+        with mock.patch.object(interpreter, "ALWAYS", True):
+            model(torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+        streams.profiles.remove(seen)
+    counts = collections.Counter(name for kind, name, *_ in seen if kind == "kernel")
+    assert counts["_matmul_kernel"] >= 4 and counts["_move_kernel"] == len(optimizer.held), counts
+
+
+def losses(case: Case) -> tuple[list[float], list[str]]:
+    """Losses of training, and the collectives that carried the gradients of its last step."""
+    torch.manual_seed(0)
+    device = torch.device("cuda", dist.get_rank())
+    model, found, asked = GPT().to(device), list[Tensor](), list[str]()
+    note = {name: getattr(dist, name) for name in ("all_to_all_single", "reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)}
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dtype="bf16", **HOST, **case) as optimizer:
+        for step in range(4):
+            asked.clear()
+            with mock.patch.multiple(
+                dist, **{name: lambda *args, name=name, call=call, **more: asked.append(name) or call(*args, **more) for name, call in note.items()}
+            ):
+                loss = loss_of(model, batch(2 * step + dist.get_rank()).to(device))
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        assert len(asked) == len(optimizer.held)
+    return [float(loss) for loss in found], sorted(set(asked))
+
+
+def test_the_reduction_is_left_to_nccl_where_that_is_asked_for() -> None:
+    table = run_world(2, losses, [{"exact_reduce": True}, {"exact_reduce": False}], backend="nccl")
+    assert not any(isinstance(rank, BaseException) for ranks in table for rank in ranks), table
+    (exact, by_zk), (other, by_nccl) = table[0][0], table[1][0]
+    assert by_zk == ["all_to_all_single"] and len(by_nccl) == 1 and by_nccl[0].startswith("reduce_scatter_"), (by_zk, by_nccl)
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(exact), rtol=1e-2, atol=1e-2)
