@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -94,7 +95,7 @@ def test_uneven_tiles_are_clipped_like_their_twin(tmp_path: object) -> None:
 
 def left_to_nccl(_: None) -> str:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="exact_reduce=False leaves the reduction .* connected by gloo") as caught:
+    with pytest.raises(ValueError, match=r"exact_reduce=False leaves the reduction .* connected by gloo") as caught:
         zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), exact_reduce=False)
     return str(caught.value)
 
@@ -102,3 +103,24 @@ def left_to_nccl(_: None) -> str:
 def test_a_reduction_by_nccl_is_refused_where_there_is_none() -> None:
     (ranks,) = run_world(2, left_to_nccl, [None], backend="gloo")
     assert all(isinstance(rank, str) and "remove it" in rank for rank in ranks), ranks
+
+
+def used_on_one_rank(_: None) -> list[float]:
+    """The weight of a unit that both ranks have accumulated gradients for, and that one of them then does not use."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    rank = dist.get_rank()
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.25), stage=2, dtype="bf16", units=["a", "b"]) as optimizer:
+        for step in range(3):
+            for micro_batch in range(2 if step == 0 else 1):
+                y = model["a"](torch.ones(2, 4))
+                with optimizer.no_sync() if step == 0 and micro_batch == 0 else contextlib.nullcontext():
+                    (y if rank and step else model["b"](y)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model["b"].weight.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_rank_without_a_gradient_takes_part_in_the_precision_of_the_others() -> None:
+    (ranks,) = run_world(2, used_on_one_rank, [None], backend="gloo")
+    assert isinstance(ranks[0], list) and ranks[0] == ranks[1] and all(map(math.isfinite, ranks[0])), ranks

@@ -39,6 +39,7 @@ FLATTENS: dict[str, Flatten] = {
     "torch_loop": lambda tensors, *place: [part.copy_(tensor.view(-1)) for part, tensor in zip(_parts(tensors, *place), tensors, strict=True)],
     "torch_foreach": lambda tensors, *place: torch._foreach_copy_(_parts(tensors, *place), [tensor.view(-1) for tensor in tensors]),
     "torch_cat": lambda tensors, flat, offsets: torch.cat([tensor.view(-1) for tensor in tensors], out=flat),
+    "fsdp2_chunk_cat": lambda tensors, flat, offsets: torch._chunk_cat([tensor.view(-1) for tensor in tensors], 0, 1, out=flat.view(1, -1)),
 }
 
 

@@ -191,7 +191,8 @@ class GradReducer:
             unit.accumulated = True
         unit.accumulated |= not unit.present.isdisjoint(waiting)
         if unit.bucket is None:
-            unit.bucket = self._take(unit, torch.float32 if unit.wide or unit.accumulated else narrow)
+            unit.wide |= unit.accumulated
+            unit.bucket = self._take(unit)
             order, bounds = unit.layout.regions(waiting)
             unit.stats = stats_on(unit.bucket.device)
             flat = [unit.unit.flat(index, waiting[index]).contiguous() for index in order[: len(waiting)]]
@@ -229,8 +230,9 @@ class GradReducer:
         if unit.bucket is not None:
             self._reduce(self.units.index(unit))
 
-    def _take(self, unit: UnitGrads, dtype: torch.dtype) -> Tensor:
+    def _take(self, unit: UnitGrads) -> Tensor:
         """A bucket for a unit, with anything in it. Used ones come back: fresh memory costs a page fault every 4 KiB."""
+        dtype = torch.float32 if unit.wide else unit.unit.dtype
         free = self.pool.get((unit.layout.numel, dtype))
         if not free or not (free[0][1].done or len(free) >= _IN_FLIGHT):  # on its way out: another one, as long as that are not too many
             return zeros(unit.layout.numel, dtype, unit.unit.device)
@@ -260,7 +262,7 @@ class GradReducer:
         self.flatten(unit)
         bucket = unit.bucket
         if bucket is None:
-            bucket = self._take(unit, unit.unit.dtype).zero_()
+            bucket = self._take(unit).zero_()
         narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
         shard = bucket if alone else torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)
