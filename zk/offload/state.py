@@ -169,8 +169,8 @@ class OptimizerShard:
         """
         self.stats.append(stats)
         if len(self.sections) == 1:
-            return self.sections[0].grads.add(grad)
-        events = [section.grads.add(grad[section.start : section.stop]) for section in self.sections]
+            return self.sections[0].grads.add(grad, stats is not None)
+        events = [section.grads.add(grad[section.start : section.stop], stats is not None) for section in self.sections]
         return None if None in events else events[-1]
 
     def squares(self) -> list[float | Tensor]:

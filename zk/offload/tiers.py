@@ -119,7 +119,7 @@ class MemoryGrads:
         self.chunks, self.num_threads = chunks, num_threads
         self.flat: Tensor | None = None
 
-    def add(self, grad: Tensor) -> Event | None:
+    def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
         if self.flat is None:
             self.flat = grad
@@ -166,13 +166,14 @@ class HostGrads:
     def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
         self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
         self.first: Arrival | None = None
+        self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
         self.total: Tensor | None = None  # fp32
         self.added: Ticket | None = None
 
-    def add(self, grad: Tensor) -> Event | None:
+    def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         arrival = self.transfer.offload(grad, self.chunks)
         if self.first is None and self.total is None:
-            self.first = arrival
+            self.squares, self.first = 0.0 if is_measured else sum_of_squares(grad, self.num_threads), arrival
         else:
             first, self.first = self.first, None
             if first is not None:
@@ -188,8 +189,7 @@ class HostGrads:
 
     def sum_of_squares(self) -> float | Tensor:
         self._settle()
-        here = self.total if self.first is None else self.first.whole()
-        return 0.0 if here is None else sum_of_squares(here, self.num_threads)
+        return sum_of_squares(self.total, self.num_threads) if self.total is not None else self.squares if self.first is not None else 0.0
 
     def take(self) -> TakenArrival | TakenTensor:
         self._settle()

@@ -209,15 +209,17 @@ class GradReducer:
     def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
         """Forget what there is of some parameters."""
         unit.used.difference_update(indices)
+        gone = unit.present.intersection(indices)
+        unit.present -= gone
         for index in indices:
             unit.waiting.pop(index, None)
-            if index in unit.present and unit.bucket is not None:
-                unit.bucket[unit.layout.whole(index)].zero_()
-                unit.stats = None
-        unit.present.difference_update(indices)
         if unit.bucket is not None and not unit.present:
             self._give(unit.bucket)
             unit.bucket, unit.stats, unit.accumulated = None, None, False
+        elif unit.bucket is not None and gone:
+            unit.stats = None
+            for index in gone:
+                unit.bucket[unit.layout.whole(index)].zero_()
 
     @property
     def settled(self) -> bool:

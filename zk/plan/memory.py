@@ -211,7 +211,10 @@ def footprint_of(
         found.sizes["device", "gathered"] = _gathered(gathered, config.prefetch, at_least, leaves)
     found.sizes.update(_buckets(config, world, joined, kinds, at_least, leaves))
     if not at_least:
-        found.sizes["device", "fresh"] = max((_flat(kind) for kind in kinds if kind.unit.trained), default=0)
+        # (outside of blocks the last one comes when activations have gone)
+        found.sizes["device", "fresh"] = max(
+            (max(kind.layout.numels) * kind.unit.dtype.itemsize if kind.rest else _flat(kind) for kind in kinds if kind.unit.trained), default=0
+        )
     if drive:
         found.sizes["host", "buffer"] = _buffers(drive, assembly, at_least)
         found.sizes["nvme", "spare"] = _file_nbytes(drive, assembly) - sum(nbytes for (tier, _), nbytes in found.sizes.items() if tier == "nvme")
