@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from tests.simulate.job import run
+from tests.simulate.link import LateLink
 from zk import events
 from zk.checkpoint import files, folders, load, save
 from zk.held import Held
@@ -142,7 +143,7 @@ def _add_to_failed(real: Callable[..., Any]) -> Callable[..., Any]:
 DEFECTS: dict[str, Planted] = {
     # waits
     "copy_not_awaited": lambda: patch(transfer.Arrival, "piece", lambda self, index: self.record.tensor[self.pieces[index]]),
-    "upload_not_followed": lambda: patch(transfer.Transfer, "follow", nothing),
+    "upload_not_followed": lambda: patch(LateLink, "follow", nothing),
     "read_not_awaited": lambda: patch(spill.Spill, "stall", nothing),
     "write_not_awaited": lambda: patch(spill.Spill, "_after_writes", nothing),
     "request_not_awaited": lambda: patch(nvme.Request, "wait", nothing),

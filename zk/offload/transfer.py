@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zk.events import Awaited, Event
+from zk.events import Event
 from zk.offload.pinned import Arena, Record
 from zk.offload.streams import Link
 from zk.timeline import phase
@@ -64,11 +64,7 @@ class Transfer:
 
     def __init__(self, link: Link, arena: Arena | None, overlap: bool) -> None:
         self.link, self.arena, self.overlap = link, arena, overlap
-        self.joined, self.mark = link.joined, link.mark
-
-    def follow(self, event: Awaited) -> None:
-        """As for Link."""
-        self.link.follow(event)
+        self.joined, self.mark, self.follow = link.joined, link.mark, link.follow
 
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of host memory for as long as the optimizer lives, zero."""
