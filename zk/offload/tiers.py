@@ -39,7 +39,7 @@ class Guard:
 
 
 class _Resident:
-    """What is always there."""
+    """Chunks that are always in memory."""
 
     def fetch(self, index: int) -> bool:
         """Ask for a chunk; False if that is not possible now."""
