@@ -148,22 +148,20 @@ class Held:
                 task.done.wait()
             self.forget_update()
             self.transfer.follow(task.landing.arriving)
-            assert self.shard is not None
             if task.keep:
-                self.shard.give_back(task.taken)
                 self.spent = task.grad_scale
-            else:
-                self._recycle(task.taken.drop())
             if isinstance(self.params, PartitionedParams):
                 self.params.publish()
 
     def forget_update(self) -> None:
         """The update under way has ended, one way or the other."""
         with self.lock:
-            self.underway = None
+            task, self.underway = self.underway, None
             if isinstance(self.params, ReplicatedParams):
                 for param in self.unit.params:
                     unmark(param)
+            if task is not None and not task.keep:
+                self._recycle()
 
     def updating(self, wait: bool) -> bool:
         """Whether an update is under way, after ``wait``ing for it if asked to."""
@@ -176,7 +174,6 @@ class Held:
     def take_in(self, grad: Tensor, stats: Tensor | None) -> Event | None:
         """Add a reduced gradient, as OptimizerShard.add does, to what ``param.grad`` is."""
         assert self.shard is not None
-        assert self.underway is None or not self.underway.keep, "an update still uses the gradient that is added to"  # reductions come after it
         self.clip()
         self.renew()
         return self.shard.add(grad, stats)
@@ -204,6 +201,7 @@ class Held:
 
     def renew(self) -> None:
         """Put the gradient on its tier as ``param.grad`` is: with the user's changes, and with the clip of a step that has used it."""
+        self.arrive()
         scale = self.loss_scale()
         if not self.shown and (self.spent is None or self.spent * scale == 1):
             self.spent = None
@@ -237,29 +235,30 @@ class Held:
         return grad if by == 1 else grad.float() * by
 
     def drop_gradient(self) -> None:
-        """Forget the gradient; an update under way keeps what it works with."""
+        """Forget the gradient; an update in flight does so at its end."""
         with self.lock:
-            if self.underway is not None:
-                self.underway.keep = False
             self.used.clear()
             self.shown.clear()
             self.spent = None
-            if self.shard is not None:
-                self._recycle(self.shard.clear())
+            if self.underway is not None:
+                self.underway.keep = False
+            else:
+                self._recycle()
         for param in self.unit.params:
             grad_gone(param)
 
     def zero_gradient(self, used: set[int]) -> None:
         """The gradients of these parameters become zeros, and there are no others."""
         assert self.shard is not None
+        self.arrive()
         self.used |= used
         self.shard.add(zeros(self.params.held.stop - self.params.held.start, self.unit.dtype, self.unit.device))
         for index in used:
             grad_left(self.unit.params[index])
 
-    def _recycle(self, memory: Tensor | None) -> None:
-        if self.recycle is not None and self.grads is not None:
-            self.recycle(self.grads, memory)
+    def _recycle(self) -> None:
+        if self.shard is not None and self.recycle is not None and self.grads is not None:
+            self.recycle(self.grads, self.shard.clear())
 
     # ---- values from outside -------------------------------------------------------------------------------------------------
 

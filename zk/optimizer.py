@@ -510,7 +510,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if held.shard is not None and held.used:
                     held.count_step()
                     publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, held.shard.take(), list(held.runs(group_of)), publish, grad_scale)
+                    tasks[number] = Task(held.unit.name, held.shard, list(held.runs(group_of)), publish, grad_scale)
             if beside:
                 self._update_beside(tasks)
             else:

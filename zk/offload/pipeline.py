@@ -14,7 +14,7 @@ from typing import Any
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
 from zk.offload.snapshot import Unread
-from zk.offload.state import OptimizerShard, TakenGradient
+from zk.offload.state import OptimizerShard
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT
 from zk.offload.worker import Cancelled
 from zk.timeline import phase
@@ -36,7 +36,6 @@ class Task:
 
     name: str
     shard: OptimizerShard
-    taken: TakenGradient
     runs: Sequence[Run]
     # brings the updated slice to the other ranks, after its last copy home and a mark, as for Transfer; returns what compute must follow
     publish: Callable[[Event, Event | None], Awaited]
@@ -109,11 +108,11 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
         if stop is not None and stop.is_set():
             raise Cancelled(f"the run ended before the update of unit {task.name!r} did")
         asked = max(asked, position)
-        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1], work[asked][0].taken):
+        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1]):
             asked += 1
         keep = options.keep and position >= len(work) - CHUNKS_KEPT
         with phase("update", task.name):
-            task.shard.update(index, task.taken, task.runs, task.grad_scale, options.num_threads, keep, options.mark, task.unread)
+            task.shard.update(index, task.runs, task.grad_scale, options.num_threads, keep, options.mark, task.unread)
         task.left -= 1
         if not task.left:
             task.end(options.mark)

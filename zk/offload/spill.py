@@ -6,7 +6,6 @@ A piece is asked for ahead (``fetch``), opened when it is needed (``open`` waits
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -472,7 +471,7 @@ class FileGrads:
         self.parts: Buffers | None = None  # for chunks
         self.dtype: torch.dtype | None = None
         self.sum = 0.0
-        self.added: Ticket | None = None
+        self.added = COMPLETED  # the last addition
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
@@ -483,10 +482,9 @@ class FileGrads:
         self.added = self.worker.submit(functools.partial(self._arrive, arrival, self.added))
         return arrival.events[-1]
 
-    def _arrive(self, arrival: Arrival, before: Ticket | None) -> None:
+    def _arrive(self, arrival: Arrival, before: Ticket) -> None:
         try:
-            if before is not None:
-                before.wait()  # where that failed, so does what is added to it
+            before.wait()  # where that failed, so does what is added to it
             self._add(arrival.whole())
         finally:
             arrival.drop()
@@ -505,63 +503,42 @@ class FileGrads:
         self.whole.evict(piece, changed=True)
         self.dtype = grad.dtype
 
-    def _settle(self) -> None:
-        added, self.added = self.added, None
-        if added is not None:
-            added.wait()
-
     def _piece(self, chunk: slice, dtype: torch.dtype) -> Piece:
         size = dtype.itemsize
         return Piece(self.offset + chunk.start * size, round_up((chunk.stop - chunk.start) * size))
 
     def sum_of_squares(self) -> float:
         """Of the gradient, in float64; 0 without one."""
-        self._settle()
+        self.added.wait()
         return self.sum if self.dtype is not None else 0.0
 
-    def take(self) -> TakenFile:
-        """Hand it to the update."""
-        self._settle()
-        assert self.parts is not None and self.dtype is not None
-        dtype, self.dtype = self.dtype, None
-        pieces = [self._piece(chunk, dtype) for chunk in self.chunks]
-        return TakenFile(self.parts, pieces, [chunk.stop - chunk.start for chunk in self.chunks], dtype)
+    def _chunk(self, index: int) -> Piece:
+        self.added.wait()
+        assert self.dtype is not None
+        return self._piece(self.chunks[index], self.dtype)
 
-    def give_back(self, taken: Any) -> None:
-        """Take it back from the update: no other was written."""
-        self.dtype = taken.dtype
+    def fetch(self, index: int) -> bool:
+        """Ask for chunk ``index``; False if there is no buffer for it now."""
+        assert self.parts is not None
+        return self.parts.fetch(self._chunk(index))
+
+    def open(self, index: int) -> Tensor:
+        """Chunk ``index``, to be read until ``close``."""
+        piece, chunk = self._chunk(index), self.chunks[index]
+        assert self.parts is not None and self.dtype is not None
+        return self.parts.open(piece)[: (chunk.stop - chunk.start) * self.dtype.itemsize].view(self.dtype)
+
+    def close(self, index: int) -> None:
+        """Done with chunk ``index``."""
+        assert self.parts is not None
+        self.parts.evict(self._chunk(index), changed=False)
 
     def clear(self) -> None:
         """Forget the gradient, also one that could not be written."""
-        with contextlib.suppress(OSError):
-            self._settle()
-        self.dtype = None
+        self.added.join()
+        self.added, self.dtype = COMPLETED, None
 
     @property
     def nbytes(self) -> int:
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TakenFile:
-    """A gradient that is read back from the file, chunk by chunk."""
-
-    buffers: Buffers
-    pieces: Sequence[Piece]
-    numels: Sequence[int]
-    dtype: torch.dtype
-
-    def fetch(self, index: int) -> bool:
-        """Ask for chunk ``index``; False if there is no buffer for it now."""
-        return self.buffers.fetch(self.pieces[index])
-
-    def open(self, index: int) -> Tensor:
-        """Chunk ``index`` of the gradient."""
-        return self.buffers.open(self.pieces[index])[: self.numels[index] * self.dtype.itemsize].view(self.dtype)
-
-    def close(self, index: int) -> None:
-        """Done with chunk ``index``."""
-        self.buffers.evict(self.pieces[index], changed=False)
-
-    def drop(self) -> None:
-        """The file keeps no record of it."""

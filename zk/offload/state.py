@@ -14,7 +14,7 @@ from zk.events import COMPLETED, Event
 from zk.kernels.split import join, split_
 from zk.offload.rules import Rule
 from zk.offload.snapshot import Unread
-from zk.offload.tiers import Grads, MemoryHome, MemoryStore, Store, Taken
+from zk.offload.tiers import Grads, MemoryHome, MemoryStore, Store
 from zk.offload.transfer import Transfer
 
 Fields = dict[str, Tensor]
@@ -62,21 +62,6 @@ class Section:
         return event
 
 
-def _first(memory: Sequence[Tensor | None]) -> Tensor | None:
-    return next((one for one in memory if one is not None), None)
-
-
-class TakenGradient:
-    """One step's gradient of a shard, in sections, on its way through the update."""
-
-    def __init__(self, parts: Sequence[Taken], stats: list[Tensor | None]) -> None:
-        self.parts, self.stats = parts, stats
-
-    def drop(self) -> Tensor | None:
-        """Done with it; returns memory that was taken with it."""
-        return _first([part.drop() for part in self.parts])
-
-
 class OptimizerShard:
     """Optimizer state of the slice of a unit that this rank updates.
 
@@ -88,10 +73,10 @@ class OptimizerShard:
 
     def __init__(self, rule: Rule, sections: Sequence[Section], names: Sequence[str]) -> None:
         self.rule, self.sections, self.names = rule, sections, tuple(names)
-        self.places = [(section, number, index) for number, section in enumerate(sections) for index in range(len(section.state.chunks))]
+        self.places = [(section, index) for section in sections for index in range(len(section.state.chunks))]
         self.chunks = [
             slice(section.start + section.state.chunks[index].start, section.start + section.state.chunks[index].stop)
-            for section, _, index in self.places
+            for section, index in self.places
         ]
         self.split = self.has_master = False  # known with the first fields
         self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
@@ -115,7 +100,7 @@ class OptimizerShard:
     @contextlib.contextmanager
     def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> Iterator[Fields]:
         """The fields of chunk ``number``, put back whatever happens inside."""
-        section, _, index = self.places[number]
+        section, index = self.places[number]
         state = section.state.open(index, read)
         try:
             param = section.param.open(index, read)
@@ -179,30 +164,20 @@ class OptimizerShard:
             return [self.stats[0][0]]
         return [section.grads.sum_of_squares() for section in self.sections]
 
-    def take(self) -> TakenGradient:
-        """Hand the gradient to the update: the next one may come in."""
-        stats, self.stats = self.stats, []
-        return TakenGradient([section.grads.take() for section in self.sections], stats)
-
-    def give_back(self, taken: TakenGradient) -> None:
-        """Take the gradient back from the update, as no other came in."""
-        self.stats = taken.stats
-        for section, part in zip(self.sections, taken.parts, strict=True):
-            section.grads.give_back(part)
-
     def bring(self, device: torch.device) -> Tensor:
         """Take the gradient out: (n,) on ``device``, in memory of its own."""
-        taken, pieces = self.take(), []
-        for _, which, index in self.places:
-            pieces.append(taken.parts[which].open(index).to(device, copy=True))
-            taken.parts[which].close(index)
-        taken.drop()
+        pieces = []
+        for section, index in self.places:
+            pieces.append(section.grads.open(index).to(device, copy=True))
+            section.grads.close(index)
+        self.clear()
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
         self.stats = []
-        return _first([section.grads.clear() for section in self.sections])
+        memory = [section.grads.clear() for section in self.sections]
+        return next((one for one in memory if one is not None), None)
 
     # ---- update --------------------------------------------------------------------------------------------------------------
 
@@ -210,15 +185,14 @@ class OptimizerShard:
         """Whether host threads update a chunk."""
         return self.places[number][0].beside
 
-    def fetch(self, number: int, taken: TakenGradient) -> bool:
+    def fetch(self, number: int) -> bool:
         """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
-        section, which, index = self.places[number]
-        return section.state.fetch(index) and section.param.fetch(index) and taken.parts[which].fetch(index)
+        section, index = self.places[number]
+        return section.state.fetch(index) and section.param.fetch(index) and section.grads.fetch(index)
 
     def update(
         self,
         number: int,
-        taken: TakenGradient,
         runs: Sequence[tuple[slice, Mapping[str, Any], int]],
         grad_scale: float,
         num_threads: int,
@@ -231,9 +205,9 @@ class OptimizerShard:
         ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
         """
         chunk = self.chunks[number]
-        section, which, index = self.places[number]
+        section, index = self.places[number]
         with self.changed(number, unread, keep) as fields:
-            grad = taken.parts[which].open(index)
+            grad = section.grads.open(index)
             try:
                 for elements, group, step in runs:
                     start, stop = max(elements.start, chunk.start), min(elements.stop, chunk.stop)
@@ -244,7 +218,7 @@ class OptimizerShard:
                         flat.setdefault("master", None)
                         self.rule.update(flat, group, step, grad_scale, num_threads)
             finally:
-                taken.parts[which].close(index)
+                section.grads.close(index)
         event = section.take_home(index, mark)
         if event is not COMPLETED:
             self.arriving = event
@@ -253,7 +227,7 @@ class OptimizerShard:
 
     def fetch_state(self, number: int) -> None:
         """Ask for a chunk, without its gradient, ahead of ``opened``."""
-        section, _, index = self.places[number]
+        section, index = self.places[number]
         section.state.fetch(index)
         section.param.fetch(index)
 
@@ -276,7 +250,7 @@ class OptimizerShard:
 
     def upload(self) -> None:
         """Bring all parameters to where they rest, for compute to use."""
-        for section, _, index in self.places:
+        for section, index in self.places:
             self.arriving = section.take_home(index, None)
             section.transfer.follow(self.arriving)
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event, Ticket
+from zk.events import COMPLETED, Event
 from zk.logs import rank_log
 from zk.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
-from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, TakenFile, chunks_of
+from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, chunks_of
 from zk.offload.transfer import Arrival, Transfer, pieces_of
 from zk.offload.worker import Worker
 
@@ -97,22 +96,7 @@ class MemoryHome:
         return self.shard.nbytes
 
 
-class TakenTensor(_Resident):
-    """A gradient that is in memory; ``lent`` if that is to be used again."""
-
-    def __init__(self, flat: Tensor | None, chunks: Sequence[slice], lent: bool) -> None:
-        self.flat, self.chunks, self.lent = flat, chunks, lent
-
-    def open(self, index: int) -> Tensor:
-        assert self.flat is not None
-        return self.flat[self.chunks[index]]
-
-    def drop(self) -> Tensor | None:
-        flat, self.flat = self.flat, None
-        return flat if self.lent else None
-
-
-class MemoryGrads:
+class MemoryGrads(_Resident):
     """The gradient as a tensor in the memory where backward made it: in its own precision, fp32 once it is accumulated."""
 
     def __init__(self, chunks: Sequence[slice], num_threads: int) -> None:
@@ -132,11 +116,9 @@ class MemoryGrads:
     def sum_of_squares(self) -> float | Tensor:
         return 0.0 if self.flat is None else sum_of_squares(self.flat, self.num_threads)
 
-    def take(self) -> TakenTensor:
-        return TakenTensor(self.clear(), self.chunks, lent=True)
-
-    def give_back(self, taken: Any) -> None:
-        self.flat = taken.flat
+    def open(self, index: int) -> Tensor:
+        assert self.flat is not None
+        return self.flat[self.chunks[index]]
 
     def clear(self) -> Tensor | None:
         flat, self.flat = self.flat, None
@@ -147,20 +129,7 @@ class MemoryGrads:
         return 0 if self.flat is None else self.flat.nbytes
 
 
-class TakenArrival(_Resident):
-    """A gradient that arrives in host memory."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
-
-    def open(self, index: int) -> Tensor:
-        return self.arrival.piece(index)
-
-    def drop(self) -> None:
-        self.arrival.drop()
-
-
-class HostGrads:
+class HostGrads(_Resident):
     """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 beside training once there is a second."""
 
     def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
@@ -168,7 +137,7 @@ class HostGrads:
         self.first: Arrival | None = None
         self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
         self.total: Tensor | None = None  # fp32
-        self.added: Ticket | None = None
+        self.added = COMPLETED  # the last addition
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         arrival = self.transfer.offload(grad, self.chunks)
@@ -182,28 +151,20 @@ class HostGrads:
             self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival))
         return arrival.events[-1]
 
-    def _settle(self) -> None:
-        added, self.added = self.added, None
-        if added is not None:
-            added.wait()
-
     def sum_of_squares(self) -> float | Tensor:
-        self._settle()
+        self.added.wait()
         return sum_of_squares(self.total, self.num_threads) if self.total is not None else self.squares if self.first is not None else 0.0
 
-    def take(self) -> TakenArrival | TakenTensor:
-        self._settle()
-        (first, self.first), (total, self.total) = (self.first, None), (self.total, None)
-        return TakenArrival(first) if first is not None else TakenTensor(total, self.chunks, lent=False)
-
-    def give_back(self, taken: Any) -> None:
-        if isinstance(taken, TakenArrival):
-            self.first = taken.arrival
-        else:
-            self.total = taken.flat
+    def open(self, index: int) -> Tensor:
+        self.added.wait()
+        if self.first is not None:
+            return self.first.piece(index)
+        assert self.total is not None
+        return self.total[self.chunks[index]]
 
     def clear(self) -> Tensor | None:
-        self._settle()
+        self.added.join()
+        self.added = COMPLETED
         if self.first is not None:
             self.first.drop()
         self.first = self.total = None
@@ -349,7 +310,6 @@ class NVMeTier:
 Tier = MemoryTier | NVMeTier
 Store = MemoryStore | FileStore
 Grads = MemoryGrads | HostGrads | FileGrads
-Taken = TakenTensor | TakenArrival | TakenFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
