@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from zk.plan.memory import activations_nbytes
+from zk.plan.choose import activations_nbytes
 from zk.plan.shape import Decoder, Shape
 
 PIECE = 1024  # tokens whose logits exist at once

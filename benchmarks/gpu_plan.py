@@ -16,9 +16,8 @@ from gpu_step import CLIP, Job
 
 from zk.config import ZeroConfig
 from zk.plan.choose import consider, shown
-from zk.plan.memory import USABLE, Machine
 from zk.plan.shape import Decoder, Shape
-from zk.plan.speed import step_of
+from zk.plan.speed import USABLE, Machine, step_of
 
 Row = dict[str, Any]
 TIERS: dict[str, dict[str, Any]] = {
@@ -122,7 +121,7 @@ def _of_zk(job: Job, size: Decoder, machine: Machine, rows: Sequence[Row], nvme:
 
     def step_s(tokens: int, overlap_step: bool) -> float:
         rates = dataclasses.replace(machine, tflops=tflops_of(job, tokens, rows, machine))
-        return step_of(shape, option.found, rates, tokens, overlap_step).seconds
+        return step_of(shape, option.found, option.config, rates, tokens, overlap_step).seconds
 
     if job.system == "zk_auto":
         beside = step_s(max(job.tokens), True) < _WORTH * step_s(max(job.tokens), False)

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 import zk
 from zk.memory import peak_nbytes, trim
-from zk.plan import needs
-from zk.plan.memory import Machine, footprint
+from zk.plan import check
+from zk.plan.choose import footprint
 from zk.plan.shape import Shape, shape_of_module
+from zk.plan.speed import Machine
 
 MIB = 1 << 20
 ROOT = Path(__file__).parent.parent
@@ -77,7 +78,7 @@ def train(width: int, blocks: int, options: dict[str, Any]) -> tuple[int, int]:
 
     with zk.deferred_init():
         model = build(width, blocks)
-    with mock.patch.object(needs, "lacking", look), zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
+    with mock.patch.object(check, "lacking", look), zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
         nvme = optimizer.tiers.get("nvme")
         file_nbytes = nvme.spill.nbytes if nvme is not None else 0  # type: ignore[union-attr]
         for _ in range(3):

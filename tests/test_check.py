@@ -22,9 +22,11 @@ from tests.world import run_world
 from zk import memory
 from zk.cli import app
 from zk.offload.rules import rule_for
-from zk.parallel.layout import Layout
-from zk.plan import needs
-from zk.plan.memory import Kind, footprint_of
+from zk.plan import check
+from zk.plan.choose import footprint
+from zk.plan.footprint import footprint_of
+from zk.plan.shape import Shape, Units
+from zk.plan.speed import Machine
 from zk.precision import stored_dtypes
 from zk.testing.devices import ThrottledLink, pretend
 
@@ -59,7 +61,7 @@ def free(apart: bool = False, **nbytes: int) -> Iterator[None]:
         there = {"device": GIB, "host": GIB, "nvme": GIB, **nbytes}
         return {name: there[name] for name in ("device", "host", "nvme") if (name != "device" or apart) and (name != "nvme" or paths)}
 
-    with mock.patch.object(needs, "free_memory", found), pretend(ThrottledLink(1e9)) if apart else contextlib.nullcontext():
+    with mock.patch.object(check, "free_memory", found), pretend(ThrottledLink(1e9)) if apart else contextlib.nullcontext():
         yield
 
 
@@ -141,7 +143,7 @@ def needed(net: nn.Module, **config: Any) -> dict[str, int]:
         found.append((need, there))
         return {}
 
-    with mock.patch.object(needs, "lacking", look):
+    with mock.patch.object(check, "lacking", look):
         zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters()), **config).close()
     return found[0][0]
 
@@ -182,13 +184,13 @@ def test_optimizer_state_that_is_taken_over_counts_as_free() -> None:
     adam = torch.optim.AdamW(net.parameters())
     train(net, adam)
     seen = []
-    original = needs.Case.needed
+    original = check.Case.needed
 
-    def look(self: needs.Case, *args: Any, **kwargs: Any) -> dict[str, int]:
+    def look(self: check.Case, *args: Any, **kwargs: Any) -> dict[str, int]:
         seen.append(original(self, *args, **kwargs))
         return seen[-1]
 
-    with free(), mock.patch.object(needs.Case, "needed", look):
+    with free(), mock.patch.object(check.Case, "needed", look):
         zk.ZeroOptimizer(net, adam, stage=2).close()
     assert 0 < seen[0]["host"] < before
 
@@ -229,27 +231,21 @@ def test_buffers_that_are_deferred_are_yet_to_be_made(cast_buffers: bool, nbytes
 
 def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> None:
     """Also where some of them stay in memory and others do not."""
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + (index % 3 == 2))) for index in range(12)))
+    shape = Shape("x", (Units((WIDTH * WIDTH, WIDTH), 8), Units((2 * WIDTH * WIDTH, 2 * WIDTH), 4)), WIDTH, 2 * WIDTH, 0)
+    apart = [nn.Linear(WIDTH, WIDTH) for _ in range(8)] + [nn.Linear(WIDTH, 2 * WIDTH) for _ in range(4)]
+    net = nn.Sequential(*apart)
     adam = torch.optim.AdamW(net.parameters())
-    stored = stored_dtypes(net, torch.bfloat16)
-    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
-    layouts = [Layout.of([param.numel() for param in unit.params], 2) for unit in units]
+    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16), [nn.Linear])
     drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
+    where = Machine(gpu_nbytes=None, ram_nbytes=GIB, nvme_nbytes=GIB, world=2, per_machine=2)
     for config in (
         zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host"),
-        zk.ZeroConfig(stage=3, dtype="bf16", **drive, host_budget="400KiB"),  # type: ignore[arg-type]
+        zk.ZeroConfig(stage=3, dtype="bf16", **drive, host_budget="420KiB"),  # type: ignore[arg-type]
     ):
-        case = needs.Case(net, stored, units, layouts, rule_for(adam), adam, torch.device("cpu"), True, 2, 2)
-        each = [Kind(unit, layout, 1, False) for unit, layout in zip(units, layouts, strict=True)]
-        found = case.footprint(config, True, 2)[1]
-        apart = footprint_of(each, config, 2, True, case.rule, adam.param_groups, at_least=True)
-        assert len(case._kinds()[0]) == 2 and len(units) == 12
-        assert (found.sizes, found.settled, found.gathers) == (apart.sizes, apart.settled, apart.gathers)
-        alike = case.needed(config, at_least=True)
-        with mock.patch.object(needs, "_runs", lambda steps: ((step, 1) for step in steps)):
-            assert case.needed(config, at_least=True) == alike
+        found, each = footprint(shape, config, where), footprint_of(net, units, config, 2, True, rule_for(adam), adam.param_groups)
+        assert found == each and len(units) == 12
         if config.nvme_path:
-            assert len({str(rests) for rests in found.settled}) > 2
+            assert len({str(rests) for rests in found.units}) > 2
 
 
 def test_what_nothing_helps_is_said_so() -> None:
@@ -326,11 +322,11 @@ def test_room_on_drives_is_counted_once_for_each_file_system(tmp_path: Path) -> 
     both = [str(tmp_path / name) for name in "ab"]
     room = {"f_bavail": 10, "f_bfree": 10, "f_frsize": MIB}
     with mock.patch.object(os, "statvfs", lambda _: mock.Mock(**room)):
-        assert needs.free_memory(torch.device("cpu"), True, both[:1])["nvme"] == 10 * MIB
-        assert needs.free_memory(torch.device("cpu"), True, both)["nvme"] == 10 * MIB  # two stripes on one drive
-    assert needs.free_memory(torch.device("cpu"), True, [str(tmp_path / "not there")]).keys() == {"host"}
-    with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=GIB)), mock.patch.object(needs, "host_memory", lambda: (0, 5)):
-        assert needs.free_memory(torch.device("cpu"), True, []) == {"host": GIB + 5}
+        assert check.free_memory(torch.device("cpu"), True, both[:1])["nvme"] == 10 * MIB
+        assert check.free_memory(torch.device("cpu"), True, both)["nvme"] == 10 * MIB  # two stripes on one drive
+    assert check.free_memory(torch.device("cpu"), True, [str(tmp_path / "not there")]).keys() == {"host"}
+    with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=GIB)), mock.patch.object(check, "host_memory", lambda: (0, 5)):
+        assert check.free_memory(torch.device("cpu"), True, []) == {"host": GIB + 5}
 
 
 def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: Path) -> None:
@@ -340,15 +336,14 @@ def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: 
         for world in (1, 2, 3):
             net = model()
             units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16))
-            kinds = [Kind(unit, Layout.of([p.numel() for p in unit.params], world), 1, unit.anchors[0] is net) for unit in units]
             adam = torch.optim.AdamW(net.parameters())
             for stage in range(4):
                 for param_tier, optimizer_tier in tiers if stage == 3 else tiers[:3]:
                     drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
                     config = zk.ZeroConfig(stage=stage, param_tier=param_tier, optimizer_tier=optimizer_tier, dtype="bf16", **drive)  # type: ignore[arg-type]
                     rule = rule_for(adam)
-                    most = footprint_of(kinds, config, world, joined, rule, adam.param_groups)
-                    least = footprint_of(kinds, config, world, joined, rule, adam.param_groups, at_least=True)
+                    most = footprint_of(net, units, config, world, joined, rule, adam.param_groups)
+                    least = footprint_of(net, units, config, world, joined, rule, adam.param_groups, at_least=True)
                     for name in ("device", "host", "nvme"):
                         assert least.on(name) <= most.on(name), (joined, world, config)
                     assert least.on("nvme") == most.on("nvme")
@@ -390,8 +385,7 @@ from torch import nn
 from unittest import mock
 from zk import memory
 from zk.cli import app
-from zk.offload.rules import rule_for
-from zk.plan import needs
+from zk.plan import check
 
 def run(width, layers, graded=False, **config):
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -400,7 +394,7 @@ def run(width, layers, graded=False, **config):
         net(torch.randn(1, width)).sum().backward()
     adam = torch.optim.AdamW(net.parameters())
     found = []
-    with mock.patch.object(needs, "lacking", lambda need, free: found.append(need) or {}):
+    with mock.patch.object(check, "lacking", lambda need, free: found.append(need) or {}):
         gc.collect(), memory.trim()  # what the run before has left is not this one's
         open("/proc/self/clear_refs", "w").write("5")  # the peak is that from here on
         before = memory.peak_nbytes()

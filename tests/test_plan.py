@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zk
-from tests import programs
+from tests import papers, programs
 from tests.world import run_world
 from zk.cli import app
 from zk.events import Event
 from zk.offload.streams import Joined
 from zk.parallel.layout import Layout
-from zk.plan import papers, report
-from zk.plan.choose import as_dict, as_python, consider, largest, plan, shown
-from zk.plan.memory import Machine, footprint
+from zk.plan import report
+from zk.plan.choose import as_dict, as_python, consider, footprint, largest, plan, shown
 from zk.plan.picture import draw
 from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
-from zk.plan.speed import length, step_of
+from zk.plan.speed import Machine, length, step_of
 from zk.precision import stored_dtypes
 from zk.testing.devices import CPU, pretend
 from zk.train.gpt import GPT, GPTConfig
@@ -429,8 +428,8 @@ def test_the_largest_model_fits_and_one_larger_does_not() -> None:
     config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")
     found = largest(shape_of("gpt:1b"), config, machine(), 8192)
     assert found is not None
-    assert not footprint(found, config, machine(), 8192).missing(machine())
-    assert footprint(found.grown(1.05), config, machine(), 8192).missing(machine())
+    assert not machine().lacks(footprint(found, config, machine(), 8192))
+    assert machine().lacks(footprint(found.grown(1.05), config, machine(), 8192))
     assert found.num_params == pytest.approx((1 << 40) / 16, rel=0.03)
     small = machine(gpu_nbytes=1 << 20)
     assert largest(shape_of("gpt:1b"), config, small, 8192) is None
@@ -468,7 +467,7 @@ def test_a_slow_resource_is_what_a_step_is_bound_by(slow: dict[str, float], tier
     where, shape = machine(world=2, per_machine=2, **slow), shape_of("gpt:1b")
     drive = {"nvme_path": "/nvme"} if "nvme" in tiers else {}
     config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier=tiers[0], optimizer_tier=tiers[1], **drive)  # type: ignore[arg-type]
-    step = step_of(shape, footprint(shape, config, where, 8192), where, 8192)
+    step = step_of(shape, footprint(shape, config, where, 8192), config, where, 8192)
     assert step.bound == bound and step.seconds >= step.busy[bound] * 0.99
     assert max(step.busy.values()) <= step.seconds <= sum(step.busy.values()) * 1.01
 

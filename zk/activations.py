@@ -23,11 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zk.config import parse_device, parse_nbytes, parse_paths
 from zk.events import COMPLETED, Awaited, Event
-from zk.held import OWNERS
 from zk.materialize import compute_device, default_device
 from zk.memory import aligned
 from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
 from zk.offload.streams import Link, link_to
+from zk.owners import OWNERS
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 _SPARSE = 4  # a view of less than 1/4 of its storage does not make it move

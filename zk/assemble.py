@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zk.config import ZeroConfig
 from zk.held import Held
@@ -18,9 +17,9 @@ from zk.memory import ranks_here
 from zk.offload.nvme import round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
-from zk.offload.spill import FileGrads, FileHome, FileStore, chunks_of
-from zk.offload.state import OptimizerShard, Section, state_fields
-from zk.offload.tiers import CHUNKS_IN_MEMORY, MemoryHome, MemoryStore, MemoryTier, Needs, NVMeTier, Tier, place, rooms
+from zk.offload.spill import FileGrads, FileHome, FileStore
+from zk.offload.state import OptimizerShard, Section
+from zk.offload.tiers import MemoryHome, MemoryStore, MemoryTier, NVMeTier, Tier, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import MEMORY, Group, Solo
@@ -28,6 +27,7 @@ from zk.parallel.grads import GradReducer, UnitGrads
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
 from zk.parallel.replicated import ReplicatedParams, flatten_params
+from zk.placement import Placement
 from zk.units import Unit
 
 
@@ -51,7 +51,7 @@ class _Room:
     home: FileHome | None = None
 
 
-class Assembly:
+class Assembly(Placement):
     """Places all units, then holds them one by one.
 
     Args:
@@ -73,68 +73,20 @@ class Assembly:
         transfer: Transfer,
         worker: Worker,
     ) -> None:
-        self.config, self.comm, self.rule, self.num_threads, self.device = config, comm, rule, num_threads, device
-        self.transfer, self.worker = transfer, worker
-        self.group_of: dict[nn.Parameter, Mapping[str, Any]] = {param: group for group in groups for param in group["params"]}
-        # on a machine without an accelerator the device's memory is the host's
-        self.on_device = "host" if self.transfer.joined else "device"
+        super().__init__(config, comm.world, rule, groups, transfer.joined)
+        self.comm, self.num_threads, self.device, self.transfer, self.worker = comm, num_threads, device, transfer, worker
         self.tiers: dict[str, Tier] = {
-            "device": MemoryTier("device", device, self.on_device, self.transfer, worker),
-            "host": MemoryTier("host", torch.device("cpu"), "host", self.transfer, worker),
+            "device": MemoryTier("device", device, self.on_device, transfer, worker),
+            "host": MemoryTier("host", torch.device("cpu"), "host", transfer, worker),
         }
         self.rooms: list[_Room] = []
-
-    def state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
-        """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
-        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.params if param in self.group_of}
-        names = list(dict.fromkeys(name for group in groups.values() for name in self.rule.state_names(group)))
-        assert isinstance(self.config.state_dtype, torch.dtype)
-        return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)
-
-    def slice_numel(self, layout: Layout, since_stage: int) -> int:
-        """Elements of one rank's slice of what is partitioned from a stage on."""
-        return layout.numel // (self.comm.world if self.config.stage >= since_stage else 1)
-
-    def needs(self, unit: Unit, layout: Layout) -> Needs:
-        """Bytes of one unit on this rank between uses."""
-        per_element = sum(dtype.itemsize for dtype in self.state_fields(unit)[1].values()) + unit.dtype.itemsize  # the last is the gradient
-        copy = 0 if self.transfer.joined else unit.dtype.itemsize  # of parameters that rest on the device, to update them in host memory
-        return Needs(self.slice_numel(layout, 3) * unit.dtype.itemsize, self.slice_numel(layout, 1) if unit.trained else 0, per_element, copy)
-
-    @property
-    def reads_ahead(self) -> int:
-        """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead."""
-        return 2 * self.config.prefetch + 3 if self.config.prefetch else 1
-
-    def buffer_nbytes(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> int:
-        """Host memory that the buffers of the nvme tier take at most, should all units go there; gradients in their own precision."""
-        chunk = params = grads = 0
-        for unit, layout in zip(units, layouts, strict=True):
-            numel, size = self.slice_numel(layout, 1), unit.dtype.itemsize
-            params, grads = max(params, numel * size), max(grads, numel * size if unit.trained else 0)
-            kept = sum(dtype.itemsize for dtype in self.state_fields(unit)[1].values()) + 2 * size
-            chunk = max(chunk, max((part.stop - part.start for part in chunks_of(numel)), default=0) * kept)
-        if self.config.param_tier not in ("nvme", "auto"):
-            params = 0
-        return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads
 
     def place(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> None:
         """Choose every unit's tiers, and take all room on the drive and all page-locked memory."""
         config = self.config
-        needs = [self.needs(unit, layout) for unit, layout in zip(units, layouts, strict=True)]
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
-        placed = place(
-            config.param_tier,
-            config.optimizer_tier,
-            needs,
-            config.stage,
-            self.device,
-            config.device_budget,  # type: ignore[arg-type]
-            config.host_budget,  # type: ignore[arg-type]
-            self.buffer_nbytes(units, layouts) if paths else None,
-            ranks_here(self.comm.world),
-            self._agreed_rooms() if "auto" in (config.param_tier, config.optimizer_tier) else None,
-        )
+        is_auto = "auto" in (config.param_tier, config.optimizer_tier)
+        placed = self.tiers_of(units, layouts, self.device, ranks_here(self.comm.world), self._agreed_rooms() if is_auto else None)
         if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
         for unit, layout, (param_tier, names) in zip(units, layouts, placed, strict=True):
@@ -152,8 +104,7 @@ class Assembly:
 
     def _agreed_rooms(self) -> dict[str, int]:
         """The least that any rank has: all divide their state alike, as they publish and gather it in one order, and over one backend."""
-        config = self.config
-        mine = rooms(self.device, config.device_budget, config.host_budget, ranks_here(self.comm.world))  # type: ignore[arg-type]
+        mine = rooms(self.config, self.device, ranks_here(self.comm.world))
         everywhere = torch.zeros(self.comm.world, len(mine), dtype=torch.int64)
         everywhere[self.comm.rank] = torch.tensor(list(mine.values()))
         self.comm.all_reduce(everywhere, MEMORY)
@@ -182,7 +133,7 @@ class Assembly:
         written = 0  # the largest gradient on its way to the drive
         for unit, layout, room in zip(units, layouts, self.rooms, strict=True):
             nbytes, size = self.slice_numel(layout, 1) * unit.dtype.itemsize, unit.dtype.itemsize
-            partitioned = self._partitioned(room)
+            partitioned = self.partitions(room.param_tier.name)
             if partitioned and isinstance(room.param_tier, NVMeTier):
                 continue  # counted below
             if partitioned and room.param_tier.memory == "host":
@@ -197,10 +148,6 @@ class Assembly:
         yield 2 * round_up(written)
         homes = [room.home.piece.nbytes for room in self.rooms if room.home is not None]
         yield self.reads_ahead * max(homes, default=0)
-
-    def _partitioned(self, room: _Room) -> bool:
-        """Whether a unit's parameters exist in full only while in use."""
-        return self.config.stage == 3 and (self.comm.world > 1 or room.param_tier.memory != self.on_device or room.home is not None)
 
     @property
     def updates_elsewhere(self) -> bool:
@@ -218,7 +165,7 @@ class Assembly:
         home: MemoryHome | FileHome
         params: ReplicatedParams | PartitionedParams
         if self.config.stage == 3:
-            in_place = not self._partitioned(room)
+            in_place = not self.partitions(room.param_tier.name)
             if in_place:
                 home = MemoryHome(initial.to(unit.dtype), [slice(0, numel)], self.on_device)
             else:

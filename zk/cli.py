@@ -121,8 +121,8 @@ def plan(
     from zk.offload.cpu_adam import default_threads
     from zk.plan import choose, picture, report
     from zk.plan import measure as rates
-    from zk.plan.memory import Machine
     from zk.plan.shape import shape_of
+    from zk.plan.speed import Machine
 
     with mendable("plan"):
         if gpu is None:

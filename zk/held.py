@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zk.events import COMPLETED, Awaited, Event
 from zk.memory import zeros
@@ -21,6 +20,7 @@ from zk.offload.pipeline import Landing, Run, Task
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import Tier
 from zk.offload.transfer import Transfer
+from zk.owners import OWNERS
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import UnitGrads
 from zk.parallel.layout import Layout
@@ -32,9 +32,6 @@ from zk.units import Unit
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
-
-# every parameter that some ZeroOptimizer holds -> a weak reference to that optimizer
-OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def owner_of(param: Tensor) -> ZeroOptimizer | None:

@@ -28,7 +28,7 @@ from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
 from zk.config import ZeroConfig, parse_dtype
 from zk.gradients import Gradients
-from zk.held import OWNERS, Held
+from zk.held import Held
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
@@ -41,12 +41,13 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
+from zk.owners import OWNERS
 from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
 from zk.parallel.partitioned import Partition, PartitionedParams
 from zk.parallel.released import own_grad, refuse, watch_data, watch_grad
-from zk.plan.check import refuse_what_cannot_fit
+from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.tiled_linear import pieces_of
 from zk.torch_calls import watch_torch
@@ -179,7 +180,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
         if config.check_memory and not self._built:
-            refuse_what_cannot_fit(self.model, self.stored, self.inner, units, layouts, config, self.comm, device, self.transfer.joined)
+            case = Case(self.model, self.stored, units, self.inner, device, self.transfer.joined, self.comm.world)
+            refuse_what_cannot_fit(case, config, self.comm)
         assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
         self.tiers = assembly.tiers
         assembly.place(units, layouts)

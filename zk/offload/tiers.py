@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zk.config import ZeroConfig
 from zk.events import COMPLETED, Event
 from zk.logs import rank_log
 from zk.memory import host_memory, staging, zeros
@@ -342,25 +343,19 @@ def free_nbytes(device: torch.device) -> int:
 _SECTION = 2048
 
 
-def rooms(device: torch.device, device_budget: int | None, host_budget: int | None, ranks: int = 1) -> dict[str, int]:
+def rooms(config: ZeroConfig, device: torch.device, ranks: int = 1) -> dict[str, int]:
     """Bytes of training state that "auto" may put on the device and on the host. Free host memory is shared by ``ranks``."""
     # what is left free on a device is for activations and gathered parameters
     share = 0.9 if device.type == "cpu" else 0.5
     free = free_nbytes(device) // (ranks if device.type == "cpu" else 1)
-    return {
-        "device": device_budget if device_budget is not None else int(share * free),
-        "host": host_budget if host_budget is not None else int(0.9 * free_nbytes(torch.device("cpu")) / ranks),
-    }
+    most = {"device": (config.device_budget, share * free), "host": (config.host_budget, 0.9 * free_nbytes(torch.device("cpu")) / ranks)}
+    return {name: int(nbytes if budget is None else budget) for name, (budget, nbytes) in most.items()}
 
 
 def place(
-    param_tier: str,
-    optimizer_tier: str,
+    config: ZeroConfig,
     needs: Sequence[Needs],
-    stage: int,
     device: torch.device,
-    device_budget: int | None,
-    host_budget: int | None,
     buffer_nbytes: int | None,
     ranks: int = 1,
     room: Mapping[str, int] | None = None,
@@ -374,7 +369,9 @@ def place(
     ``rooms``, which is asked where it is None.
     Raises ValueError if the state does not fit in the budgets, with what it needs and the remedy.
     """
-    room = dict(room or rooms(device, device_budget, host_budget, ranks))
+    param_tier, optimizer_tier, host_budget = config.param_tier, config.optimizer_tier, config.host_budget
+    assert not isinstance(host_budget, str)
+    room = dict(room or rooms(config, device, ranks))
     may_spill = buffer_nbytes is not None
     needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.numel * need.element_nbytes for need in needs)
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
@@ -384,7 +381,7 @@ def place(
                 "raise it, use prefetch=0, or make units smaller (units=)"
             )
         room["host"] -= buffer_nbytes
-    shared = device.type == "cpu" and device_budget is None  # the device is the host: what one takes the other has not
+    shared = device.type == "cpu" and config.device_budget is None  # the device is the host: what one takes the other has not
     used = {"device": 0, "host": 0, "nvme": 0}
 
     def left(tier: str) -> int:
@@ -419,7 +416,7 @@ def place(
                 rest -= fits
         return parts or [(tiers[0], 0)]
 
-    params = [whole(param_tier, need.param_nbytes, stage == 3) for need in needs]
+    params = [whole(param_tier, need.param_nbytes, config.stage == 3) for need in needs]
     # copies of parameters that rest on the device are in the host's memory, whether the state beside them is there or on NVMe
     copied = [need for need, tier in zip(needs, params, strict=True) if tier == "device" and optimizer_tier != "device"]
     stay = left("device") if optimizer_tier == "auto" else 0
@@ -428,13 +425,11 @@ def place(
         stay -= staying
         used["host"] += (need.numel - staying // need.element_nbytes) * need.copy_nbytes
     states = [divided(need, tier == "nvme") for need, tier in zip(needs, params, strict=True)]
-    for name, budget in (("device", device_budget), ("host", host_budget)):
+    remedies = {"device": "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"}
+    remedies["host"] = "more ranks, or 'nvme' tiers with nvme_path"
+    for name, remedy in remedies.items():
+        budget = getattr(config, f"{name}_budget")
         if budget is not None and used[name] > budget:
-            remedy = (
-                "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"
-                if name == "device"
-                else ("more ranks, or 'nvme' tiers with nvme_path")
-            )
             raise ValueError(
                 f"this rank's training state needs {readable(used[name])} on the {name} tier, and {name}_budget is "
                 f"{readable(budget)}; raise the budget, or choose a higher stage ({remedy})"

@@ -1,39 +1,43 @@
-"""In: a model's shape and a machine. Out: Plan: every choice of stage and tiers, its bytes and its step; the best; the largest model."""
+"""Every choice of stage and tiers for a model on a machine, the fastest that fits, and the largest model."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from zk.config import ZeroConfig
-from zk.plan.memory import Footprint, Machine, footprint
+from zk.offload.rules import AdamRule
+from zk.plan.check import changes, first
+from zk.plan.footprint import CPU, Footprint, footprint_of
 from zk.plan.shape import Shape
-from zk.plan.speed import Step, step_of
+from zk.plan.speed import Machine, Step, step_of
+from zk.units import Unit
 
-# how near the largest model is looked for
-_PRECISION = 1.02
-# a step beside training must be worth this much of the step to be recommended
+# stage, tier of parameters, tier of the optimizer; the simplest first
+_CHOICES = [(stage, "device", tier) for stage in range(4) for tier in ("device", "host", "nvme", "auto")]
+_CHOICES += [(3, "host", "host"), (3, "host", "nvme"), (3, "nvme", "host"), (3, "nvme", "nvme"), (3, "auto", "auto")]
+# the largest model is looked for in steps of 1% of its parameters, and so many of them
+_STEP = 1.01 ** (1 / 3)
+_STEPS = 4096
+# an update in the background must be worth this much of the step to be recommended
 _WORTH = 0.95
 # how often budgets are made smaller, and by how much at least
 _TRIES = 8
 _SLACK = 1 << 20
-_LIMIT = 1e6  # times the given model, in each of its proportions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
     """One choice of stage and tiers."""
 
+    config: ZeroConfig
     found: Footprint
     missing: dict[str, int]  # memory -> bytes too few
     step: Step
-
-    @property
-    def config(self) -> ZeroConfig:
-        return self.found.config
 
     @property
     def fits(self) -> bool:
@@ -42,7 +46,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What there is to choose from."""
+    """The choices."""
 
     shape: Shape
     machine: Machine
@@ -52,130 +56,117 @@ class Plan:
     largest: dict[str, tuple[Shape, ZeroConfig]]  # device, host, nvme: with nothing beyond that tier
 
 
-def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str) -> Iterator[ZeroConfig]:
+def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 0) -> Footprint:
+    """Bytes of training ``shape`` with AdamW on each rank, for ``tokens`` tokens of activations (none: 0).
+
+    ``config`` names a dtype, and both budgets with "auto" tiers. Raises ValueError where the budgets do not do, as ZeroOptimizer does.
+    """
+    assert isinstance(config.dtype, torch.dtype)
+    assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
+    model, units = nn.Module(), []
+    for one in shape.units:
+        params = [nn.Parameter(torch.empty(numel, device="meta"), requires_grad=one.trained) for numel in one.numels]
+        units += [Unit("", [model if one.rest else nn.Module()], params, [], one.trained, config.dtype, CPU)] * one.count
+    groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
+    found = footprint_of(model, units, config, machine.world, machine.joined, AdamRule(decoupled=True), groups)
+    if tokens:
+        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize)
+    return found
+
+
+def activations_nbytes(shape: Shape, tokens: int, size: int = 2) -> int:
+    """Estimate activations: inputs of all blocks (checkpointing), one block that is computed again, and the logits.
+
+    Inside a block: two norms, queries, keys, values, their mix and the output. Of its MLP, the tensors that backward needs and the gradients
+    of its product or activation, three times what is inside. Attention keeps no matrix of scores. Of the logits: themselves, and their
+    log-softmax and two gradients in fp32.
+    """
+    block = 8 * shape.width + 3 * shape.ffn
+    return tokens * (size * (shape.width * shape.layers + block) + (size + 12) * shape.vocab)
+
+
+def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str) -> list[ZeroConfig]:
     """Every sensible choice, the simplest first."""
-
-    def made(stage: int, param_tier: str, optimizer_tier: str) -> ZeroConfig:
-        drive = nvme_path if "nvme" in (param_tier, optimizer_tier) or ("auto" in (param_tier, optimizer_tier) and machine.nvme_nbytes) else None
-        return ZeroConfig(
-            stage=stage,
-            dtype=dtype,
-            state_dtype=state_dtype,
-            param_tier=param_tier,  # type: ignore[arg-type]
-            optimizer_tier=optimizer_tier,  # type: ignore[arg-type]
-            nvme_path=drive,
-        )
-
-    optimizer_tiers = [] if machine.joined else ["device"]
-    optimizer_tiers += ["host"] + ["nvme"] * (machine.nvme_nbytes > 0) + ["auto"] * (not machine.joined)
-    for stage in (0, 1, 2, 3):
-        for tier in optimizer_tiers:
-            yield made(stage, "device", tier)
-    for tier in ["host"] + ["nvme"] * (machine.nvme_nbytes > 0):
-        yield made(3, "host", tier)
-    if machine.nvme_nbytes:
-        yield made(3, "nvme", "host")
-        yield made(3, "nvme", "nvme")
-    if not machine.joined:
-        yield made(3, "auto", "auto")
+    found = []
+    for stage, param_tier, optimizer_tier in _CHOICES:
+        tiers: Any = {"param_tier": param_tier, "optimizer_tier": optimizer_tier}
+        if (machine.joined and ("auto" in tiers.values() or optimizer_tier == "device")) or ("nvme" in tiers.values() and not machine.nvme_nbytes):
+            continue
+        drive = nvme_path if machine.nvme_nbytes and {"nvme", "auto"} & set(tiers.values()) else None
+        found.append(ZeroConfig(stage=stage, dtype=dtype, state_dtype=state_dtype, nvme_path=drive, **tiers))
+    return found
 
 
 def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> Option | None:
-    """One choice, its update beside training where that is worth it. None if "auto" finds no room."""
-    is_auto = "auto" in (config.param_tier, config.optimizer_tier)
-    found = _divided(shape, config, machine, tokens) if is_auto else footprint(shape, config, machine, tokens)
-    if found is None:
-        return None
-    step = step_of(shape, found, machine, tokens)
-    if not machine.joined and found.updated.keys() - {"device"}:
-        beside = step_of(shape, found, machine, tokens, overlap_step=True)
-        if beside.seconds < _WORTH * step.seconds:
-            step, found.config = beside, dataclasses.replace(found.config, overlap_step=True)
-    return Option(found, found.missing(machine), step)
+    """One choice, its update in the background where that is worth it. None if "auto" finds no room."""
+    if "auto" in (config.param_tier, config.optimizer_tier):
+        divided = _divided(shape, config, machine, tokens)
+        if divided is None:
+            return None
+        config, found = divided
+    else:
+        found = footprint(shape, config, machine, tokens)
+    step = step_of(shape, found, config, machine, tokens)
+    if not machine.joined and found.sizes["host", "grad"] + found.sizes["nvme", "grad"]:
+        behind = step_of(shape, found, config, machine, tokens, overlap_step=True)
+        if behind.seconds < _WORTH * step.seconds:
+            step, config = behind, dataclasses.replace(config, overlap_step=True)
+    return Option(config, found, machine.lacks(found), step)
 
 
-def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> Footprint | None:
+def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> tuple[ZeroConfig, Footprint] | None:
     """With budgets that leave room for all that is not training state; None where there are none."""
-    budgets = {tier: machine.capacity(tier) for tier in ("device", "host")}
-    for _ in range(_TRIES):
-        budgets = {tier: nbytes - nbytes % _SLACK for tier, nbytes in budgets.items()}  # what can be read
-        if min(budgets.values()) <= 0:
-            return None
-        try:
-            found = footprint(shape, dataclasses.replace(config, device_budget=budgets["device"], host_budget=budgets["host"]), machine, tokens)
-        except ValueError:
-            return None
-        missing = found.missing(machine)
-        if not missing.keys() & budgets.keys():
-            return found
-        for tier in missing.keys() & budgets.keys():
-            budgets[tier] -= missing[tier] * 5 // 4 + _SLACK  # what leaves for the drive still has a copy of its parameters in the host
+    room = {tier: machine.capacity(tier) for tier in ("device", "host")}
+    with contextlib.suppress(ValueError):  # no room is left
+        for _ in range(_TRIES):
+            room = {tier: nbytes // _SLACK * _SLACK for tier, nbytes in room.items()}  # what can be read
+            config = dataclasses.replace(config, device_budget=room["device"], host_budget=room["host"])
+            found = footprint(shape, config, machine, tokens)
+            over = {tier: nbytes for tier, nbytes in machine.lacks(found).items() if tier in room}
+            if not over:
+                return config, found
+            for tier, nbytes in over.items():
+                room[tier] -= nbytes * 5 // 4 + _SLACK  # what leaves for the drive still has a copy of its parameters in the host
     return None
 
 
 def largest(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> Shape | None:
     """The largest model of that shape that fits with this choice; None if no size does."""
 
-    def fits(factor: float) -> bool:
+    def fits(steps: int) -> bool:
         try:
-            return not footprint(shape.grown(factor), config, machine, tokens).missing(machine)
+            return not machine.lacks(footprint(shape.grown(_STEP**steps), config, machine, tokens))
         except ValueError:
             return False
 
-    low, high = 1.0, 1.0
-    if fits(1.0):
-        while high < _LIMIT and fits(high * 2):
-            high *= 2
-        low, high = high, high * 2
-    else:
-        while not fits(low / 2):
-            low /= 2
-            if low < 1 / _LIMIT:
-                return None
-        low, high = low / 2, low
-    while high / low > _PRECISION ** (1 / 3):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return shape.grown(low)
+    if fits(0):
+        return shape.grown(_STEP ** ((first(lambda steps: not fits(steps), 0, _STEPS) or _STEPS) - 1))
+    smaller = first(lambda steps: fits(-steps), 0, _STEPS)
+    return shape.grown(_STEP**-smaller) if smaller is not None else None
 
 
 def plan(shape: Shape, machine: Machine, tokens: int, dtype: str = "bf16", state_dtype: str = "fp32", nvme_path: str = "/nvme") -> Plan:
     """Look at every choice."""
-    every = list(configs(machine, dtype, state_dtype, nvme_path))
+    every = configs(machine, dtype, state_dtype, nvme_path)
     options = [option for config in every if (option := consider(shape, config, machine, tokens)) is not None]
     fitting = [option for option in options if option.fits]
     # of those that are alike, as all stages are on one rank: parameters that are not moved, and the higher stage
     best = min(fitting, key=lambda option: (option.step.seconds, option.config.stage == 3, -option.config.stage), default=None)
-    grown: dict[str, tuple[Shape, ZeroConfig]] = {}
-    for name, config in _deepest(every):
-        found = largest(shape, config, machine, tokens)
-        if found is not None and (name not in grown or found.num_params > grown[name][0].num_params):
-            grown[name] = found, config
-    return Plan(shape, machine, tokens, options, best, grown)
-
-
-def _deepest(every: list[ZeroConfig]) -> Iterator[tuple[str, ZeroConfig]]:
-    """The choices that may hold the most within each memory: what stage 3 can do, and no other stage better."""
+    most: dict[str, tuple[Shape, ZeroConfig]] = {}
     for config in every:
         tiers = {config.param_tier, config.optimizer_tier}
-        if config.stage == 3 and "auto" not in tiers:
-            yield next(tier for tier in ("nvme", "host", "device") if tier in tiers), config
+        if config.stage != 3 or "auto" in tiers:
+            continue  # which no other stage is better than
+        name = next(tier for tier in ("nvme", "host", "device") if tier in tiers)
+        found = largest(shape, config, machine, tokens)
+        if found is not None and (name not in most or found.num_params > most[name][0].num_params):
+            most[name] = found, config
+    return Plan(shape, machine, tokens, options, best, most)
 
 
 def shown(config: ZeroConfig) -> dict[str, Any]:
-    """The fields that differ from the defaults, as they may be written."""
-    given: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, torch.dtype):
-            value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[value]
-        if field.name.endswith("_budget") and isinstance(value, int):
-            value = next((f"{value // size}{unit}" for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if value % size == 0), value)
-        if field.name == "nvme_path" and value is not None:
-            value = value[0] if len(value) == 1 else list(value)
-        if value != field.default or field.name == "stage":
-            given[field.name] = value
-    return given
+    """The stage, and the fields that differ from the defaults, as they may be written."""
+    return {"stage": config.stage, **changes(config, ZeroConfig())}
 
 
 def as_python(config: ZeroConfig) -> str:
@@ -186,13 +177,16 @@ def as_python(config: ZeroConfig) -> str:
 def as_dict(found: Plan) -> dict[str, Any]:
     """All of it, as JSON can hold it."""
 
+    def model(shape: Shape) -> dict[str, Any]:
+        return {"num_params": shape.num_params, "layers": shape.layers, "width": shape.width}
+
     def option(one: Option) -> dict[str, Any]:
         return {
             "config": shown(one.config),
             "fits": one.fits,
             "missing_nbytes": one.missing,
             "nbytes": {tier: one.found.on(tier) for tier in ("device", "host", "nvme")},
-            "kinds": {f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in sorted(one.found.sizes.items())},
+            "kinds": {f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in sorted(one.found.sizes.items()) if nbytes},
             "step_s": one.step.seconds,
             "bound": one.step.bound,
             "busy_s": one.step.busy,
@@ -200,13 +194,10 @@ def as_dict(found: Plan) -> dict[str, Any]:
         }
 
     return {
-        "model": {"name": found.shape.name, "num_params": found.shape.num_params, "layers": found.shape.layers, "width": found.shape.width},
+        "model": {"name": found.shape.name, **model(found.shape)},
         "machine": dataclasses.asdict(found.machine),
         "tokens": found.tokens,
         "options": [option(one) for one in found.options],
         "recommended": None if found.best is None else {**option(found.best), "python": as_python(found.best.config)},
-        "largest": {
-            tier: {"num_params": shape.num_params, "layers": shape.layers, "width": shape.width, "config": shown(config)}
-            for tier, (shape, config) in found.largest.items()
-        },
+        "largest": {tier: {**model(shape), "config": shown(config)} for tier, (shape, config) in found.largest.items()},
     }

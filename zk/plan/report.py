@@ -1,18 +1,17 @@
-"""In: a Plan. Out: tables on the console."""
+"""Tables of a plan on the console."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
 
-from zk.plan.choose import Option, Plan, as_python, shown
-from zk.plan.memory import USABLE, Machine
-from zk.plan.shape import Shape
+from zk.plan.choose import Plan, as_python, shown
+from zk.plan.speed import USABLE, Machine
 
-TIERS = ("device", "host", "nvme")
-_WORDS = {"device": "GPU", "host": "host", "nvme": "drive"}
+TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
 _KINDS = {
     "param": "parameters",
     "grad": "gradients",
@@ -46,19 +45,38 @@ def count(num_params: int) -> str:
 
 
 def seconds(value: float) -> str:
+    """ "1.06 s"."""
     return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """All of it."""
-    console.print(f"[bold]{plan.shape.name}[/]: {count(plan.shape.num_params)} parameters, {_described(plan.shape)}", highlight=False)
+    """Print the choices, the best, and the largest model."""
+    shape = plan.shape
+    width = f", width {shape.width}" if shape.width else ""
+    console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters, {shape.layers} blocks{width}", highlight=False)
     console.print(_machine(plan.machine, plan.tokens), highlight=False, style="dim")
-    console.print(_choices(plan))
+    table = _table("each rank", ("stage", "params", "optimizer"), TIERS.values())
+    table.padding = (0, 1, 0, 0)
+    table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for option in plan.options:
+        config = option.config
+        lacks = ", ".join(f"-{size(nbytes)} {TIERS[tier]}" for tier, nbytes in option.missing.items())
+        cells = (str(config.stage), config.param_tier, config.optimizer_tier, *(size(option.found.on(tier)) for tier in TIERS))
+        style = "bold green" if option is plan.best else None if option.fits else "dim"
+        table.add_row(*cells, lacks or "yes", seconds(option.step.seconds), option.step.bound, style=style)
+    console.print(table)
     if plan.best is None:
         console.print("[bold red]Nothing fits.[/] Add memory, ranks or a drive, or train fewer tokens at once.")
     else:
-        _recommend(console, plan, plan.best)
-    _largest(console, plan)
+        _recommend(console, plan)
+    table = _table("\nlargest model of this shape", ("with nothing beyond", "parameters", "blocks", "width"))
+    table.add_column("choice")
+    for tier, (found, config) in plan.largest.items():
+        choice = f"stage {config.stage}, parameters {config.param_tier}, optimizer {config.optimizer_tier}"
+        table.add_row(tier, count(found.num_params), str(found.layers), str(found.width), choice)
+    console.print(table)
     console.print(
         "Bytes are what the optimizer allocates; activations are an estimate, with every block checkpointed. Times are a model of what overlaps, "
         "from the rates above: not measured.",
@@ -66,12 +84,17 @@ def print_plan(console: Console, plan: Plan) -> None:
     )
 
 
-def _described(shape: Shape) -> str:
-    return f"{shape.layers} blocks, width {shape.width}" if shape.width else f"{shape.layers} blocks"
+def _table(title: str, headings: Iterable[str], numbers: Iterable[str] = ()) -> Table:
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _machine(machine: Machine, tokens: int) -> str:
-    gpu = "no accelerator" if machine.gpu_nbytes is None else f"{size(machine.gpu_nbytes)} of GPU"
+    gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
     ranks = f"{machine.world} ranks, {machine.per_machine} on each machine: " if machine.world > 1 else ""
     use = ", ".join(f"{share:.0%} of {what}" for what, share in zip(("GPU", "RAM", "drive"), USABLE.values(), strict=True))
     return (
@@ -81,49 +104,18 @@ def _machine(machine: Machine, tokens: int) -> str:
     )
 
 
-def _choices(plan: Plan) -> Table:
-    table = Table(title="each rank", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("stage", "params", "optimizer"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("GPU", "host", "drive"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    for option in plan.options:
-        config, found = option.config, option.found
-        cells = [str(config.stage), config.param_tier, config.optimizer_tier, *(size(found.on(tier)) for tier in TIERS)]
-        lacks = [f"-{size(nbytes)} {_WORDS[tier]}" for tier, nbytes in option.missing.items()]
-        fits = "yes" if option.fits else ", ".join(lacks)
-        style = "bold green" if option is plan.best else None if option.fits else "dim"
-        table.add_row(*cells, fits, seconds(option.step.seconds), option.step.bound, style=style)
-    return table
-
-
-def _recommend(console: Console, plan: Plan, best: Option) -> None:
-    step, found = best.step, best.found
+def _recommend(console: Console, plan: Plan) -> None:
+    assert plan.best is not None
+    step, config = plan.best.step, plan.best.config
     rate = plan.tokens * plan.machine.world / step.seconds
     console.print(f"\n[bold green]Recommended[/]: {seconds(step.seconds)} a step ({rate:,.0f} tokens/s), bound by {step.bound}", highlight=False)
-    console.print(as_python(best.config), soft_wrap=True)
-    console.print(json.dumps(shown(best.config)), soft_wrap=True, style="dim")
-    busy = ", ".join(f"{name} {seconds(value)}" for name, value in step.busy.items() if value)
-    console.print(f"busy: {busy}; phases: {', '.join(f'{name} {seconds(value)}' for name, value in step.phases.items())}", highlight=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in ("GPU", "host", "drive"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    console.print(as_python(config), soft_wrap=True)
+    console.print(json.dumps(shown(config)), soft_wrap=True, style="dim")
+    busy, phases = (", ".join(f"{name} {seconds(value)}" for name, value in times.items() if value) for times in (step.busy, step.phases))
+    console.print(f"busy: {busy}; phases: {phases}", highlight=False)
+    table = _table("", [""], TIERS.values())
     for kind, words in _KINDS.items():
-        row = [found.sizes.get((tier, kind), 0) for tier in TIERS]
+        row = [plan.best.found.sizes[tier, kind] for tier in TIERS]
         if any(row):
             table.add_row(words, *map(size, row))
-    console.print(table)
-
-
-def _largest(console: Console, plan: Plan) -> None:
-    table = Table(title="\nlargest model of this shape", title_justify="left", box=None, pad_edge=False)
-    for heading in ("with nothing beyond", "parameters", "blocks", "width", "choice"):
-        table.add_column(heading, no_wrap=heading != "choice")
-    for tier, (shape, config) in plan.largest.items():
-        choice = f"stage {config.stage}, parameters {config.param_tier}, optimizer {config.optimizer_tier}"
-        table.add_row(tier, count(shape.num_params), str(shape.layers), str(shape.width), choice)
     console.print(table)

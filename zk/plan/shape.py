@@ -1,4 +1,4 @@
-"""In: the name of a model: `gpt:10b`, a config.json of Hugging Face, `module:factory`. Out: Shape, the sizes of its parameters by unit."""
+"""Sizes of a model's parameters by unit, from `gpt:10b`, a config.json of Hugging Face, or `module:factory`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from zk.materialize import deferred_init
 from zk.train.gpt import GPTConfig
 from zk.units import find_units
 
+_LAYERNORM = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "norm_bias"), True)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Units:
     """Units that are alike."""
 
-    numels: tuple[int, ...]  # elements of each parameter
+    numels: tuple[int, ...]  # elements of each parameter, in ascending order
     count: int
     trained: bool = True
     rest: bool = False  # what is outside of blocks: in use all through forward and backward
@@ -56,29 +58,23 @@ class Decoder:
     embedding_norm: bool = False
     fused: bool = False  # queries, keys and values are one parameter
 
-    @property
-    def norm(self) -> list[int]:
-        return [self.width] * (2 if self.norm_bias else 1)
+    def _norms(self, count: int) -> list[int]:
+        return [self.width] * count * (2 if self.norm_bias else 1)
 
     def block(self) -> tuple[int, ...]:
-        """Elements of each parameter of a block."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        """Elements of each parameter of a block, in ascending order."""
+        width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = [queries + 2 * keys] if self.fused else [queries, keys, keys]
-        numels = list(self.norm)
-        for out in projections:
-            numels += _linear(self.width, out, self.qkv_bias)
-        numels += [self.head_dim] * (2 if self.head_norms else 0)
-        numels += [*_linear(queries, self.width, self.out_bias), *self.norm]
-        for _ in range(2 if self.gated else 1):
-            numels += _linear(self.width, self.ffn, self.mlp_bias)
-        return tuple(numels + _linear(self.ffn, self.width, self.mlp_bias))
+        linears = [(width, out, self.qkv_bias) for out in projections]
+        linears += [(queries, width, self.out_bias), *[(width, self.ffn, self.mlp_bias)] * (2 if self.gated else 1), (self.ffn, width, self.mlp_bias)]
+        weights = [fan_in * fan_out for fan_in, fan_out, _ in linears]
+        biases = [fan_out for _, fan_out, biased in linears if biased]
+        return tuple(sorted(weights + biases + self._norms(2) + [self.head_dim] * (2 if self.head_norms else 0)))
 
     def rest(self) -> tuple[int, ...]:
-        """Elements of each parameter outside the blocks."""
-        numels = [self.vocab * self.width]
-        numels += [self.positions * self.width] * bool(self.positions)
-        numels += self.norm * (2 if self.embedding_norm else 1)
-        return tuple(numels + [self.vocab * self.width] * (not self.tied))
+        """Elements of each parameter outside the blocks, in ascending order."""
+        rows = [self.vocab] * (1 if self.tied else 2) + [self.positions] * bool(self.positions)
+        return tuple(sorted([count * self.width for count in rows] + self._norms(2 if self.embedding_norm else 1)))
 
     def grown(self, factor: float) -> Decoder:
         """Of about the same proportions, ``factor`` times as wide and as deep, with as many heads."""
@@ -88,13 +84,9 @@ class Decoder:
         return dataclasses.replace(self, layers=max(1, round(self.layers * factor)), width=width, head_dim=head_dim, ffn=ffn)
 
 
-def _linear(fan_in: int, fan_out: int, bias: bool) -> list[int]:
-    return [fan_in * fan_out, *([fan_out] if bias else [])]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """What planning needs to know of a model."""
+    """Sizes of a model that a plan depends on."""
 
     name: str
     units: tuple[Units, ...]  # in the order of find_units: blocks, then the rest
@@ -115,7 +107,7 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """How many blocks there are: of the units that there are most of."""
+        """Number of blocks: of the units that there are most of."""
         return max(units.count for units in self.units)
 
     def grown(self, factor: float) -> Shape:
@@ -174,39 +166,26 @@ def _sized(num_params: float) -> Decoder:
 
 
 def gpt_decoder(config: GPTConfig) -> Decoder:
-    """What zk.train.gpt.GPT builds."""
-    return Decoder(
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.heads,
-        head_dim=config.width // config.heads,
-        vocab=config.vocab,
-        ffn=4 * config.width,
-        positions=config.context,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        norm_bias=True,
-        fused=True,
-    )
+    """The decoder that zk.train.gpt.GPT builds."""
+    width, heads = config.width, config.heads
+    sizes = {"width": width, "heads": heads, "kv_heads": heads, "head_dim": width // heads, "ffn": 4 * width}
+    return Decoder(layers=config.layers, vocab=config.vocab, positions=config.context, fused=True, **sizes, **_LAYERNORM)  # type: ignore[arg-type]
 
 
 # ---- config.json -------------------------------------------------------------------------------------------------------------------------
 
-_LAYERNORM = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm_bias": True}
-# model_type -> what its configuration does not say, and whether the head is tied by default
-_FAMILIES: dict[str, tuple[dict[str, bool], bool]] = {
-    "llama": ({"gated": True}, False),
-    "mistral": ({"gated": True}, False),
-    "qwen2": ({"gated": True, "qkv_bias": True}, False),
-    "qwen3": ({"gated": True, "head_norms": True}, False),
-    "gemma": ({"gated": True}, True),
-    "phi3": ({"gated": True, "fused": True}, False),
-    "gpt2": ({**_LAYERNORM, "fused": True}, True),
-    "gpt_neox": ({**_LAYERNORM, "fused": True}, False),
-    "opt": (_LAYERNORM, True),
-    "bloom": ({**_LAYERNORM, "fused": True, "embedding_norm": True}, True),
+# model_type -> names of what its configuration does not say
+_FAMILIES = {
+    "llama": "gated",
+    "mistral": "gated",
+    "qwen2": "gated qkv_bias",
+    "qwen3": "gated head_norms",
+    "gemma": "gated tied",
+    "phi3": "gated fused",
+    "gpt2": "layernorm fused tied",
+    "gpt_neox": "layernorm fused",
+    "opt": "layernorm tied",
+    "bloom": "layernorm fused embedding_norm tied",
 }
 
 
@@ -239,17 +218,19 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         raise ValueError(
             f"{where}: model_type {family!r} is not one of {', '.join(_FAMILIES)}; give module:factory, a function that builds the model"
         )
-    options, tied = _FAMILIES[family]
-    options = dict(options)
+    options = dict.fromkeys(_FAMILIES[family].split(), True)
+    if options.pop("layernorm", False):
+        options |= _LAYERNORM
     if family in ("llama", "qwen3"):
-        biased = bool(config.get("attention_bias"))
-        options |= {"qkv_bias": biased, "out_bias": biased, "mlp_bias": bool(config.get("mlp_bias"))}
+        options |= dict.fromkeys(("qkv_bias", "out_bias"), bool(config.get("attention_bias"))) | {"mlp_bias": bool(config.get("mlp_bias"))}
+    options["tied"] = bool(config.get("tie_word_embeddings", options.get("tied")))
     width = size("hidden_size", "n_embd", "n_embed")
     heads = size("num_attention_heads", "n_head")
     if family == "opt" and config.get("word_embed_proj_dim", width) != width:
         raise ValueError(f"{where}: an OPT whose word_embed_proj_dim is not its hidden_size is not known here; give module:factory")
-    # OPT's first two rows are for padding
-    positions = {"gpt2": lambda: size("n_positions", "n_ctx"), "opt": lambda: size("max_position_embeddings") + 2}.get(family, lambda: 0)()
+    positions = size("n_positions", "n_ctx") if family == "gpt2" else 0
+    if family == "opt":
+        positions = size("max_position_embeddings") + 2  # the first two rows are for padding
     return Decoder(
         layers=size("num_hidden_layers", "n_layer"),
         width=width,
@@ -259,7 +240,6 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         vocab=size("vocab_size"),
         ffn=size("intermediate_size", "ffn_dim", "n_inner", default=4 * width),
         positions=positions,
-        tied=bool(config.get("tie_word_embeddings", tied)),
         **options,
     )
 
@@ -288,8 +268,8 @@ def _from_factory(spec: str) -> Shape:
 
 def shape_of_module(model: nn.Module, name: str) -> Shape:
     """The shape of a model with or without memory; width and vocabulary, for the estimate of activations, are read off its weights."""
-    groups = {param: 0 for param in model.parameters() if param.requires_grad}
-    alike = Counter((tuple(p.numel() for p in unit.params), unit.trained, unit.anchors[0] is model) for unit in find_units(model, groups))
+    found = find_units(model, {param: 0 for param in model.parameters() if param.requires_grad})
+    alike = Counter((tuple(sorted(param.numel() for param in unit.params)), unit.trained, unit.anchors[0] is model) for unit in found)
     units = tuple(Units(numels, count, trained, rest) for (numels, trained, rest), count in alike.items())
     if not units:
         raise ValueError(f"{name!r} has no parameters")

@@ -1,18 +1,49 @@
-"""In: a Footprint and the rates of a machine. Out: the time of a step, phase by phase, and what it waits for."""
+"""A machine, and the time of a step there, phase by phase."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
-from zk.plan.memory import Footprint, Machine
+from zk.config import ZeroConfig
+from zk.plan.footprint import Footprint
 from zk.plan.shape import Shape
 
-# of one training step, for each parameter and token: forward 2, backward 4, and forward again within backward (checkpointing) 2
-_FORWARD, _BACKWARD = 2, 6
+# of each kind of memory, what training may take; the rest is for the system, the context and libraries of a GPU, and fragmentation
+USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
 
-Times = dict[str, float]  # resource -> seconds it is busy
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Memory, ranks and rates. Rates of the CPU and the drive are a machine's, shared by its ranks; the others a rank's own."""
+
+    gpu_nbytes: int | None  # of each rank; None: no accelerator, so that the device's memory is the host's
+    ram_nbytes: int
+    nvme_nbytes: int
+    world: int = 1
+    per_machine: int = 1  # ranks
+    tflops: float = 100.0  # 1e12 operations/s that the model's matrix products reach
+    link_gbps: float = 20.0  # 1e9 bytes/s between host and device, each way
+    cpu_adam: float = 2.5  # 1e9 parameters/s; what two cores do (README)
+    disk_gbps: float = 3.0  # 1e9 bytes/s, reads and writes together
+    fabric_gbps: float = 20.0  # 1e9 bytes/s between ranks
+
+    @property
+    def joined(self) -> bool:
+        return self.gpu_nbytes is None
+
+    def capacity(self, tier: str) -> int:
+        """Bytes of a rank that training may take; without an accelerator "host" is also the device's."""
+        nbytes = {"device": self.gpu_nbytes or 0, "host": self.ram_nbytes // self.per_machine, "nvme": self.nvme_nbytes // self.per_machine}
+        return int(USABLE[tier] * nbytes[tier])
+
+    def lacks(self, found: Footprint) -> dict[str, int]:
+        """Memory -> bytes that there are too few of; empty if all fits."""
+        over = {tier: found.on(tier) - self.capacity(tier) for tier in USABLE}
+        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,71 +52,69 @@ class Step:
 
     seconds: float
     bound: str
-    busy: Times  # all phases together
+    busy: dict[str, float]  # resource -> seconds, in all phases together
     phases: dict[str, float]  # forward, backward, update
-    overlap_step: bool
 
 
-def length(times: Times, units: int) -> float:
-    """Of a phase whose resources work beside one another: the longest, and a tail of one unit of each of the others."""
+def length(times: Mapping[str, float], units: int) -> float:
+    """Seconds of a phase whose resources work at once: the longest of ``times``, and a tail of one unit of each of the others."""
     longest = max(times.values())
     return longest + (sum(times.values()) - longest) / units
 
 
-def step_of(shape: Shape, found: Footprint, machine: Machine, tokens: int, overlap_step: bool = False) -> Step:
-    """The model of docs/guides/overlap.md: in each phase the slowest resource decides. Not counted: the device's own update,
-    attention beyond its matrix products, and whatever waits for a cold cache.
+def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine, tokens: int, overlap_step: bool = False) -> Step:
+    """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
+
+    The device's own update, attention beyond its matrix products, and waits for a cold cache are not counted.
 
     Args:
         tokens: that a rank computes in a step.
-        overlap_step: the update runs beside the next forward; with an accelerator, as on a CPU both are the same cores.
+        overlap_step: the update runs in the background of the next forward; with an accelerator, as on a CPU both are the same cores.
     """
-    config = found.config
     assert isinstance(config.dtype, torch.dtype)
-    size, world, local = config.dtype.itemsize, machine.world, machine.per_machine
-    full = size * shape.num_params
-    state = sum(nbytes for (tier, kind), nbytes in found.sizes.items() if tier == "nvme" and kind in ("master", "moments"))
-    on_drive = found.updated["nvme"] * size  # gradients, or parameters, of what is updated from the drive
-    away = 0 if machine.joined else (found.updated["host"] + found.updated["nvme"]) * size
-    # parameters that come over the link for each use; those of the drive come through host memory
-    uploaded = 0 if machine.joined or not found.partitioned else found.resting["host"] + found.resting["nvme"]
-    # after the update: what rests on the device
-    returned = 0 if machine.joined else sum(nbytes for (tier, kind), nbytes in found.sizes.items() if (tier, kind) == ("host", "param_copy"))
-    share = (world - 1) / world
-    gather = full * share  # all parameters to a rank, or all gradients from it
-
-    link, disk, fabric = 1e9 * machine.link_gbps, 1e9 * machine.disk_gbps / local, 1e9 * machine.fabric_gbps
-    flops = shape.num_params * tokens / (1e12 * machine.tflops)
-    early = config.stage != 1
-    forward = {
-        "compute": _FORWARD * flops,
-        "link": uploaded / link,
-        "disk": found.resting["nvme"] / disk,
-        "ranks": gather * (config.stage == 3) / fabric,
-    }
-    backward = {
-        "compute": _BACKWARD * flops,
-        "link": max(uploaded, away * early) / link,
-        "disk": (found.resting["nvme"] + on_drive * early) / disk,
-        "ranks": gather * ((config.stage == 3) + early + (config.stage == 0)) / fabric,
-    }
-    updated_here = found.updated["host"] + found.updated["nvme"] + (found.updated["device"] if machine.joined else 0)
-    update = {
-        "link": max(returned, away * (not early)) / link,
-        "cpu": updated_here * local / (1e9 * machine.cpu_adam),
-        "disk": (on_drive * (1 + (not early)) + 2 * found.resting["nvme"] + 2 * state) / disk,
-        "ranks": gather * ((not early) + (config.stage in (1, 2))) / fabric,
-    }
-    units = sum(units.count for units in shape.units)
+    size, stage, drive = config.dtype.itemsize, config.stage, found.sizes["nvme", "param"]
+    early = stage != 1  # gradients leave in backward
+    grads = found.sizes["host", "grad"] + found.sizes["nvme", "grad"]
+    written = found.sizes["nvme", "grad"]
+    state = found.sizes["nvme", "master"] + found.sizes["nvme", "moments"]
+    away, uploaded, returned = 0, 0, 0
+    if not machine.joined:
+        away, returned = grads, found.sizes["host", "param_copy"]  # returned: after the update, what rests on the device
+        # what comes over the link for each use; parameters of the drive come through host memory
+        uploaded = found.sizes["host", "param"] + drive if found.sizes["device", "gathered"] else 0
+    updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
+    gather = size * shape.num_params * (machine.world - 1) // machine.world  # all parameters to a rank, or all gradients from it
+    operations = shape.num_params * tokens
+    # operations of forward: 2 for each parameter and token. Of backward: 4, and forward again (checkpointing)
+    forward = Counter(compute=2 * operations, link=uploaded, disk=drive, ranks=gather * (stage == 3))
+    backward = Counter(
+        compute=6 * operations,
+        link=max(uploaded, away * early),
+        disk=drive + written * early,
+        ranks=gather * ((stage == 3) + early + (stage == 0)),
+    )
+    update = Counter(
+        link=max(returned, away * (not early)),
+        cpu=updated,
+        disk=written * (1 + (not early)) + 2 * drive + 2 * state,
+        ranks=gather * ((not early) + (stage in (1, 2))),
+    )
+    work = {"forward": forward, "backward": backward, "update": update}
     if overlap_step:
-        both = {name: forward.get(name, 0.0) + update.get(name, 0.0) for name in {**forward, **update}}
-        parts = {"backward": backward, "update and forward": both}
-    else:
-        parts = {"forward": forward, "backward": backward, "update": update}
-    phases = {name: length(times, units) for name, times in parts.items()}
-    blame: Times = {}
-    for name, times in parts.items():
-        worst = max(times, key=lambda resource: times[resource])
-        blame[worst] = blame.get(worst, 0.0) + phases[name]
-    busy = {name: sum(times.get(name, 0.0) for times in parts.values()) for name in ("compute", "link", "cpu", "disk", "ranks")}
-    return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases, overlap_step)
+        work = {"backward": backward, "update and forward": forward + update}
+    rates = {
+        "compute": 1e12 * machine.tflops,
+        "link": 1e9 * machine.link_gbps,
+        "cpu": 1e9 * machine.cpu_adam / machine.per_machine,
+        "disk": 1e9 * machine.disk_gbps / machine.per_machine,
+        "ranks": 1e9 * machine.fabric_gbps,
+    }
+    phases: dict[str, float] = {}
+    blame = dict.fromkeys(rates, 0.0)
+    busy = dict.fromkeys(rates, 0.0)
+    for phase, amounts in work.items():
+        times = {resource: amounts[resource] / rate for resource, rate in rates.items()}
+        phases[phase] = length(times, sum(units.count for units in shape.units))
+        blame[max(times, key=lambda resource: times[resource])] += phases[phase]
+        busy = {resource: seconds + times[resource] for resource, seconds in busy.items()}
+    return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases)

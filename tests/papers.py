@@ -1,4 +1,4 @@
-"""In: sizes of a model and bandwidths. Out: what the formulas of the ZeRO papers give for them. zk's own bytes are in memory.py.
+"""The formulas of the ZeRO papers.
 
 ZeRO: arXiv 1910.02054. ZeRO-Offload: arXiv 2101.06840. ZeRO-Infinity: arXiv 2104.07857. Model states are the papers': full fp32 masters,
 where zk splits them.

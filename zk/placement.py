@@ -1,0 +1,87 @@
+"""Bytes that each unit takes on a rank, and the tiers that they go to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zk.config import ZeroConfig
+from zk.offload.rules import Rule
+from zk.offload.spill import chunks_of
+from zk.offload.state import state_fields
+from zk.offload.tiers import CHUNKS_IN_MEMORY, Needs, place
+from zk.parallel.layout import Layout
+from zk.units import Unit
+
+
+@dataclasses.dataclass
+class Placement:
+    """The arithmetic of one rank of ``world``, for an optimizer's rule and groups. ``joined``: the device's memory is the host's."""
+
+    config: ZeroConfig
+    world: int
+    rule: Rule
+    groups: Sequence[Mapping[str, Any]]
+    joined: bool
+
+    def __post_init__(self) -> None:
+        self.group_of = {param: group for group in self.groups for param in group["params"]}
+        self.on_device = "host" if self.joined else "device"
+
+    def memory_of(self, tier: str) -> str:
+        """The memory in which the content of a tier is worked on."""
+        return self.on_device if tier == "device" else "host"
+
+    def partitions(self, param_tier: str) -> bool:
+        """Tell if parameters on this tier exist in full only while in use."""
+        return self.config.stage == 3 and (self.world > 1 or param_tier == "nvme" or self.memory_of(param_tier) != self.on_device)
+
+    def state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
+        """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
+        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.params if param in self.group_of}
+        names = list(dict.fromkeys(name for group in groups.values() for name in self.rule.state_names(group)))
+        assert isinstance(self.config.state_dtype, torch.dtype)
+        return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)
+
+    def slice_numel(self, layout: Layout, since_stage: int) -> int:
+        """Elements of one rank's slice of what is partitioned from a stage on."""
+        return layout.numel // (self.world if self.config.stage >= since_stage else 1)
+
+    def needs(self, unit: Unit, layout: Layout) -> Needs:
+        """Bytes of one unit on this rank between uses."""
+        size = unit.dtype.itemsize  # of parameters and gradients
+        copy = 0 if self.joined else size  # of parameters that rest on the device, to update them in host memory
+        numel = self.slice_numel(layout, 1) if unit.trained else 0
+        return Needs(self.slice_numel(layout, 3) * size, numel, self.state_nbytes(unit) + size, copy)
+
+    def state_nbytes(self, unit: Unit) -> int:
+        """Bytes of master and moments of one element."""
+        return sum(dtype.itemsize for dtype in self.state_fields(unit)[1].values())
+
+    @property
+    def reads_ahead(self) -> int:
+        """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead."""
+        return 2 * self.config.prefetch + 3 if self.config.prefetch else 1
+
+    def buffer_nbytes(self, units: Iterable[tuple[Unit, Layout]]) -> int:
+        """Host memory that the buffers of the nvme tier take at most, should all units go there; gradients in their own precision."""
+        chunk = params = grads = 0
+        for unit, layout in units:
+            numel, size = self.slice_numel(layout, 1), unit.dtype.itemsize
+            params, grads = max(params, numel * size), max(grads, numel * size * unit.trained)
+            largest = max((part.stop - part.start for part in chunks_of(numel)), default=0)
+            chunk = max(chunk, largest * (self.state_nbytes(unit) + 2 * size))
+        params *= self.config.param_tier in ("nvme", "auto")
+        return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads
+
+    def tiers_of(
+        self, units: Sequence[Unit], layouts: Sequence[Layout], device: torch.device, ranks: int = 1, room: Mapping[str, int] | None = None
+    ) -> list[tuple[str, list[tuple[str, int]]]]:
+        """The tiers of each unit, as for ``place``. A unit may be there many times: it is counted once."""
+        each = {id(unit): (unit, layout) for unit, layout in zip(units, layouts, strict=True)}
+        needs = {key: self.needs(*one) for key, one in each.items()}
+        buffers = self.buffer_nbytes(each.values()) if self.config.nvme_path else None
+        return place(self.config, [needs[id(unit)] for unit in units], device, buffers, ranks, room)

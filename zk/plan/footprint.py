@@ -1,0 +1,167 @@
+"""Bytes of one rank by tier and kind, by the optimizer's own arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zk.config import ZeroConfig
+from zk.offload.nvme import round_up
+from zk.offload.rules import Rule
+from zk.offload.spill import chunks_of
+from zk.offload.tiers import CHUNKS_IN_MEMORY
+from zk.parallel.layout import Layout
+from zk.placement import Placement
+from zk.units import Unit
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled:
+    """One unit between steps, without its gradient."""
+
+    numel: int  # elements of the whole unit, with padding
+    nbytes: dict[str, int]  # memory -> bytes
+    gathered: bool  # full only while in use
+
+
+@dataclasses.dataclass(slots=True)
+class Footprint:
+    """Bytes of one rank at the fullest point of a step."""
+
+    joined: bool  # the device's memory is the host's
+    # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced), "fresh"
+    # (gradients of one unit, as autograd makes them), "staging" (gradients between device and drive), "spare" (room on the drive for
+    # gradients in fp32), "activations" (an estimate)
+    sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    units: list[Settled] = dataclasses.field(default_factory=list)
+
+    def on(self, memory: str, kind: str | None = None) -> int:
+        """Bytes of a kind, or of all, in one memory; without an accelerator the device's are the host's."""
+        tiers = [memory] if not self.joined else ["host", "device"] if memory == "host" else [memory] * (memory == "nvme")
+        return sum(nbytes for (tier, name), nbytes in self.sizes.items() if tier in tiers and kind in (None, name))
+
+
+def footprint_of(
+    model: nn.Module,
+    units: Sequence[Unit],
+    config: ZeroConfig,
+    world: int,
+    joined: bool,
+    rule: Rule,
+    groups: Sequence[Mapping[str, Any]],
+    device: torch.device = CPU,
+    at_least: bool = False,
+) -> Footprint:
+    """Bytes of training units on each rank.
+
+    Args:
+        model: what is used by its own forward is outside of blocks.
+        units: in the model's order. Alike ones may be one, many times.
+        joined: the device's memory is the host's.
+        rule, groups: the optimizer's.
+        device: what "auto" tiers without budgets ask for free memory.
+        at_least: only what a step that uses all parameters cannot do without at once, where the number of buffers depends on timing.
+    """
+    placement = Placement(config, world, rule, groups, joined)
+    each = {id(unit): unit for unit in units}
+    layouts = {key: Layout.of([param.numel() for param in unit.params], world) for key, unit in each.items()}
+    placed = placement.tiers_of(units, [layouts[id(unit)] for unit in units], device)
+    found = Footprint(joined)
+    alike = [(id(unit), param_tier, tuple(parts)) for unit, (param_tier, parts) in zip(units, placed, strict=True)]
+    settled: dict[Any, Settled] = {}
+    drive: Counter[tuple[int, bool, int]] = Counter()  # unit, optimizer state (or else parameters), elements
+    for one, count in Counter(alike).items():
+        key, param_tier, parts = one
+        unit, layout = each[key], layouts[key]
+        sizes = _unit_sizes(placement, unit, layout, param_tier, parts)
+        rests: Counter[str] = Counter()
+        for (tier, kind), nbytes in sizes.items():
+            found.sizes[tier, kind] += count * nbytes
+            rests["host" if joined and tier == "device" else tier] += nbytes * (kind != "grad")
+        settled[one] = Settled(layout.numel, rests, placement.partitions(param_tier))
+        if param_tier == "nvme":
+            drive[key, False, placement.slice_numel(layout, 1)] += count
+        for tier, numel in parts if unit.trained else ():
+            drive[key, True, numel] += count * (tier == "nvme")
+    found.units = [settled[one] for one in alike]
+    away = any(kind == "grad" and (tier == "nvme" or placement.memory_of(tier) != placement.on_device) for tier, kind in found.sizes)
+    flat = {key: layouts[key].numel * unit.dtype.itemsize for key, unit in each.items()}
+    gathered = [(unit, flat[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
+    if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
+        found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
+    elif gathered:  # the blocks in use and asked for, and what is outside of blocks
+        blocks = sorted((nbytes for unit, nbytes in gathered if unit.anchors[0] is not model), reverse=True)
+        rest = sum(nbytes for unit, nbytes in gathered if unit.anchors[0] is model)
+        found.sizes["device", "gathered"] = rest + sum(blocks[: config.prefetch + 1])
+    trained = Counter(flat[id(unit)] for unit in units if unit.trained)
+    found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
+    if not at_least:
+        fresh = [(max(layouts[key].numels) * unit.dtype.itemsize, flat[key], unit) for key, unit in each.items() if unit.trained]
+        # (outside of blocks the last one comes when activations have gone)
+        found.sizes["device", "fresh"] = max((one if unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
+    if +drive:
+        _add_drive(found, placement, +drive, each, at_least)
+    found.sizes = +found.sizes  # without zeros
+    return found
+
+
+def _unit_sizes(
+    placement: Placement, unit: Unit, layout: Layout, param_tier: str, parts: Sequence[tuple[str, int]]
+) -> Counter[tuple[str, str]]:
+    """Tier and kind -> bytes of one unit between uses."""
+    fields, size = {name: dtype.itemsize for name, dtype in placement.state_fields(unit)[1].items()}, unit.dtype.itemsize
+    master = fields.pop("master", 0)
+    sizes = Counter({(param_tier, "param"): placement.slice_numel(layout, 3) * size})
+    for tier, numel in parts if unit.trained else ():
+        memory = placement.memory_of(tier)
+        sizes[tier, "master"] += numel * master
+        sizes[tier, "moments"] += numel * sum(fields.values())
+        sizes[tier, "grad"] += numel * size
+        if param_tier != "nvme" and memory != placement.memory_of(param_tier):
+            sizes[memory, "param_copy"] += numel * size
+    return sizes
+
+
+def _bucket_nbytes(config: ZeroConfig, world: int, joined: bool, trained: Counter[int], at_least: bool, away: bool) -> int:
+    """Gradients of whole units on their way from backward to where they rest. ``trained``: bytes of a unit -> how many there are."""
+    if not trained or (world == 1 and not away):
+        return 0  # the bucket is where the gradient rests
+    if world > 1 and config.stage == 1:
+        nbytes = sum(nbytes * count for nbytes, count in trained.items())  # full until the step
+        return nbytes - nbytes // world if at_least and (joined or not away) else nbytes  # the slices come after, one by one
+    if at_least:
+        return 0 if joined or not away else max(trained)
+    # filled, and leaving; over ranks one more, and where nothing is left behind compute, one is enough
+    in_flight = 3 if world > 1 else 1 if joined else 2
+    return sum(nbytes * min(count, in_flight) for nbytes, count in trained.items())
+
+
+def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int, bool, int]], units: Mapping[int, Unit], at_least: bool) -> None:
+    """Add the rest of a rank's file, and the buffers of the nvme tier: as many as it may use, or one of each sort."""
+    most: Counter[str] = Counter()
+    file_nbytes = 0
+    for (key, is_state, numel), count in drive.items():
+        size = units[key].dtype.itemsize
+        chunks = [chunk.stop - chunk.start for chunk in chunks_of(numel)]
+        largest = max(chunks, default=0)
+        if is_state:
+            element = placement.state_nbytes(units[key])
+            most |= Counter(state=largest * element, grad=largest * size, written=numel * size)
+        else:
+            element = size
+            most |= Counter(param=largest * size, whole=numel * size)
+        grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
+        file_nbytes += count * (sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)
+    chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, 2)
+    of_chunks = most["state"] + most["grad"] + most["param"]
+    found.sizes["host", "buffer"] = chunks_here * of_chunks + reads * most["whole"] + writes * most["written"]
+    found.sizes["nvme", "spare"] = file_nbytes - found.on("nvme")
+    if not found.joined and not at_least:
+        found.sizes["host", "staging"] = 2 * most["written"]
