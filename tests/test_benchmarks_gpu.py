@@ -116,7 +116,7 @@ def test_models_have_the_parameters_that_are_planned(parts: dict[str, ModuleType
         for one in (size, model.tiny(size)):
             with torch.device("meta"):
                 made = model.Model(one)
-            assert tuple(param.numel() for param in made.blocks[0].parameters()) == one.block(), name
+            assert tuple(sorted(param.numel() for param in made.blocks[0].parameters())) == one.block(), name
             assert sum(param.numel() for param in made.parameters()) == Shape.of(one, name).num_params, name
         assert Shape.of(size, name).num_params == sizes[name]
         context = model.context_of(model.tiny(size), dry=True)

@@ -94,9 +94,16 @@ class Case:
     world: int
     local: int = dataclasses.field(init=False)
     freed: list[Counter[str]] = dataclasses.field(init=False)
+    kinds: list[Unit] = dataclasses.field(init=False)  # for each unit, the first one like it
 
     def __post_init__(self) -> None:
         self.local, self.freed = ranks_here(self.world), self._freed()
+        group_of = {param: number for number, group in enumerate(self.inner.param_groups) for param in group["params"]}
+        firsts: dict[Any, Unit] = {}
+        self.kinds = []
+        for unit in self.units:
+            params = tuple((param.numel(), group_of.get(param)) for param in unit.params)
+            self.kinds.append(firsts.setdefault((params, unit.dtype, unit.trained, unit.anchors[0] is self.model), unit))
 
     def _freed(self) -> list[Counter[str]]:
         """Memory -> bytes given back with each unit: parameters, and gradients of another precision. The last entry is what goes with a step.
@@ -131,7 +138,7 @@ class Case:
     def footprint(self, config: ZeroConfig, at_least: bool, world: int | None = None) -> Footprint:
         """Bytes of one rank of ``world``."""
         rule, groups = rule_for(self.inner), self.inner.param_groups
-        return footprint_of(self.model, self.units, config, world or self.world, self.joined, rule, groups, self.device, at_least)
+        return footprint_of(self.model, self.kinds, config, world or self.world, self.joined, rule, groups, self.device, at_least)
 
     def needed(self, config: ZeroConfig, at_least: bool, world: int | None = None) -> Nbytes:
         """Memory -> bytes beyond what is held now: of the device for one rank, of host and drive for all ranks on this machine.
