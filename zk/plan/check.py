@@ -28,6 +28,8 @@ from zk.units import Unit
 
 MEMORIES = {"device": "device", "host": "host", "nvme": "drive"}  # and their names
 _DEPTH = ("device", "host", "nvme")
+# how often a budget is made smaller, and the most ranks that are tried
+_TRIES = 8
 _MOST_RANKS = 1 << 12
 # for how many changes ranks are counted: each is asked about a dozen times
 _ASKED = 4
@@ -101,9 +103,10 @@ class Case:
         group_of = {param: number for number, group in enumerate(self.inner.param_groups) for param in group["params"]}
         firsts: dict[Any, Unit] = {}
         self.kinds = []
-        for unit in self.units:
+        for unit, freed in zip(self.units, self.freed, strict=False):
             params = tuple((param.numel(), group_of.get(param)) for param in unit.params)
-            self.kinds.append(firsts.setdefault((params, unit.dtype, unit.trained, unit.anchors[0] is self.model), unit))
+            alike = params, _widest(unit), unit.dtype, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
+            self.kinds.append(firsts.setdefault(alike, unit))
 
     def _freed(self) -> list[Counter[str]]:
         """Memory -> bytes given back with each unit: parameters, and gradients of another precision. The last entry is what goes with a step.
@@ -160,18 +163,21 @@ class Case:
             if buffer.is_meta:  # made before any unit, then cast
                 peak[here] = max(peak[here], ranks[here] * net[here] + buffer.nbytes)
                 net[here] += buffer.numel() * self.stored[buffer].itemsize
-        for unit, rests, freed in zip(self.units, found.units, self.freed, strict=False):
-            widest = max(param.dtype.itemsize for param in unit.params)  # initial values come in that precision
+        each = zip(self.kinds, found.units, self.freed, strict=False)
+        for _, run in itertools.groupby(each, key=lambda one: id(one[1])):  # neighbours that are alike
+            (unit, rests, freed), *others = run
+            widest = _widest(unit)
             initial = rests.numel * widest
             stay = widest == unit.dtype.itemsize and not rests.gathered  # in the buffer of initial values
             made = initial if rests.gathered or stay else initial + rests.numel * unit.dtype.itemsize
             for memory, count in ranks.items():
-                before = net[memory] + made * (memory == here)
-                net[memory] += rests.nbytes.get(memory, 0) - freed[memory]
-                after = net[memory]
-                most = after + initial * (memory == here and not stay)
-                # when one rank is at its fullest, others may be there, or just before or after
-                peak[memory] = max(peak[memory], count * before, most + (count - 1) * min(before, after, most))
+                grows = rests.nbytes.get(memory, 0) - freed[memory]
+                for held in (net[memory], net[memory] + len(others) * grows):  # the first or the last of them is the fullest moment
+                    before, after = held + made * (memory == here), held + grows
+                    most = after + initial * (memory == here and not stay)
+                    # when one rank is at its fullest, others may be there, or just before or after
+                    peak[memory] = max(peak[memory], count * before, most + (count - 1) * min(before, after, most))
+                net[memory] = after
         for memory, count in ranks.items():
             gradients = found.on(memory) - sum(rests.nbytes.get(memory, 0) for rests in found.units)
             peak[memory] = max(peak[memory], count * (net[memory] + gradients - self.freed[-1][memory]))
@@ -183,6 +189,11 @@ class Case:
             return not lacking(self.needed(config, at_least, world), free)
         except ValueError:  # a budget
             return False
+
+
+def _widest(unit: Unit) -> int:
+    """Bytes of an element in the precision that initial values come in."""
+    return max(param.dtype.itemsize for param in unit.params)
 
 
 # ---- the refusal in words ----------------------------------------------------------------------------------------------------------------
@@ -251,22 +262,33 @@ def _nothing(case: Case, config: ZeroConfig, tried: Sequence[ZeroConfig], free: 
 
 
 def _budgets(case: Case, config: ZeroConfig, free: Nbytes) -> Iterator[ZeroConfig]:
-    """Smaller budgets, by tenths. What is too much for the drive stays in the host's memory, as far as there is room."""
-    found = case.footprint(config, at_least=False)
-    budgets = {"device": config.device_budget, "host": config.host_budget}
-    most = {memory: min(budget, found.on(memory)) for memory, budget in budgets.items() if isinstance(budget, int)}
-    on_drive = "nvme" in (config.param_tier, config.optimizer_tier)
-    if on_drive:
-        most.setdefault("host", free["host"] // case.local)
-    for tenths in range(9, 0, -1):
+    """Smaller budgets, by what there is too few of. What is too much for the drive stays in the host's memory, as far as there is room."""
+    one, on_drive = config, "nvme" in (config.param_tier, config.optimizer_tier)
+    if on_drive and config.host_budget is None and free["host"] // case.local > 10:
+        one = dataclasses.replace(config, host_budget=_rounded(free["host"] // case.local * 9 // 10))
+        yield one
+    for _ in range(_TRIES):
+        try:
+            few, found = lacking(case.needed(one, at_least=False), free), case.footprint(one, at_least=False)
+        except ValueError:  # a budget
+            break
         smaller: dict[str, Any] = {}
-        for memory, nbytes in most.items():
-            unit = next((size for size in (1 << 30, 1 << 20) if nbytes * tenths >= 100 * size), 1 << 10)
-            smaller[f"{memory}_budget"] = nbytes * tenths // 10 // unit * unit
-        if all(smaller.values()) and smaller:
-            yield dataclasses.replace(config, **smaller)
+        for memory, ranks in (("device", 1), ("host", case.local)):
+            budget = getattr(one, f"{memory}_budget")
+            if budget is not None and memory in few:
+                smaller[f"{memory}_budget"] = _rounded(min(budget, found.on(memory)) - few[memory] // ranks * 9 // 8)
+        if not smaller or min(smaller.values()) <= 0:
+            break
+        one = dataclasses.replace(one, **smaller)
+        yield one
     if on_drive and config.host_budget is not None:
         yield dataclasses.replace(config, host_budget=None)
+
+
+def _rounded(nbytes: int) -> int:
+    """Down, to what can be read."""
+    unit = next((size for size, least in ((1 << 30, 10 << 30), (1 << 20, 1 << 20)) if nbytes >= least), 1 << 10)
+    return nbytes // unit * unit
 
 
 def _changed(config: ZeroConfig, folder: Any) -> list[ZeroConfig]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from zk.config import ZeroConfig
 from zk.offload.rules import AdamRule
-from zk.plan.check import changes, first
+from zk.plan.check import changes
 from zk.plan.footprint import CPU, Footprint, footprint_of
 from zk.plan.shape import Shape
 from zk.plan.speed import Machine, Step, step_of
@@ -20,9 +20,9 @@ from zk.units import Unit
 # stage, tier of parameters, tier of the optimizer; the simplest first
 _CHOICES = [(stage, "device", tier) for stage in range(4) for tier in ("device", "host", "nvme", "auto")]
 _CHOICES += [(3, "host", "host"), (3, "host", "nvme"), (3, "nvme", "host"), (3, "nvme", "nvme"), (3, "auto", "auto")]
-# the largest model is looked for in steps of 1% of its parameters, and so many of them
-_STEP = 1.01 ** (1 / 3)
-_STEPS = 4096
+# how near the largest model is looked for: 2% of its parameters; and the most times the given model, in each of its proportions
+_NEAR = 1.02 ** (1 / 3)
+_LIMIT = 1e6
 # an update in the background must be worth this much of the step to be recommended
 _WORTH = 0.95
 # how often budgets are made smaller, and by how much at least
@@ -133,16 +133,24 @@ def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) ->
 def largest(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> Shape | None:
     """The largest model of that shape that fits with this choice; None if no size does."""
 
-    def fits(steps: int) -> bool:
+    def fits(factor: float) -> bool:
         try:
-            return not machine.lacks(footprint(shape.grown(_STEP**steps), config, machine, tokens))
+            return not machine.lacks(footprint(shape.grown(factor), config, machine, tokens))
         except ValueError:
             return False
 
-    if fits(0):
-        return shape.grown(_STEP ** ((first(lambda steps: not fits(steps), 0, _STEPS) or _STEPS) - 1))
-    smaller = first(lambda steps: fits(-steps), 0, _STEPS)
-    return shape.grown(_STEP**-smaller) if smaller is not None else None
+    low = 1.0
+    while low < _LIMIT and fits(2 * low):
+        low *= 2
+    while not fits(low):
+        low /= 2
+        if low < 1 / _LIMIT:
+            return None
+    high = 2 * low
+    while high / low > _NEAR:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return shape.grown(low)
 
 
 def plan(shape: Shape, machine: Machine, tokens: int, dtype: str = "bf16", state_dtype: str = "fp32", nvme_path: str = "/nvme") -> Plan:
