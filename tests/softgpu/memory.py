@@ -284,7 +284,7 @@ def register(address: int, nbytes: int, by: str) -> None:
             raise CudaError(1, "cudaErrorInvalidValue: device memory cannot be registered")
         if nbytes >= LARGEST_REGISTRATION or _refusal:
             raise CudaError(2, _refusal[-1] if _refusal else "cudaErrorMemoryAllocation: out of memory")
-        if any(start < address + nbytes and address < stop for start, (stop, _) in _pinned.items()):
+        if any(start < address + nbytes and address < stop for start, (stop, _) in _pinned.copy().items()):
             race("host memory is registered twice")
             raise CudaError(712, "cudaErrorHostMemoryAlreadyRegistered: part or all of the requested memory range is already mapped")
         _pinned[address] = (address + nbytes, by)
@@ -302,12 +302,12 @@ def unregister(address: int) -> None:
 
 
 def is_pinned(address: int, nbytes: int = 1) -> bool:
-    return any(start <= address and address + nbytes <= stop for start, (stop, _) in list(_pinned.items()))
+    return any(start <= address and address + nbytes <= stop for start, (stop, _) in _pinned.copy().items())
 
 
 def pinned_nbytes() -> int:
     """Bytes of host memory that are page-locked through cudaHostRegister."""
-    return sum(stop - start for start, (stop, by) in _pinned.items() if by == "cudaHostRegister")
+    return sum(stop - start for start, (stop, by) in _pinned.copy().items() if by == "cudaHostRegister")
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
