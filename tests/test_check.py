@@ -248,6 +248,21 @@ def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> 
             assert len({str(rests) for rests in found.units}) > 2
 
 
+def test_units_of_several_sizes_in_turn_are_placed_in_their_order(tmp_path: Path) -> None:
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + index % 2)) for index in range(12)))
+    adam, stored = torch.optim.AdamW(net.parameters()), stored_dtypes(net, torch.bfloat16)
+    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
+    case = check.Case(net, stored, units, adam, torch.device("cpu"), True, 2)
+    assert len({id(unit) for unit in case.kinds}) == 2
+    drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
+    for budget in ("400KiB", "480KiB"):
+        config = zk.ZeroConfig(stage=3, dtype="bf16", host_budget=budget, **drive)  # type: ignore[arg-type]
+        alike, each = (footprint_of(net, listed, config, 2, True, rule_for(adam), adam.param_groups) for listed in (case.kinds, units))
+        assert alike == each
+        assert [found.numel for found in each.units[:4]] == [each.units[0].numel, each.units[1].numel] * 2
+        assert len({str(found.nbytes) for found in each.units[::2]}) > 1  # some of one size here, some there
+
+
 def test_what_nothing_helps_is_said_so() -> None:
     with free(host=2 * KIB, nvme=KIB):
         message = refused(model(), dtype="bf16")
