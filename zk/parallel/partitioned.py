@@ -1,9 +1,9 @@
 """In: a unit's parameters, and the hooks of its modules. Out: parameters that exist only while in use (stage 3): gather -> compute -> release.
 
 One ladder: PartitionedParams holds one unit and its state; Partition holds the model's hooks and decides when each unit is needed.
-Autograd is followed through three signals. A unit's forward begins: gather. The gradient of its output arrives: gather again, ask
-for the next. The gradient of its inputs is complete: release. What these miss (an auxiliary loss kept on the module, a parameter used
-elsewhere) is caught where a saved parameter is unpacked, so no order of backward can meet memory that was released.
+A forward of a unit's module gathers it before and releases it after. In backward there are two signals. Autograd unpacks a saved parameter:
+gather its unit, and ask for the next. The gradient of a module's inputs is complete: release. So no order of backward can meet memory that
+was released, and a unit that backward does not read (an embedding) is not gathered for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zk.events import Awaited, Event
-from zk.hooks import Hook
+from zk.hooks import Hook, weakly
 from zk.memory import Lease
 from zk.parallel.comm import Group, Solo
 from zk.parallel.layout import Layout
@@ -114,7 +114,6 @@ class PartitionedParams:
         self.stand_ins = StandIns(unit.params, functools.partial(_used, weakref.ref(self)), self._take_data)
         self.known: dict[int, PartitionedParams] = {}  # whose memory is whose
         self.pending: Awaited | None = None
-        self.calls: set[object] = set()  # forward calls whose backward is under way
         self.depth = 0  # forwards in progress
         # a graph that create_graph=True has made, or a collective that was interrupted, may use the full memory after the release
         self.is_borrowed = False
@@ -240,7 +239,7 @@ class PartitionedParams:
     def let_go(self) -> None:
         """Undo one ``hold``; the last one releases."""
         self.holds -= 1
-        if not self.depth and not self.calls:
+        if not self.depth:
             self.release()
 
     def publish(self) -> None:
@@ -265,13 +264,6 @@ def _used(reference: weakref.ref[PartitionedParams]) -> None:
     params.on_use(params)
 
 
-def _tell(method: weakref.WeakMethod[Callable[[int, object], None]], index: int, call: object, *_: Any) -> None:
-    """A hook on the graph; weak, as graphs and what hangs on them are not seen by Python's collector."""
-    alive = method()
-    if alive is not None:
-        alive(index, call)
-
-
 _FOLLOWED = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Functionalize)
 
 
@@ -284,12 +276,12 @@ def _refuse_transforms() -> None:
             )
 
 
-def _on_grads(tensors: Sequence[Tensor], call: Callable[..., None], mode: Literal["all", "any"]) -> None:
-    """Call ``call`` in each backward when the gradients of ``tensors`` have come: all of them, or the first."""
+def _on_grads(tensors: Sequence[Tensor], call: Callable[..., None]) -> None:
+    """Call ``call`` in each backward when the gradients of all ``tensors`` have come."""
     if len(tensors) == 1:  # the usual case; torch's hook for several costs many times as much
         tensors[0].register_hook(call)
     else:
-        torch.autograd.graph.register_multi_grad_hook(tensors, call, mode=mode)
+        torch.autograd.graph.register_multi_grad_hook(tensors, call)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -360,9 +352,8 @@ class Partition:
         self.asked: list[PartitionedParams] = []  # ahead of use, oldest first
         self.by_index: dict[int, PartitionedParams] = {}
         self.handles: list[RemovableHandle] = []
-        self.depth = 0  # forwards in progress, of any unit or the model
+        self.entered: list[nn.Module] = []  # modules whose forward is in progress
         self.thread = 0  # in which they are
-        self.root_depth = 0
         self.task = -1  # the backward under way
         self.makes_graph = False  # which it is with create_graph=True
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
@@ -388,9 +379,7 @@ class Partition:
             for anchor in params.unit.anchors:
                 by_module.setdefault(anchor, []).append(params)
         for module, units in by_module.items():
-            calls: list[object] = []  # the stack of calls of this module in progress
-            before = functools.partial(self._before, units, calls)
-            after = functools.partial(self._after, units, calls)
+            before, after = functools.partial(self._before, units), functools.partial(self._after, units)
             self.handles.append(module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(Hook(after), always_call=True))
 
@@ -416,16 +405,16 @@ class Partition:
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
-    def _before(self, units: list[PartitionedParams], calls: list[object], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, units: list[PartitionedParams], module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.depth == 0:
+        if not self.entered:
             self.thread = threading.get_ident()
         elif self.thread != threading.get_ident():
             raise RuntimeError(
                 "two threads call the model at once, and at stage 3 one would release what the other computes with; call it in one thread after "
                 "the other, or use stage 2"
             )
-        if self.depth == 0 and not in_backward:
+        if not self.entered and not in_backward:
             if self.task != -1:  # an error ended the last backward
                 self.reset()
                 self.prefetcher.begin("train")
@@ -437,36 +426,30 @@ class Partition:
                 self.below = torch._C._autograd._top_saved_tensors_default_hooks(True)
                 self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self.saved_hooks.__enter__()
-        self.depth += 1
-        self.root_depth += module is self.model
-        call = object()
-        calls.append(call)
+        self.entered.append(module)
         for params in units:
             params.depth += 1
+        for params in units:
             self._use(params)
-            is_rest = self.model in params.unit.anchors
-            # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
-            inputs = [t for t in _tensors((args, kwargs)) if t.grad_fn is not None] if torch.is_grad_enabled() and not is_rest else []
-            if inputs:
-                _on_grads(inputs, functools.partial(_tell, weakref.WeakMethod(self._inputs_done), params.index, call), "all")
+        blocks = [params.index for params in units if self.model not in params.unit.anchors] if torch.is_grad_enabled() else []
+        # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
+        inputs = [t for t in _tensors((args, kwargs)) if t.grad_fn is not None] if blocks else []
+        if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
+            _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks))
 
-    def _after(self, units: list[PartitionedParams], calls: list[object], module: nn.Module, _args: Any, output: Any) -> None:
-        if not calls or self.thread != threading.get_ident():
+    def _after(self, units: list[PartitionedParams], module: nn.Module, _args: Any, output: Any) -> None:
+        if self.entered[-1:] != [module] or self.thread != threading.get_ident():
             return  # the hook before it failed, or refused this thread
-        call = calls.pop()
-        self.depth -= 1
-        self.root_depth -= module is self.model
+        self.entered.pop()
         in_backward = torch._C._current_graph_task_id() != -1
-        outputs = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(output))
         for params in units:
             params.depth -= 1
-            if outputs:
-                _on_grads(outputs, functools.partial(_tell, weakref.WeakMethod(self._output_grad), params.index, call), "any")
             is_rest = self.model in params.unit.anchors
-            if params.depth or in_backward or (is_rest and (self.root_depth or outputs)):
+            if params.depth or in_backward or (is_rest and (self.model in self.entered or has_graph)):
                 continue  # still in use, or about to be: what is left over opens the backward
             params.release()
-        if self.depth == 0 and not in_backward:
+        if not self.entered and not in_backward:
             if self.saved_hooks is not None:
                 hooks, self.saved_hooks, self.below = self.saved_hooks, None, None
                 hooks.__exit__(None, None, None)
@@ -490,7 +473,7 @@ class Partition:
             raise RuntimeError(
                 f"the parameters of unit {params.unit.name!r} were partitioned when the optimizer was closed; close(gather=True) leaves them full"
             )
-        if self.depth or torch._C._current_graph_task_id() != -1:
+        if self.entered or torch._C._current_graph_task_id() != -1:
             self._use(params)
             return
         raise RuntimeError(
@@ -507,19 +490,11 @@ class Partition:
             self.task, self.makes_graph = task, torch.is_grad_enabled()
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)  # type: ignore[attr-defined]
 
-    def _output_grad(self, index: int, call: object) -> None:
-        params = self.by_index[index]
+    def _inputs_done(self, blocks: Sequence[int], *_: Any) -> None:
         self._watch_backward()
-        params.calls.add(call)
-        self._use(params)
-
-    def _inputs_done(self, index: int, call: object) -> None:
-        params = self.by_index[index]
-        self._watch_backward()
-        if call in params.calls:
-            params.calls.discard(call)
-            if not params.calls and not params.depth and self.model not in params.unit.anchors:
-                params.release()
+        for index in blocks:
+            if not self.by_index[index].depth:
+                self.by_index[index].release()
 
     def _pack(self, tensor: Tensor) -> tuple[Any, Any, int]:
         known = tensor.layout is torch.strided and self.by_storage.get(tensor.untyped_storage()._cdata)
@@ -535,9 +510,10 @@ class Partition:
         if callable(params):
             return params(saved)  # type: ignore[no-any-return]
         tensor: Tensor = saved
-        if params is not None and params.state is not State.GATHERED:
+        if params is not None:
             self._watch_backward()
-            self._use(params)
+            if params.state is not State.GATHERED:
+                self._use(params)
         if tensor._version != version:  # torch's own check, which hooks on saved tensors switch off
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace operation after forward saved it "
@@ -556,7 +532,6 @@ class Partition:
     def release_all(self) -> None:
         """Release what no forward is using."""
         for params in self.params:
-            params.calls.clear()
             if not params.depth:
                 params.release()
 
@@ -567,6 +542,6 @@ class Partition:
 
     def reset(self) -> None:
         """Between steps: nothing is under way, whatever was interrupted."""
-        if self.depth == 0:
+        if not self.entered:
             self.task, self.makes_graph = -1, False
             self.release_all()
