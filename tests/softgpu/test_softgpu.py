@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import subprocess
@@ -410,6 +411,8 @@ def test_a_tensor_may_be_dropped_by_another_thread_while_one_is_made() -> None:
 
 @pytest.mark.parametrize("nth", range(24))
 def test_freed_memory_is_taken_back_once_where_a_finalizer_asks_for_it_too(nth: int) -> None:
+    gc.collect()  # of what ran before
+    gc.disable()
     before, tracer, lines = torch.cuda.memory_allocated(), sys.gettrace(), 0
 
     def at_each_line(frame: FrameType, event: str, _: object) -> object:
@@ -427,9 +430,10 @@ def test_freed_memory_is_taken_back_once_where_a_finalizer_asks_for_it_too(nth: 
     try:
         sys.settrace(at_each_line)
         memory.collect()
+        assert lines >= nth and torch.cuda.memory_allocated() == before
     finally:
         sys.settrace(tracer)
-    assert lines >= nth and torch.cuda.memory_allocated() == before
+        gc.enable()
 
 
 def copies(source: Tensor, pinned: bool) -> Tensor:
