@@ -1,7 +1,8 @@
 """In: gradients, one parameter at a time, as backward produces them. Out: each unit's reduced slice, handed to its sink: grad -> flatten -> reduce.
 
 A gradient leaves ``param.grad`` as soon as autograd has it. When those of a unit are complete, one launch moves them into the unit's flat
-bucket, in their own 16 bits; a second one of the same parameter before the next step is added in fp32. Then the bucket is reduced over ranks
+bucket, in their own 16 bits (in host memory each one moves at once, while the cache has it); a second one of the same parameter before the
+next step is added in fp32. Then the bucket is reduced over ranks
 while backward goes on. Reductions are started in one order on all ranks, that of the first backward on the first rank, so an order that
 differs costs overlap, not correctness. On a device both kernels measure what they write, so that the norm need not read it again.
 """
@@ -40,7 +41,7 @@ class UnitGrads:
     # takes a reduced gradient (held,) and its ``stats``: None if it keeps the tensor itself, else what to come after before that is used again
     sink: Callable[[Tensor, Tensor | None], Event | None]
     waiting: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # gradients of parameters, which go into the bucket together
-    bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced; zeros where there is none
+    bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced; anything where there is none
     stats: Tensor | None = None  # (2,) fp64, of what is in the bucket, as for ``zk.kernels.flatten``; None where they are not known
     present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
     accumulated: bool = False  # some parameter is in the bucket more than once
@@ -179,9 +180,11 @@ class GradReducer:
         unit.waiting[index] = grad
         unit.used.add(index)
         grad_left(param)
+        if grad.device.type == "cpu":
+            self.flatten(unit)
 
     def flatten(self, unit: UnitGrads) -> None:
-        """Move the gradients that wait into the bucket, in one launch, or add them in fp32 to those that are there."""
+        """Move the gradients that wait into the bucket, in one launch; those of which there is one already are added to it in fp32."""
         waiting, unit.waiting = unit.waiting, {}
         if not waiting:
             return
@@ -189,21 +192,22 @@ class GradReducer:
         if any(grad.dtype != narrow for grad in waiting.values()):  # assigned by hand, in full precision
             waiting = {index: grad.float() for index, grad in waiting.items()}
             unit.accumulated = True
-        unit.accumulated |= not unit.present.isdisjoint(waiting)
+        again = unit.present.intersection(waiting)
+        unit.accumulated |= bool(again)
         if unit.bucket is None:
             unit.wide |= unit.accumulated
-            unit.bucket = self._take(unit)
-            order, bounds = unit.layout.regions(waiting)
-            unit.stats = stats_on(unit.bucket.device)
-            flat = [unit.unit.flat(index, waiting[index]).contiguous() for index in order[: len(waiting)]]
-            unchecked("flatten", unit.bucket.device)(flat, unit.bucket, bounds, unit.stats)
-        else:
-            if unit.accumulated and unit.bucket.dtype != torch.float32:
-                before, unit.bucket = unit.bucket, unit.bucket.float()
-                self._give(before)
+            unit.bucket, unit.stats = self._take(unit), stats_on(unit.unit.device)
+        elif unit.accumulated and unit.bucket.dtype != torch.float32:
+            before, unit.bucket = unit.bucket, unit.bucket.float()
+            self._give(before)
+        new = sorted(waiting.keys() - again)
+        if new:
+            flat = [unit.unit.flat(index, waiting[index]).contiguous() for index in new]
+            unchecked("flatten", unit.bucket.device)(flat, unit.bucket, unit.layout.regions(new), unit.stats)
+        if again:
             unit.stats = None
-            for index, grad in waiting.items():
-                unit.unit.shaped(index, unit.bucket[unit.layout.whole(index)]).add_(grad)
+        for index in again:
+            unit.unit.shaped(index, unit.bucket[unit.layout.whole(index)]).add_(waiting[index])
         unit.present.update(waiting)
 
     def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
@@ -216,10 +220,8 @@ class GradReducer:
         if unit.bucket is not None and not unit.present:
             self._give(unit.bucket)
             unit.bucket, unit.stats, unit.accumulated = None, None, False
-        elif unit.bucket is not None and gone:
+        elif gone:
             unit.stats = None
-            for index in gone:
-                unit.bucket[unit.layout.whole(index)].zero_()
 
     @property
     def settled(self) -> bool:
@@ -262,9 +264,9 @@ class GradReducer:
         unit = self.units[position]
         self.started.add(position)
         self.flatten(unit)
-        bucket = unit.bucket
-        if bucket is None:
-            bucket = self._take(unit).zero_()
+        bucket = unit.bucket if unit.bucket is not None else self._take(unit)
+        for index in set(range(len(unit.unit.params))) - unit.present:
+            bucket[slice(*unit.layout.regions([index]))] = 0
         narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
         shard = bucket if alone else torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)

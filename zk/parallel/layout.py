@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
 ALIGN = 32
@@ -39,11 +39,10 @@ class Layout:
         """Elements of one rank's slice, the same on every rank."""
         return self.numel // self.world
 
-    def regions(self, first: Collection[int]) -> tuple[list[int], list[int]]:
-        """Every parameter, those of ``first`` first, and the bounds of their regions with the padding after each: start, stop, start, ..."""
-        order = sorted(range(len(self.offsets)), key=lambda index: index not in first)
+    def regions(self, indices: Sequence[int]) -> list[int]:
+        """Bounds of what these parameters take, each with the padding after it: start, stop, start, ..."""
         stops = (*self.offsets[1:], self.numel)
-        return order, [bound for index in order for bound in (self.offsets[index], stops[index])]
+        return [bound for index in indices for bound in (self.offsets[index], stops[index])]
 
     def shard(self, rank: int) -> slice:
         """The slice of the flat buffer that ``rank`` holds."""

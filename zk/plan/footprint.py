@@ -37,8 +37,8 @@ class Footprint:
 
     joined: bool  # the device's memory is the host's
     # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced), "fresh"
-    # (gradients of one unit, as autograd makes them), "staging" (gradients between device and drive), "spare" (room on the drive for
-    # gradients in fp32), "activations" (an estimate)
+    # (gradients as autograd makes them: of one unit, in host memory of one parameter), "staging" (gradients between device and drive), "spare"
+    # (room on the drive for gradients in fp32), "activations" (an estimate)
     sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     units: list[Settled] = dataclasses.field(default_factory=list)
 
@@ -105,7 +105,7 @@ def footprint_of(
     if not at_least:
         fresh = [(max(layouts[key].numels) * unit.dtype.itemsize, flat[key], unit) for key, unit in each.items() if unit.trained]
         # (outside of blocks the last one comes when activations have gone)
-        found.sizes["device", "fresh"] = max((one if unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
+        found.sizes["device", "fresh"] = max((one if joined or unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
     if +drive:
         _add_drive(found, placement, +drive, each, at_least)
     found.sizes = +found.sizes  # without zeros
