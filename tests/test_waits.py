@@ -573,14 +573,16 @@ def test_a_worker_that_is_closed_has_ended() -> None:
     assert ended == [True]
 
 
+CHUNKS = [slice(0, 2048), slice(2048, 3000)]
+
+
 @contextlib.contextmanager
 def accumulated(where: str, path: Any) -> Iterator[tuple[Any, Arena, Worker]]:
     """A gradient of two micro-batches of ones, maybe still on its way."""
     worker = Worker("test")
     with moves() as (_, transfer_, arena):
-        chunks = [slice(0, 2048), slice(2048, 3000)]
         tier = NVMeTier([str(path)], 0, 1, False, transfer_, worker)
-        grads = HostGrads(chunks, transfer_, worker, 1) if where == "host" else tier.grads(chunks, 1)
+        grads = HostGrads(CHUNKS, transfer_, worker, 1) if where == "host" else tier.grads(CHUNKS, 1)
         if where == "nvme":
             tier.create()
         for _ in range(2):
@@ -593,10 +595,10 @@ def accumulated(where: str, path: Any) -> Iterator[tuple[Any, Arena, Worker]]:
 @pytest.mark.parametrize("where", ("host", "nvme"))
 def test_a_gradient_that_is_read_without_asking_for_its_norm_is_whole(where: str, tmp_path: Any) -> None:
     with accumulated(where, tmp_path) as (grads, _, _worker):
-        for index in range(2):
-            grads.fetch(index)
-            assert bool((grads.open(index) == 2).all())
-            grads.close(index)
+        for chunk in CHUNKS:
+            grads.fetch(chunk)
+            assert bool((grads.open(chunk) == 2).all())
+            grads.close(chunk)
 
 
 @pytest.mark.parametrize("where", ("host", "nvme"))
@@ -725,12 +727,12 @@ def test_a_gather_that_is_interrupted_leaves_its_slice_to_the_copy_that_reads_it
     layer, copy_in_flight = nn.Linear(3, 5), Ticket()
     layout = Layout.of([param.numel() for param in layer.parameters()], 2)
     unit = Unit("all", [layer], list(layer.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
-    home = mock.Mock(open=lambda: torch.zeros(layout.shard_numel))
+    home = mock.Mock(whole=lambda: torch.zeros(layout.shard_numel))
     uploads = mock.Mock(upload=lambda target, host: copy_in_flight, beside=mock.Mock(side_effect=KeyboardInterrupt))
     params = PartitionedParams(unit, 0, layout, LateComm(), home, uploads, lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         params.start()
-    home.close.assert_called_once_with(copy_in_flight)
+    home.release.assert_called_once_with(copy_in_flight)
 
 
 # ---- two ranks ----------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from zk.memory import ranks_here
 from zk.offload.nvme import round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
-from zk.offload.spill import FileGrads, FileHome, FileStore
+from zk.offload.spill import FileFields, FileGrads, FileParams
 from zk.offload.state import OptimizerShard, Section
-from zk.offload.tiers import MemoryHome, MemoryStore, MemoryTier, NVMeTier, Tier, rooms
+from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import MEMORY, Group, Solo
@@ -38,7 +38,7 @@ class _Part:
     start: int
     numel: int
     tier: Tier
-    state: FileStore | None = None
+    state: FileFields | None = None
     grads: FileGrads | None = None
 
 
@@ -48,7 +48,7 @@ class _Room:
 
     param_tier: Tier
     parts: list[_Part]
-    home: FileHome | None = None
+    home: FileParams | None = None
 
 
 class Assembly(Placement):
@@ -123,7 +123,7 @@ class Assembly(Placement):
             room.home = room.param_tier.home(self.slice_numel(layout, 1), unit.dtype)
         for part in room.parts:
             if isinstance(part.tier, NVMeTier):
-                chunks = part.tier.chunks(part.numel)
+                chunks = part.tier.chunks(part.start, part.start + part.numel)
                 part.state = part.tier.store(chunks, self.state_fields(unit)[1])
                 part.grads = part.tier.grads(chunks, self.num_threads)
         return room
@@ -162,12 +162,12 @@ class Assembly(Placement):
         for param in unit.params:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
-        home: MemoryHome | FileHome
+        home: ResidentFields | FileParams
         params: ReplicatedParams | PartitionedParams
         if self.config.stage == 3:
             in_place = not self.partitions(room.param_tier.name)
             if in_place:
-                home = MemoryHome(initial.to(unit.dtype), [slice(0, numel)], self.on_device)
+                home = ResidentFields([slice(0, numel)], {"param": initial.to(unit.dtype)}, self.on_device)
             else:
                 home = room.home or room.param_tier.home(numel, unit.dtype)
             uploads = self.transfer if home.memory != self.on_device else None
@@ -175,7 +175,7 @@ class Assembly(Placement):
             partition.add(params)
         else:
             params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)
-            home = MemoryHome(params.shard, [slice(0, numel)], self.on_device)
+            home = ResidentFields([slice(0, numel)], {"param": params.shard}, self.on_device)
         held = Held(unit, layout, self.comm, params, room.param_tier, self.transfer, versions=[param._version for param in unit.params])
         if isinstance(params, PartitionedParams):
             params.updating = weakly(held.updating)
@@ -190,31 +190,23 @@ class Assembly(Placement):
             home.write(initial[params.held])
         return held
 
-    def _shard(self, unit: Unit, room: _Room, home: MemoryHome | FileHome) -> OptimizerShard:
+    def _shard(self, unit: Unit, room: _Room, home: ResidentFields | FileParams) -> OptimizerShard:
         """The optimizer state of a unit whose parameters rest in ``home``."""
         names, fields = self.state_fields(unit)
         sections = []
         for part in room.parts:
-            tier, here = part.tier, home.memory == part.tier.memory  # updated in place; else a copy is, and taken home
-            if isinstance(home, FileHome):
-                chunks: Sequence[slice] = home.store.chunks
-                param: FileStore | MemoryStore = home.store
+            tier, in_place = part.tier, isinstance(home, FileParams) or home.memory == part.tier.memory  # else a copy is updated, and taken home
+            if part.state is None:
+                chunks: Sequence[slice] = home.chunks if isinstance(home, FileParams) else tier.chunks(part.start, part.start + part.numel)
             else:
-                chunks = part.state.chunks if part.state is not None else tier.chunks(part.numel)
-                if here:
-                    param = MemoryStore(chunks, {"param": home.shard[part.start : part.start + part.numel]}, home.guard)
-                else:
-                    copies = self.tiers[tier.memory]
-                    assert isinstance(copies, MemoryTier)
-                    param = copies.store(chunks, {"param": unit.dtype})
+                chunks = part.state.chunks
             sections.append(
                 Section(
-                    part.start,
                     tier.name,
-                    param,
+                    home if in_place else self.tiers[tier.memory].store(chunks, {"param": unit.dtype}),
                     part.state or tier.store(chunks, fields),
                     part.grads or tier.grads(chunks, self.num_threads),
-                    None if here or isinstance(home, FileHome) else home,
+                    None if in_place or isinstance(home, FileParams) else home,
                     self.transfer,
                     beside=tier.memory == "host",
                 )

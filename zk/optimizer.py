@@ -221,9 +221,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.handles.append(self.model.register_forward_pre_hook(Hook(calls.begin), prepend=True))
             self.handles.append(self.model.register_forward_hook(Hook(calls.end), always_call=True))
             self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
+            cast = CastPart(config.dtype, calls)
             for part in self.model.modules():  # for model.forward(x), model.encode(x), and layers one by one
                 if part is not self.model and any(param.dtype == config.dtype for param in part.parameters()):
-                    self.handles.append(part.register_forward_pre_hook(CastPart(config.dtype, calls), with_kwargs=True))
+                    self.handles.append(part.register_forward_pre_hook(cast, with_kwargs=True))
             if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
         if self.partition.params:

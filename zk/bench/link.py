@@ -28,7 +28,7 @@ def _cases(transfer: Transfer, device: torch.device, numel: int) -> Iterator[Cas
             origin, copied = (source, near_up) if UP in directions else (near_down, target)
             copied.copy_(origin)
             return
-        for piece in pieces_of(numel):
+        for piece in pieces_of(0, numel):
             if DOWN in directions:
                 events.append(transfer.offload_to(target[piece], near_down[piece]))
             if UP in directions:

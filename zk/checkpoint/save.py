@@ -86,9 +86,9 @@ class Part:
             with self.held.shard.opened(self.chunk) as fields:
                 yield fields
         elif isinstance(self.held.params, PartitionedParams):
-            store = self.held.params.home.store
-            yield store.open(self.chunk)
-            store.close(self.chunk, changed=False)
+            home = self.held.params.home
+            yield home.open(home.chunks[self.chunk])
+            home.close(home.chunks[self.chunk], changed=False)
         else:
             yield {"param": self.held.params.full[self.held.params.held]}
 
@@ -98,8 +98,7 @@ def _chunks(held: Held) -> Sequence[slice]:
     if held.shard is not None:
         return held.shard.chunks
     if isinstance(held.params, PartitionedParams):
-        chunks: Sequence[slice] = held.params.home.store.chunks
-        return chunks
+        return held.params.home.chunks
     return [slice(0, held.params.held.stop - held.params.held.start)]
 
 

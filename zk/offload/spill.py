@@ -23,6 +23,7 @@ from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, File, Request, round_up
 from zk.offload.transfer import Arrival, Transfer
 from zk.offload.worker import Worker
+from zk.parallel.layout import evenly
 from zk.timeline import phase
 
 P = ParamSpec("P")
@@ -347,20 +348,17 @@ class Buffers:
 CHUNK_NUMEL = 1 << 21
 
 
-def chunks_of(numel: int) -> list[slice]:
-    """``numel`` elements in even chunks of at most about CHUNK_NUMEL, each whole pages in 16 bits."""
-    per_page = ALIGN // 2
-    count = max(1, -(-numel // CHUNK_NUMEL))
-    size = -(-numel // count // per_page) * per_page or per_page
-    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+def chunks_of(start: int, stop: int) -> list[slice]:
+    """Elements ``start`` to ``stop`` in even chunks of at most about CHUNK_NUMEL, each whole pages in 16 bits."""
+    return evenly(start, stop, CHUNK_NUMEL, ALIGN // 2)
 
 
-class FileStore:
-    """Flat fields (numel,) of one shard in the file; one chunk of all fields is one piece, moved at once.
+class FileFields:
+    """Flat fields of consecutive elements of a shard, in the file; one chunk of all fields is one piece, moved at once.
 
     Args:
         spill: the file; room is reserved here.
-        chunks: slices of the fields, in order and without gaps.
+        chunks: slices of the shard, in order and without gaps.
         fields: name -> dtype.
     """
 
@@ -369,90 +367,84 @@ class FileStore:
     def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> None:
         self.chunks, self.fields = chunks, fields
         self.buffers: Buffers | None = None
-        self.pieces = []
+        self.numel: int = chunks[-1].stop - chunks[0].start
+        self.pieces: dict[int, Piece] = {}  # by the start of the chunk
         for chunk in chunks:
             nbytes = round_up(sum((chunk.stop - chunk.start) * dtype.itemsize for dtype in fields.values()))
-            self.pieces.append(Piece(spill.reserve(nbytes), nbytes))
-        self.largest = max((piece.nbytes for piece in self.pieces), default=0)
+            self.pieces[chunk.start] = Piece(spill.reserve(nbytes), nbytes)
+        self.largest = max(piece.nbytes for piece in self.pieces.values())
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Of each field."""
         return self.fields
 
-    def fetch(self, index: int) -> bool:
-        """Ask for chunk ``index``; False if there is no buffer for it now."""
+    def fetch(self, chunk: slice) -> bool:
+        """Ask for a chunk; False if there is no buffer for it now."""
         assert self.buffers is not None
-        return not self.fields or self.buffers.fetch(self.pieces[index])
+        return not self.fields or self.buffers.fetch(self.pieces[chunk.start])
 
-    def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
-        """The fields of chunk ``index``: name -> (chunk's elements,), to work on in place."""
+    def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
+        """The fields of a chunk: name -> (its elements,), to work on in place."""
         assert self.buffers is not None
         if not self.fields:  # plain SGD in fp32 keeps nothing
             return {}
-        data = self.buffers.open(self.pieces[index], read)
-        numel, start, views = self.chunks[index].stop - self.chunks[index].start, 0, {}
+        data = self.buffers.open(self.pieces[chunk.start], read)
+        numel, start, views = chunk.stop - chunk.start, 0, {}
         for name, dtype in self.fields.items():
             stop = start + numel * dtype.itemsize
             views[name] = data[start:stop].view(dtype)
             start = stop
         return views
 
-    def close(self, index: int, changed: bool, keep: bool = False) -> None:
-        """Put chunk ``index`` back; ``keep`` it in memory, unwritten, if it is among the first to be used next time."""
+    def close(self, chunk: slice, changed: bool, keep: bool = False) -> None:
+        """Put a chunk back; ``keep`` it in memory, unwritten, if it is among the first to be used next time."""
         assert self.buffers is not None
         if not self.fields:
             return
         if changed and keep:
-            self.buffers.keep(self.pieces[index])
+            self.buffers.keep(self.pieces[chunk.start])
         else:
-            self.buffers.evict(self.pieces[index], changed)
+            self.buffers.evict(self.pieces[chunk.start], changed)
 
     def nbytes(self, name: str) -> int:
         """Bytes of a field."""
-        numel: int = sum(chunk.stop - chunk.start for chunk in self.chunks)
-        return numel * self.fields[name].itemsize
+        return self.numel * self.fields[name].itemsize
 
 
-class FileHome:
+class FileParams(FileFields):
     """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk."""
 
     memory = "host"
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.numel: int = chunks[-1].stop if chunks else 0
-        self.store = FileStore(spill, chunks, {"param": dtype})
-        self.buffers: Buffers | None = None
-        self.piece = Piece(self.store.pieces[0].offset, round_up(self.numel * dtype.itemsize))
+    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> None:
+        super().__init__(spill, chunks, fields)
+        self.whole_buffers: Buffers | None = None
+        self.piece = Piece(self.pieces[0].offset, round_up(self.nbytes("param")))
 
-    def fetch(self) -> bool:
+    def prefetch(self) -> bool:
         """Ask for the slice; False if there is no buffer for it now."""
-        assert self.buffers is not None
-        return self.buffers.fetch(self.piece)
+        assert self.whole_buffers is not None
+        return self.whole_buffers.fetch(self.piece)
 
-    def open(self) -> Tensor:
-        """The slice (numel,), readable until ``close``."""
-        assert self.buffers is not None
-        return self._view(self.buffers.open(self.piece))
+    def whole(self) -> Tensor:
+        """The slice (numel,), readable until ``release``."""
+        assert self.whole_buffers is not None
+        return self._view(self.whole_buffers.open(self.piece))
 
-    def close(self, after: Event = COMPLETED) -> None:
-        """Done with what ``open`` gave, once ``after`` is past."""
-        assert self.buffers is not None
-        self.buffers.evict(self.piece, changed=False, after=after)
+    def release(self, after: Event = COMPLETED) -> None:
+        """Done with what ``whole`` gave, once ``after`` is past."""
+        assert self.whole_buffers is not None
+        self.whole_buffers.evict(self.piece, changed=False, after=after)
 
     def write(self, values: Tensor) -> None:
         """Replace the slice by ``values`` (numel,)."""
-        assert self.buffers is not None
-        self._view(self.buffers.open(self.piece, read=False)).copy_(values)
-        self.buffers.evict(self.piece, changed=True)
+        assert self.whole_buffers is not None
+        self._view(self.whole_buffers.open(self.piece, read=False)).copy_(values)
+        self.whole_buffers.evict(self.piece, changed=True)
 
     def _view(self, data: Tensor) -> Tensor:
-        return data[: self.numel * self.dtype.itemsize].view(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return data[: self.nbytes("param")].view(self.fields["param"])
 
 
 class FileGrads:
@@ -464,9 +456,9 @@ class FileGrads:
 
     def __init__(self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
         self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
-        self.numel: int = chunks[-1].stop if chunks else 0
+        self.start, self.numel = chunks[0].start, chunks[-1].stop - chunks[0].start
         self.offset = spill.reserve(self.numel * torch.float32.itemsize)
-        spill.starts |= {self.offset + chunk.start * nbytes for chunk in chunks for nbytes in (2, 4)}  # written whole, read by chunk
+        spill.starts |= {self.offset + (chunk.start - self.start) * nbytes for chunk in chunks for nbytes in (2, 4)}  # written whole, read by chunk
         self.whole: Buffers | None = None  # for pieces of numel elements
         self.parts: Buffers | None = None  # for chunks
         self.dtype: torch.dtype | None = None
@@ -492,46 +484,45 @@ class FileGrads:
     def _add(self, grad: Tensor) -> None:
         assert self.whole is not None
         if self.dtype is not None:
-            piece = self._piece(slice(0, self.numel), self.dtype)
+            piece = self._piece(0, self.numel, self.dtype)
             before = self.whole.open(piece)[: self.numel * self.dtype.itemsize].view(self.dtype)
             grad = before.to(torch.float32, copy=True).add_(grad)
             self.whole.evict(piece, changed=False)
-        piece = self._piece(slice(0, self.numel), grad.dtype)
+        piece = self._piece(0, self.numel, grad.dtype)
         here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
         here.copy_(grad)
         self.sum = float(sum_of_squares(here, self.num_threads))
         self.whole.evict(piece, changed=True)
         self.dtype = grad.dtype
 
-    def _piece(self, chunk: slice, dtype: torch.dtype) -> Piece:
-        size = dtype.itemsize
-        return Piece(self.offset + chunk.start * size, round_up((chunk.stop - chunk.start) * size))
+    def _piece(self, start: int, numel: int, dtype: torch.dtype) -> Piece:
+        return Piece(self.offset + start * dtype.itemsize, round_up(numel * dtype.itemsize))
 
     def sum_of_squares(self) -> float:
         """Of the gradient, in float64; 0 without one."""
         self.added.wait()
         return self.sum if self.dtype is not None else 0.0
 
-    def _chunk(self, index: int) -> Piece:
+    def _part(self, chunk: slice) -> Piece:
         self.added.wait()
         assert self.dtype is not None
-        return self._piece(self.chunks[index], self.dtype)
+        return self._piece(chunk.start - self.start, chunk.stop - chunk.start, self.dtype)
 
-    def fetch(self, index: int) -> bool:
-        """Ask for chunk ``index``; False if there is no buffer for it now."""
+    def fetch(self, chunk: slice) -> bool:
+        """Ask for a chunk; False if there is no buffer for it now."""
         assert self.parts is not None
-        return self.parts.fetch(self._chunk(index))
+        return self.parts.fetch(self._part(chunk))
 
-    def open(self, index: int) -> Tensor:
-        """Chunk ``index``, to be read until ``close``."""
-        piece, chunk = self._chunk(index), self.chunks[index]
+    def open(self, chunk: slice) -> Tensor:
+        """Give a chunk (its elements,), to be read until ``close``."""
+        piece = self._part(chunk)
         assert self.parts is not None and self.dtype is not None
         return self.parts.open(piece)[: (chunk.stop - chunk.start) * self.dtype.itemsize].view(self.dtype)
 
-    def close(self, index: int) -> None:
-        """Done with chunk ``index``."""
+    def close(self, chunk: slice) -> None:
+        """Done with a chunk."""
         assert self.parts is not None
-        self.parts.evict(self._chunk(index), changed=False)
+        self.parts.evict(self._part(chunk), changed=False)
 
     def clear(self) -> None:
         """Forget the gradient, also one that could not be written."""

@@ -14,10 +14,10 @@ from zk.events import COMPLETED, Event
 from zk.kernels.split import join, split_
 from zk.offload.rules import Rule
 from zk.offload.snapshot import Unread
-from zk.offload.tiers import Grads, MemoryHome, MemoryStore, Store
+from zk.offload.tiers import Fields, Grads, ResidentFields
 from zk.offload.transfer import Transfer
 
-Fields = dict[str, Tensor]
+Opened = dict[str, Tensor]  # the fields of one chunk
 
 
 def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -34,31 +34,29 @@ def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dty
 
 @dataclasses.dataclass(slots=True)
 class Section:
-    """Consecutive elements of a shard whose state is on one tier. All stores have the same chunks."""
+    """Consecutive elements of a shard whose state is on one tier, in chunks."""
 
-    start: int  # its first element
     tier: str  # the name of the tier of gradient, master and moments
-    param: Store  # the parameters where the update reaches them, as the field "param"
-    state: Store  # master and moments, as ``state_fields`` names them
+    param: Fields  # the parameters where the update reaches them, as the field "param"
+    state: Fields  # master and moments, as ``state_fields`` names them
     grads: Grads
-    home: MemoryHome | None  # where the shard's parameters rest, if that is other memory than ``param``: they are copied there
+    home: ResidentFields | None  # where the shard's parameters rest, if that is other memory than ``param``: they are copied there
     transfer: Transfer
     beside: bool  # host threads do the update, so it can go on while the device computes
 
     @property
-    def stop(self) -> int:
-        return self.start + (self.state.chunks[-1].stop if self.state.chunks else 0)
+    def whole(self) -> slice:
+        """Of the shard."""
+        return slice(self.state.chunks[0].start, self.state.chunks[-1].stop)
 
-    def take_home(self, index: int, mark: Event | None) -> Event:
-        """Start to copy chunk ``index`` of the parameters home, if it is not there; after ``mark``, as for Transfer."""
+    def take_home(self, chunk: slice, mark: Event | None) -> Event:
+        """Start to copy a chunk of the parameters home, if it is not there; after ``mark``, as for Transfer."""
         if self.home is None:
             return COMPLETED
-        assert isinstance(self.param, MemoryStore)
-        chunk = self.param.chunks[index]
-        here = self.param.fields["param"][chunk]
-        there = self.home.shard[self.start + chunk.start : self.start + chunk.stop]
+        assert isinstance(self.param, ResidentFields)
+        here, there = self.param.open(chunk)["param"], self.home.whole()[chunk]
         copy = self.transfer.upload if self.home.memory == "device" else self.transfer.offload_to
-        event = self.param.readers[index] = copy(there, here, mark)
+        event = self.param.readers[chunk.start] = copy(there, here, mark)
         return event
 
 
@@ -73,11 +71,8 @@ class OptimizerShard:
 
     def __init__(self, rule: Rule, sections: Sequence[Section], names: Sequence[str]) -> None:
         self.rule, self.sections, self.names = rule, sections, tuple(names)
-        self.places = [(section, index) for section in sections for index in range(len(section.state.chunks))]
-        self.chunks = [
-            slice(section.start + section.state.chunks[index].start, section.start + section.state.chunks[index].stop)
-            for section, index in self.places
-        ]
+        self.places = [(section, chunk) for section in sections for chunk in section.state.chunks]
+        self.chunks = [chunk for _, chunk in self.places]
         self.split = self.has_master = False  # known with the first fields
         self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
         self.arriving: Event = COMPLETED  # the last copy home
@@ -98,21 +93,21 @@ class OptimizerShard:
     # ---- chunks --------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> Iterator[Fields]:
+    def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> Iterator[Opened]:
         """The fields of chunk ``number``, put back whatever happens inside."""
-        section, index = self.places[number]
-        state = section.state.open(index, read)
+        section, chunk = self.places[number]
+        state = section.state.open(chunk, read)
         try:
-            param = section.param.open(index, read)
+            param = section.param.open(chunk, read)
             try:
                 yield {**state, **param}
             finally:
-                section.param.close(index, changes)
+                section.param.close(chunk, changes)
         finally:
-            section.state.close(index, changes, keep)
+            section.state.close(chunk, changes, keep)
 
     @contextlib.contextmanager
-    def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Fields]:
+    def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Opened]:
         """The same, to be changed: not before a save that is under way has what it still needs of it."""
         if unread is None:
             with self.opened(number, changes=True, keep=keep) as fields:
@@ -129,7 +124,7 @@ class OptimizerShard:
             if start < stop:
                 yield index, slice(start - chunk.start, stop - chunk.start), slice(start - part.start, stop - part.start)
 
-    def _read(self, part: slice, read: Callable[[Fields, slice], Tensor]) -> Tensor:
+    def _read(self, part: slice, read: Callable[[Opened, slice], Tensor]) -> Tensor:
         """What ``read(fields, slice of the chunk)`` gives for ``part``; a view where one chunk holds all and rests in memory."""
         whole = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident and part.stop > part.start
         pieces = []
@@ -139,7 +134,7 @@ class OptimizerShard:
                 pieces.append(value if whole else value.to("cpu", copy=True) if len(self.sections) > 1 else value.clone())
         return pieces[0] if whole else torch.cat(pieces) if pieces else torch.empty(0)
 
-    def _write(self, part: slice, write: Callable[[Fields, slice, slice], None]) -> None:
+    def _write(self, part: slice, write: Callable[[Opened, slice, slice], None]) -> None:
         """Call ``write(fields, slice of the chunk, slice of part)`` for ``part``, and keep what it changed."""
         for index, here, there in self._overlap(part):
             with self.changed(index, self.unread) as fields:
@@ -155,7 +150,7 @@ class OptimizerShard:
         self.stats.append(stats)
         if len(self.sections) == 1:
             return self.sections[0].grads.add(grad, stats is not None)
-        events = [section.grads.add(grad[section.start : section.stop], stats is not None) for section in self.sections]
+        events = [section.grads.add(grad[section.whole], stats is not None) for section in self.sections]
         return None if None in events else events[-1]
 
     def squares(self) -> list[float | Tensor]:
@@ -167,9 +162,9 @@ class OptimizerShard:
     def bring(self, device: torch.device) -> Tensor:
         """Take the gradient out: (n,) on ``device``, in memory of its own."""
         pieces = []
-        for section, index in self.places:
-            pieces.append(section.grads.open(index).to(device, copy=True))
-            section.grads.close(index)
+        for section, chunk in self.places:
+            pieces.append(section.grads.open(chunk).to(device, copy=True))
+            section.grads.close(chunk)
         self.clear()
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
@@ -187,8 +182,8 @@ class OptimizerShard:
 
     def fetch(self, number: int) -> bool:
         """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
-        section, index = self.places[number]
-        return section.state.fetch(index) and section.param.fetch(index) and section.grads.fetch(index)
+        section, chunk = self.places[number]
+        return section.state.fetch(chunk) and section.param.fetch(chunk) and section.grads.fetch(chunk)
 
     def update(
         self,
@@ -204,10 +199,9 @@ class OptimizerShard:
 
         ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
         """
-        chunk = self.chunks[number]
-        section, index = self.places[number]
+        section, chunk = self.places[number]
         with self.changed(number, unread, keep) as fields:
-            grad = section.grads.open(index)
+            grad = section.grads.open(chunk)
             try:
                 for elements, group, step in runs:
                     start, stop = max(elements.start, chunk.start), min(elements.stop, chunk.stop)
@@ -218,8 +212,8 @@ class OptimizerShard:
                         flat.setdefault("master", None)
                         self.rule.update(flat, group, step, grad_scale, num_threads)
             finally:
-                section.grads.close(index)
-        event = section.take_home(index, mark)
+                section.grads.close(chunk)
+        event = section.take_home(chunk, mark)
         if event is not COMPLETED:
             self.arriving = event
 
@@ -227,22 +221,22 @@ class OptimizerShard:
 
     def fetch_state(self, number: int) -> None:
         """Ask for a chunk, without its gradient, ahead of ``opened``."""
-        section, index = self.places[number]
-        section.state.fetch(index)
-        section.param.fetch(index)
+        section, chunk = self.places[number]
+        section.state.fetch(chunk)
+        section.param.fetch(chunk)
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """What ``exact`` returns."""
         return torch.float32 if kind == "master" else self.sections[0].state.dtypes[kind]
 
-    def exact(self, kind: str, fields: Fields, here: slice) -> Tensor:
+    def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:
         """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk."""
         if kind == "master":
             return self._master(fields, here).float()
         state = fields[kind][here]
         return state.abs() if self.split and kind == "exp_avg_sq" else state
 
-    def put(self, fields: Fields, here: slice, values: Mapping[str, Tensor]) -> None:
+    def put(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
         """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
         for name in self.names:
             fields[name][here].copy_(values[name])
@@ -250,18 +244,18 @@ class OptimizerShard:
 
     def upload(self) -> None:
         """Bring all parameters to where they rest, for compute to use."""
-        for section, index in self.places:
-            self.arriving = section.take_home(index, None)
+        for section, chunk in self.places:
+            self.arriving = section.take_home(chunk, None)
             section.transfer.follow(self.arriving)
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
 
-    def _master(self, fields: Fields, here: slice) -> Tensor:
+    def _master(self, fields: Opened, here: slice) -> Tensor:
         if self.split:
             return join(fields["param"][here], fields["master"][here], fields["exp_avg_sq"][here])
         return fields["master" if self.has_master else "param"][here]
 
-    def _set_master(self, fields: Fields, here: slice, values: Tensor) -> None:
+    def _set_master(self, fields: Opened, here: slice, values: Tensor) -> None:
         param = fields["param"][here]
         values = values.to(param.device)
         if self.split:
@@ -298,11 +292,11 @@ class OptimizerShard:
                 home = self.places[index][0].home
                 with self.changed(index, self.unread) as fields:
                     master = self._master(fields, here)
-                    written = fields["param"][here].clone() if home is None else home.open()[part][there].to(master.device, copy=True)
+                    written = fields["param"][here].clone() if home is None else home.whole()[part][there].to(master.device, copy=True)
                     self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))
         self.upload()
 
-    def _moment(self, name: str, fields: Fields, here: slice) -> Tensor:
+    def _moment(self, name: str, fields: Opened, here: slice) -> Tensor:
         state = fields[name][here].float()
         return state.abs() if self.split and name == "exp_avg_sq" else state
 
@@ -313,7 +307,7 @@ class OptimizerShard:
     def set_state(self, name: str, part: slice, values: Tensor) -> None:
         """Overwrite the state ``name`` of ``part``; the master keeps its value."""
 
-        def write(fields: Fields, here: slice, there: slice) -> None:
+        def write(fields: Opened, here: slice, there: slice) -> None:
             if self.split and name == "exp_avg_sq":
                 master = self._master(fields, here)
                 fields[name][here].copy_(values[there])

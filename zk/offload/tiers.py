@@ -21,7 +21,7 @@ from zk.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import File
 from zk.offload.scratch import Scratch
-from zk.offload.spill import Buffers, FileGrads, FileHome, FileStore, Spill, chunks_of
+from zk.offload.spill import Buffers, FileFields, FileGrads, FileParams, Spill, chunks_of
 from zk.offload.transfer import Arrival, Transfer, pieces_of
 from zk.offload.worker import Worker
 
@@ -31,77 +31,67 @@ CHUNKS_IN_MEMORY = 6
 CHUNKS_KEPT = 2
 
 
-@dataclasses.dataclass(slots=True)
-class Guard:
-    """The last copy from some memory: the host waits for it before it writes there."""
-
-    reader: Event = COMPLETED
-
-
 class _Resident:
     """Chunks that are always in memory."""
 
-    def fetch(self, index: int) -> bool:
+    def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if that is not possible now."""
         return True
 
-    def close(self, index: int, changed: bool = False, keep: bool = False) -> None:
+    def close(self, chunk: slice, changed: bool = False, keep: bool = False) -> None:
         """Done with a chunk."""
 
 
-class MemoryStore(_Resident):
-    """Flat fields (numel,) of one shard, by chunks: tensors that are always there. To be opened, they wait for copies that read them."""
+class ResidentFields(_Resident):
+    """Flat fields of consecutive elements of a shard, in memory, worked on where they are, once copies that read them are over.
+
+    Args:
+        chunks: slices of the shard, in order and without gaps.
+        fields: name -> (elements,).
+        memory: "device" or "host".
+    """
 
     resident = True  # what was opened stays valid after it is closed
 
-    def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], guard: Guard | None = None) -> None:
-        self.chunks, self.fields, self.guard = chunks, fields, guard or Guard()
-        self.readers: dict[int, Event] = {}  # copies that read one chunk
+    def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], memory: str) -> None:
+        self.chunks, self.fields, self.memory, self.start = chunks, fields, memory, chunks[0].start if chunks else 0
+        self.reader: Event = COMPLETED  # the last copy of all parameters
+        self.readers: dict[int, Event] = {}  # copies of one chunk, by its start
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return {name: field.dtype for name, field in self.fields.items()}
 
-    def open(self, index: int, read: bool = True) -> dict[str, Tensor]:
+    def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """The fields of a chunk, to work on in place; ``read=False`` if all is to be overwritten."""
-        self.guard.reader.wait()
-        self.readers.pop(index, COMPLETED).wait()
-        return {name: field[self.chunks[index]] for name, field in self.fields.items()}
+        self.reader.wait()
+        self.readers.pop(chunk.start, COMPLETED).wait()
+        return {name: field[chunk.start - self.start : chunk.stop - self.start] for name, field in self.fields.items()}
 
     def nbytes(self, name: str) -> int:
         return self.fields[name].nbytes
 
+    # of the parameters of a unit, where they rest; copies to and from them come in the order of compute
 
-class MemoryHome:
-    """A rank's slice of a unit's parameters (numel,) in device or host memory. Copies to and from it come in the order of compute."""
-
-    def __init__(self, shard: Tensor, chunks: Sequence[slice], memory: str) -> None:
-        self.shard, self.memory, self.guard = shard, memory, Guard()
-        self.store = MemoryStore(chunks, {"param": shard}, self.guard)
-
-    def fetch(self) -> bool:
+    def prefetch(self) -> bool:
         return True
 
-    def open(self) -> Tensor:
-        return self.shard
+    def whole(self) -> Tensor:
+        return self.fields["param"]
 
-    def close(self, after: Event = COMPLETED) -> None:
-        self.guard.reader = after
+    def release(self, after: Event = COMPLETED) -> None:
+        self.reader = after
 
     def write(self, values: Tensor) -> None:
-        self.guard.reader.wait()
-        self.shard.copy_(values)
-
-    @property
-    def nbytes(self) -> int:
-        return self.shard.nbytes
+        self.reader.wait()
+        self.fields["param"].copy_(values)
 
 
 class MemoryGrads(_Resident):
     """The gradient as a tensor in the memory where backward made it: in its own precision, fp32 once it is accumulated."""
 
     def __init__(self, chunks: Sequence[slice], num_threads: int) -> None:
-        self.chunks, self.num_threads = chunks, num_threads
+        self.start, self.num_threads = chunks[0].start, num_threads
         self.flat: Tensor | None = None
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
@@ -117,9 +107,9 @@ class MemoryGrads(_Resident):
     def sum_of_squares(self) -> float | Tensor:
         return 0.0 if self.flat is None else sum_of_squares(self.flat, self.num_threads)
 
-    def open(self, index: int) -> Tensor:
+    def open(self, chunk: slice) -> Tensor:
         assert self.flat is not None
-        return self.flat[self.chunks[index]]
+        return self.flat[chunk.start - self.start : chunk.stop - self.start]
 
     def clear(self) -> Tensor | None:
         flat, self.flat = self.flat, None
@@ -134,14 +124,16 @@ class HostGrads(_Resident):
     """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 beside training once there is a second."""
 
     def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
-        self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
+        self.transfer, self.worker, self.num_threads = transfer, worker, num_threads
+        self.pieces = [slice(chunk.start - chunks[0].start, chunk.stop - chunks[0].start) for chunk in chunks]
+        self.index = {chunk.start: index for index, chunk in enumerate(chunks)}
         self.first: Arrival | None = None
         self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
         self.total: Tensor | None = None  # fp32
         self.added = COMPLETED  # the last addition
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
-        arrival = self.transfer.offload(grad, self.chunks)
+        arrival = self.transfer.offload(grad, self.pieces)
         if self.first is None and self.total is None:
             self.squares, self.first = 0.0 if is_measured else sum_of_squares(grad, self.num_threads), arrival
         else:
@@ -156,12 +148,13 @@ class HostGrads(_Resident):
         self.added.wait()
         return sum_of_squares(self.total, self.num_threads) if self.total is not None else self.squares if self.first is not None else 0.0
 
-    def open(self, index: int) -> Tensor:
+    def open(self, chunk: slice) -> Tensor:
         self.added.wait()
+        index = self.index[chunk.start]
         if self.first is not None:
             return self.first.piece(index)
         assert self.total is not None
-        return self.total[self.chunks[index]]
+        return self.total[self.pieces[index]]
 
     def clear(self) -> Tensor | None:
         self.added.join()
@@ -201,9 +194,9 @@ class MemoryTier:
         """Whether a link is between this memory and the device."""
         return self.memory == "host" and not self.transfer.joined
 
-    def chunks(self, numel: int) -> list[slice]:
+    def chunks(self, start: int, stop: int) -> list[slice]:
         """What is worked on at once: all of it, where nothing is moved for that; pieces, where a link is between it and the device."""
-        return pieces_of(numel) if self.across else [slice(0, numel)]
+        return pieces_of(start, stop) if self.across else [slice(start, stop)]
 
     def zeros(self, numel: int, dtype: torch.dtype, crosses: bool) -> Tensor:
         """(numel,) zeros; ``crosses``: they are copied to or from the device."""
@@ -212,14 +205,14 @@ class MemoryTier:
     def flush(self) -> None:
         """Nothing is written behind."""
 
-    def home(self, numel: int, dtype: torch.dtype) -> MemoryHome:
+    def home(self, numel: int, dtype: torch.dtype) -> ResidentFields:
         """Room for parameters."""
-        return MemoryHome(self.zeros(numel, dtype, crosses=True), self.chunks(numel), self.memory)
+        return self.store(self.chunks(0, numel), {"param": dtype})
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> MemoryStore:
-        """Room for optimizer state, zeroed."""
-        numel = chunks[-1].stop if chunks else 0
-        return MemoryStore(chunks, {name: self.zeros(numel, dtype, crosses=name == "param") for name, dtype in fields.items()})
+    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> ResidentFields:
+        """Room for some or all that is kept for each element, zeroed."""
+        numel = chunks[-1].stop - chunks[0].start
+        return ResidentFields(chunks, {name: self.zeros(numel, dtype, crosses=name == "param") for name, dtype in fields.items()}, self.memory)
 
     def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads | HostGrads:
         """Room for a gradient."""
@@ -243,26 +236,26 @@ class NVMeTier:
         self.ahead, self.transfer, self.worker = ahead, transfer, worker
         self.scratch = Scratch(paths, rank)
         self.spill = Spill(lambda nbytes, starts: File(self.scratch.paths("state"), nbytes, checksum=checksum, cuts=starts))
-        self.stores: list[FileStore] = []
-        self.homes: list[FileHome] = []
+        self.stores: list[FileFields] = []
+        self.homes: list[FileParams] = []
         self.all_grads: list[FileGrads] = []
 
-    def chunks(self, numel: int) -> list[slice]:
+    def chunks(self, start: int, stop: int) -> list[slice]:
         """What is moved, and worked on, at once."""
-        return chunks_of(numel)
+        return chunks_of(start, stop)
 
     def flush(self) -> None:
         """Return when the drive has taken what was written behind; raises what it refused."""
         self.spill.flush()
 
-    def home(self, numel: int, dtype: torch.dtype) -> FileHome:
+    def home(self, numel: int, dtype: torch.dtype) -> FileParams:
         """Room for parameters."""
-        self.homes.append(FileHome(self.spill, self.chunks(numel), dtype))
+        self.homes.append(FileParams(self.spill, self.chunks(0, numel), {"param": dtype}))
         return self.homes[-1]
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> FileStore:
+    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> FileFields:
         """Room for optimizer state."""
-        self.stores.append(FileStore(self.spill, chunks, fields))
+        self.stores.append(FileFields(self.spill, chunks, fields))
         return self.stores[-1]
 
     def grads(self, chunks: Sequence[slice], num_threads: int) -> FileGrads:
@@ -274,7 +267,7 @@ class NVMeTier:
         """Take the room on the drive, and buffers in host memory. OSError if there is not enough room."""
         self.spill.create()
         states = Buffers(self.spill, max((store.largest for store in self.stores), default=0), CHUNKS_IN_MEMORY)
-        params = Buffers(self.spill, max((home.store.largest for home in self.homes), default=0), CHUNKS_IN_MEMORY)
+        params = Buffers(self.spill, max((home.largest for home in self.homes), default=0), CHUNKS_IN_MEMORY)
         crossing = staging if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
         whole = Buffers(self.spill, max((home.piece.nbytes for home in self.homes), default=0), self.ahead, crossing)
         largest = max((chunk.stop - chunk.start for grads in self.all_grads for chunk in grads.chunks), default=0)
@@ -283,7 +276,7 @@ class NVMeTier:
         for store in self.stores:
             store.buffers = states
         for home in self.homes:
-            home.store.buffers, home.buffers = params, whole
+            home.buffers, home.whole_buffers = params, whole
         for grads in self.all_grads:
             grads.whole, grads.parts = grads_out, parts
 
@@ -309,7 +302,7 @@ class NVMeTier:
 
 
 Tier = MemoryTier | NVMeTier
-Store = MemoryStore | FileStore
+Fields = ResidentFields | FileFields
 Grads = MemoryGrads | HostGrads | FileGrads
 
 

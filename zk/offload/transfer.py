@@ -15,17 +15,16 @@ from torch import Tensor
 from zk.events import Event
 from zk.offload.pinned import Arena, Record
 from zk.offload.streams import Link
+from zk.parallel.layout import evenly
 from zk.timeline import phase
 
 # elements of one piece: 16 MiB in 16 bits, large enough for the full speed of a link, small enough that the update soon has its first
 PIECE_NUMEL = 1 << 23
 
 
-def pieces_of(numel: int) -> list[slice]:
-    """``numel`` elements in even pieces of at most about PIECE_NUMEL, whole cache lines each."""
-    count = max(1, -(-numel // PIECE_NUMEL))
-    size = -(-numel // count // 64) * 64 or 64
-    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)] or [slice(0, 0)]
+def pieces_of(start: int, stop: int) -> list[slice]:
+    """Elements ``start`` to ``stop`` in even pieces of at most about PIECE_NUMEL, whole cache lines each."""
+    return evenly(start, stop, PIECE_NUMEL, 64) or [slice(start, start)]
 
 
 @dataclasses.dataclass(slots=True)

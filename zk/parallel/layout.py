@@ -14,6 +14,13 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+def evenly(start: int, stop: int, most: int, multiple: int) -> list[slice]:
+    """Elements ``start`` to ``stop`` in slices of about one size, a ``multiple``, and at most about ``most``."""
+    numel = stop - start
+    size = round_up(-(-numel // max(1, -(-numel // most))), multiple) or multiple
+    return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """Where each parameter lies in a unit's flat buffer, and which slice of that buffer each rank holds."""

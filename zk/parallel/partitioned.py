@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,16 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zk.events import Awaited, Event
+from zk.events import COMPLETED, Awaited, Event
 from zk.hooks import Hook, weakly
 from zk.memory import Lease
+from zk.offload.spill import FileParams
+from zk.offload.tiers import ResidentFields
+from zk.offload.transfer import Transfer
 from zk.parallel.comm import Group, Solo
 from zk.parallel.layout import Layout
 from zk.parallel.prefetch import Prefetcher
-from zk.parallel.released import StandIns
+from zk.parallel.released import Released, Watched, stand_in, watch_data, watch_use
 from zk.parallel.replicated import adopt_replaced, view_params
 from zk.units import Unit
 
@@ -38,40 +41,6 @@ class State(enum.Enum):
     RELEASED = "only the shard exists; the parameters have no memory"
     GATHERING = "memory is there and a collective is filling it"
     GATHERED = "the parameters are full and readable"
-
-
-class Home(Protocol):
-    """Where a rank's slice of a unit's parameters (shard_numel,) rests between uses."""
-
-    store: Any  # the same by chunks, as optimizer state is kept
-
-    def fetch(self) -> bool:
-        """Ask for it ahead of use."""
-
-    def open(self) -> Tensor:
-        """The slice, readable until ``close``."""
-
-    def close(self, after: Any = ...) -> None:
-        """Done with it, once ``after`` is past."""
-
-    def write(self, values: Tensor) -> None:
-        """Replace it."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-class Uploads(Protocol):
-    """Copies from where a slice rests to where it computes."""
-
-    def upload(self, target: Tensor, host: Tensor) -> Any:
-        """Start one; returns what to wait for."""
-
-    def follow(self, event: Any) -> None:
-        """Compute comes after it."""
-
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Start collectives after all copies, and after what compute has been asked to do so far."""
 
 
 class PartitionedParams:
@@ -91,8 +60,8 @@ class PartitionedParams:
         index: int,
         layout: Layout,
         comm: Solo | Group,
-        home: Home,
-        uploads: Uploads | None,
+        home: ResidentFields | FileParams,
+        uploads: Transfer | None,
         on_use: Callable[[PartitionedParams], None],
         in_place: bool = False,
     ) -> None:
@@ -101,17 +70,19 @@ class PartitionedParams:
         self.home, self.uploads = home, uploads
         # whether the slice is being updated beside training, at the end of which it is waited for if asked to
         self.updating: Callable[[bool], bool] = lambda wait: False
-        self.uploaded: Any = None
+        self.uploaded: Event = COMPLETED
         self.lease = None if in_place else Lease(layout.numel, unit.dtype, unit.device)
-        self.full = home.open() if self.lease is None else self.lease.tensor
+        self.full = home.whole() if self.lease is None else self.lease.tensor
         view_params(unit, layout, self.full)
         self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
         self.on_write: Callable[[PartitionedParams, list[int]], None] = lambda *_: None
         self.versions: list[int] = []  # of the parameters, when they became full
         self.data_taken = False  # and may have been written without a trace
         self.pointers: list[int] = []  # to their memory
-        # (weak: a parameter must not keep its own unit alive)
-        self.stand_ins = StandIns(unit.params, functools.partial(_used, weakref.ref(self)), self._take_data)
+        on_use = functools.partial(_used, weakref.ref(self))  # (weak: a parameter must not keep its own unit alive)
+        for param in unit.params:
+            watch_data(param, self._take_data)
+            watch_use(param, on_use)
         self.known: dict[int, PartitionedParams] = {}  # whose memory is whose
         self.pending: Awaited | None = None
         self.depth = 0  # forwards in progress
@@ -125,37 +96,37 @@ class PartitionedParams:
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
-            self.stand_ins.restore()  # a released parameter would be gathered before it gets its new memory
+            stand_in(self.unit.params, Watched)  # a released parameter would be gathered before it gets its new memory
             view_params(self.unit, self.layout, self.full)
         if self.lease is not None:
             self.lease.give_back()
-        self.stand_ins.release()
+        stand_in(self.unit.params, Released)
         self.state = State.RELEASED
 
     def fetch(self) -> None:
         """Ask for this rank's slice, so that a later ``start`` need not wait for it."""
         if self.state is State.RELEASED and not self.updating(False):
-            self.home.fetch()
+            self.home.prefetch()
 
     def start(self) -> None:
         """RELEASED -> GATHERING."""
         if self.state is not State.RELEASED:
             return
         self.updating(True)
-        source = self.home.open()
+        source = self.home.whole()
         if self.lease is not None:
             self.lease.take()
             try:
                 self._fill(source)
             except BaseException:  # other ranks are elsewhere, or gone
-                self._undo(self.uploaded)
+                self._undo()
                 raise
         self.state = State.GATHERING
 
-    def _undo(self, uploaded: Event | None) -> None:
+    def _undo(self) -> None:
         """GATHERING -> RELEASED, without the full parameters."""
-        self.pending = self.uploaded = None
-        self.home.close() if uploaded is None else self.home.close(uploaded)
+        self.pending = None
+        self.home.release(self.uploaded)
         self.is_borrowed = True
         self._free()
 
@@ -173,21 +144,17 @@ class PartitionedParams:
         """Any state -> GATHERED, waiting for the collective."""
         self.start()
         if self.state is State.GATHERING:
-            uploaded, self.uploaded = self.uploaded, None
             if self.uploads is not None:
-                self.uploads.follow(uploaded)
+                self.uploads.follow(self.uploaded)
             pending, self.pending = self.pending, None
             if pending is not None:
                 try:
                     pending.wait()
                 except BaseException:
-                    self._undo(uploaded)
+                    self._undo()
                     raise
-            if uploaded is None:
-                self.home.close()
-            else:
-                self.home.close(uploaded)
-            self.stand_ins.restore()
+            self.home.release(self.uploaded)
+            stand_in(self.unit.params, Watched)
             self.note_versions()
             self.state = State.GATHERED
 
@@ -206,9 +173,9 @@ class PartitionedParams:
             return True
         if not self.data_taken:
             return False
-        source = self.home.open()
+        source = self.home.whole()
         same = torch.equal(self.full[self.held].to(source.device), source)
-        self.home.close()
+        self.home.release()
         differ = torch.tensor([float(not same)])  # here; what was written may lie in another rank's slice
         self.comm.all_reduce(differ)
         return bool(differ.item())
@@ -254,7 +221,7 @@ class PartitionedParams:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {"param": self.home.nbytes, "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
+        return {"param": self.home.nbytes("param"), "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
 
 
 def _used(reference: weakref.ref[PartitionedParams]) -> None:
@@ -310,28 +277,29 @@ def state_dict_hooks(
                 if own and not any(other is params for other, _ in owners.get(module, ())):
                     owners.setdefault(module, []).append((params, own))
 
-    def gather(held: list[tuple[PartitionedParams, list[int]]], *_: Any) -> None:
-        for params, _own in held:
+    def gather(module: nn.Module, *_: Any) -> None:
+        for params, _own in owners[module]:
             params.hold()
 
-    def copy(held: list[tuple[PartitionedParams, list[int]]], _module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    def copy(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.untyped_storage()._cdata in by_storage:
                 state[key] = value.detach().clone()
-        for params, _own in held:
+        for params, _own in owners[module]:
             params.let_go()
 
-    def keep(held: list[tuple[PartitionedParams, list[int]]], *_: Any) -> None:
-        for params, own in held:
+    def keep(module: nn.Module, *_: Any) -> None:
+        for params, own in owners[module]:
             written(params, own)
             params.let_go()
 
+    before, copied, kept = Hook(gather), Hook(copy), Hook(keep)
     handles: list[RemovableHandle] = []
-    for module, held in owners.items():
-        handles.append(module.register_state_dict_pre_hook(Hook(functools.partial(gather, held))))
-        handles.append(module.register_state_dict_post_hook(Hook(functools.partial(copy, held))))
-        handles.append(module.register_load_state_dict_pre_hook(Hook(functools.partial(gather, held))))
-        handles.append(module.register_load_state_dict_post_hook(Hook(functools.partial(keep, held))))
+    for module in owners:
+        handles.append(module.register_state_dict_pre_hook(before))
+        handles.append(module.register_state_dict_post_hook(copied))
+        handles.append(module.register_load_state_dict_pre_hook(before))
+        handles.append(module.register_load_state_dict_post_hook(kept))
     return handles
 
 
@@ -351,6 +319,7 @@ class Partition:
         self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
         self.asked: list[PartitionedParams] = []  # ahead of use, oldest first
         self.by_index: dict[int, PartitionedParams] = {}
+        self.by_module: dict[nn.Module, list[PartitionedParams]] = {}  # what a forward of the module uses
         self.handles: list[RemovableHandle] = []
         self.entered: list[nn.Module] = []  # modules whose forward is in progress
         self.thread = 0  # in which they are
@@ -374,14 +343,14 @@ class Partition:
         """Put hooks on the modules; again after ``add``."""
         self.detach()
         self.handles += state_dict_hooks(self.params, self.by_storage, self.written)
-        by_module: dict[nn.Module, list[PartitionedParams]] = {self.model: []}
+        self.by_module = {self.model: []}
         for params in self.params:
             for anchor in params.unit.anchors:
-                by_module.setdefault(anchor, []).append(params)
-        for module, units in by_module.items():
-            before, after = functools.partial(self._before, units), functools.partial(self._after, units)
-            self.handles.append(module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True))
-            self.handles.append(module.register_forward_hook(Hook(after), always_call=True))
+                self.by_module.setdefault(anchor, []).append(params)
+        before, after = Hook(self._before), Hook(self._after)
+        for module in self.by_module:
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self.handles.append(module.register_forward_hook(after, always_call=True))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -405,7 +374,7 @@ class Partition:
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
-    def _before(self, units: list[PartitionedParams], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.entered:
             self.thread = threading.get_ident()
@@ -427,6 +396,7 @@ class Partition:
                 self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self.saved_hooks.__enter__()
         self.entered.append(module)
+        units = self.by_module[module]
         for params in units:
             params.depth += 1
         for params in units:
@@ -437,13 +407,13 @@ class Partition:
         if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
             _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks))
 
-    def _after(self, units: list[PartitionedParams], module: nn.Module, _args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
         if self.entered[-1:] != [module] or self.thread != threading.get_ident():
             return  # the hook before it failed, or refused this thread
         self.entered.pop()
         in_backward = torch._C._current_graph_task_id() != -1
         has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(output))
-        for params in units:
+        for params in self.by_module[module]:
             params.depth -= 1
             is_rest = self.model in params.unit.anchors
             if params.depth or in_backward or (is_rest and (self.model in self.entered or has_graph)):

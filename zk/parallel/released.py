@@ -21,83 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-_PROPERTIES = frozenset(
-    (
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "grad",
-        "is_leaf",
-        "ndim",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_sparse",
-        "is_quantized",
-        "is_meta",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-        "names",
-        "grad_fn",
-        "_version",
-        "retains_grad",
-        "_backward_hooks",
-        "output_nr",
-        "is_mps",
-        "is_xpu",
-        "is_sparse_csr",
-        "is_mkldnn",
-    )
-)
-_METHODS = frozenset(
-    (
-        "size",
-        "numel",
-        "dim",
-        "nelement",
-        "stride",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "get_device",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "__hash__",
-        "__len__",
-        "untyped_storage",
-        "ndimension",
-        "is_pinned",
-        "is_inference",
-        "_is_view",
-        "is_shared",
-        "has_names",
-        "zero_grad",
-        "_has_compatible_shallow_copy_type",
-    )
-)
+_PROPERTIES = frozenset((
+    "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
+    "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "retains_grad", "_backward_hooks", "output_nr", "is_mps",
+    "is_xpu", "is_sparse_csr", "is_mkldnn",
+))  # fmt: skip
+_METHODS = frozenset((
+    "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
+    "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "untyped_storage",
+    "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "zero_grad", "_has_compatible_shallow_copy_type",
+))  # fmt: skip
 # what makes a tensor of the same shape, and reads no value
-_LIKE = frozenset(
-    (
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_empty",
-        "new_empty_strided",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_tensor",
-    )
-)
+_LIKE = frozenset((
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_empty_strided",
+    "new_zeros", "new_ones", "new_full", "new_tensor",
+))  # fmt: skip
 
 
 def _is_metadata(function: Any) -> bool:
@@ -284,32 +222,15 @@ def _dress(param: nn.Parameter, role: type[nn.Parameter] | None) -> None:
     param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
 
 
-class StandIns:
-    """The classes that a unit's parameters have in turn: one while they are full, one while they are released.
+def watch_use(param: nn.Parameter, on_use: Callable[[], None]) -> None:
+    """Call ``on_use`` when the values of ``param`` are used while it is released: it makes them full, or raises."""
+    _record_of(param).on_use = on_use
 
-    Args:
-        params: of the unit.
-        on_use: called when a released one is used: makes it full, or raises.
-        taken: as for ``watch_data``.
-    """
 
-    def __init__(self, params: Sequence[nn.Parameter], on_use: Callable[[], None], taken: Callable[[nn.Parameter], None]) -> None:
-        self.classes = []
-        for param in params:
-            watch_data(param, taken)
-            record = _record_of(param)
-            record.on_use = on_use
-            self.classes.append((param, _stand_in(record.own_class, Watched), _stand_in(record.own_class, Released)))
-
-    def release(self) -> None:
-        """Note that the parameters have no memory."""
-        for param, _, released in self.classes:
-            param.__class__ = released  # type: ignore[assignment]
-
-    def restore(self) -> None:
-        """Note that the parameters are full."""
-        for param, full, _ in self.classes:
-            param.__class__ = full  # type: ignore[assignment]
+def stand_in(params: Sequence[nn.Parameter], role: type[nn.Parameter]) -> None:
+    """Give a unit's parameters the class for ``role``: Released, as they have no memory, or Watched, as they are full."""
+    for param in params:
+        param.__class__ = _stand_in(_RECORDS[id(param)].own_class, role)  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, on_use: Callable[[], None]) -> None:

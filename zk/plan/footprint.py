@@ -149,7 +149,7 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
     file_nbytes = 0
     for (key, is_state, numel), count in drive.items():
         size = units[key].dtype.itemsize
-        chunks = [chunk.stop - chunk.start for chunk in chunks_of(numel)]
+        chunks = [chunk.stop - chunk.start for chunk in chunks_of(0, numel)]
         largest = max(chunks, default=0)
         if is_state:
             element = placement.state_nbytes(units[key])
