@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -152,6 +153,42 @@ def test_a_learning_rate_that_is_a_tensor_is_the_value_that_it_had_at_step() -> 
             optimizer.synchronize()
         found.append(values(model))
         optimizer.close()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+def in_flight(gate: Gate | None, options: dict[str, Any]) -> tuple[GPT, zk.ZeroOptimizer]:
+    """A model after a step that comes to its updates 0.2 s later, where there is a gate."""
+    model, optimizer = make(overlap_step=gate is not None, **options)
+    optimizer.backward(loss_of(model, batch(0)))
+    optimizer.step()
+    if gate is not None:
+        assert gate.calls == 0
+        threading.Timer(0.2, gate.through.release, (10_000,)).start()
+    return model, optimizer
+
+
+def test_gradients_after_a_step_are_those_it_used_though_its_update_is_in_flight() -> None:
+    norms = []
+    for overlap_step in (False, True):
+        with gated() if overlap_step else contextlib.nullcontext() as gate:
+            _, optimizer = in_flight(gate, {"clip_grad_norm": 1e-2})
+            norms.append(optimizer.clip_grad_norm_(math.inf).item())
+            optimizer.close()
+    assert norms[0] == norms[1] == pytest.approx(1e-2, rel=1e-2)
+
+
+@pytest.mark.parametrize("tier", ("host", "nvme"))
+def test_zeros_in_place_of_gradients_do_not_reach_an_update_in_flight(tier: str, tmp_path: Path) -> None:
+    found = []
+    for overlap_step in (False, True):
+        with gated() if overlap_step else contextlib.nullcontext() as gate:
+            options = {"optimizer_tier": "nvme", "nvme_path": tmp_path} if tier == "nvme" else {}
+            model, optimizer = in_flight(gate, options)
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()  # with zeros: moments decay
+            optimizer.synchronize()
+            found.append(values(model))
+            optimizer.close()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
