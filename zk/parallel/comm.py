@@ -512,12 +512,11 @@ def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torc
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
     if process_group is None and not (available and dist.is_initialized()):
         return Solo()
-    group = Group(process_group, overlap, exact)
-    if group.world == 1:
+    if dist.get_world_size(process_group) == 1:
         return Solo()
-    if group.gloo and not exact:
+    if not exact and dist.get_backend(process_group) == "gloo":  # (before ranks make a group, which one that leaves would disturb)
         raise ValueError(
             "exact_reduce=False leaves the reduction of gradients to NCCL, and these ranks are connected by gloo, where the exact one is the "
             "faster one; remove it"
         )
-    return group
+    return Group(process_group, overlap, exact)
