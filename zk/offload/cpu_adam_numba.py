@@ -238,21 +238,16 @@ def _(array, a, b):
 
 @_jit()
 def _sum_of_squares_block(grad):
-    # eight running sums: the additions do not wait for each other, and the order is fixed
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
-    whole = grad.size - grad.size % 8
-    for i in range(0, whole, 8):
-        s0 += np.float64(_load(grad, i)) ** 2
-        s1 += np.float64(_load(grad, i + 1)) ** 2
-        s2 += np.float64(_load(grad, i + 2)) ** 2
-        s3 += np.float64(_load(grad, i + 3)) ** 2
-        s4 += np.float64(_load(grad, i + 4)) ** 2
-        s5 += np.float64(_load(grad, i + 5)) ** 2
-        s6 += np.float64(_load(grad, i + 6)) ** 2
-        s7 += np.float64(_load(grad, i + 7)) ** 2
+    # 64 running sums: vectors of any width add them in the same order
+    sums = np.zeros(64)
+    whole = grad.size - grad.size % 64
+    for i in range(0, whole, 64):
+        row = grad[i : i + 64]
+        for j in range(64):
+            sums[j] += np.float64(_load(row, j)) ** 2
     for i in range(whole, grad.size):
-        s0 += np.float64(_load(grad, i)) ** 2
-    return ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+        sums[0] += np.float64(_load(grad, i)) ** 2
+    return sums.sum()
 
 
 @_jit(parallel=True)
