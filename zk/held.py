@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zk.events import COMPLETED, Awaited, Event
+from zk.events import COMPLETED, Awaited, Event, Ticket
 from zk.memory import zeros
-from zk.offload.pipeline import Landing, Run, Task
+from zk.offload.pipeline import Run, Task
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import Tier
 from zk.offload.transfer import Transfer
@@ -129,7 +129,7 @@ class Held:
             self.underway = task
             if isinstance(self.params, ReplicatedParams):
                 for param in self.unit.params:
-                    mark(param, functools.partial(_arrive, weakref.ref(self), weakref.ref(param), task.landing, self.transfer))
+                    mark(param, functools.partial(_arrive, weakref.ref(self), weakref.ref(param), task.done))
             elif self.params.holds:
                 self.arrive()  # somebody reads the full parameters at this moment
 
@@ -144,7 +144,7 @@ class Held:
             with contextlib.nullcontext() if task.done.done else phase("wait", f"update: {self.unit.name}"):
                 task.done.wait()
             self.forget_update()
-            self.transfer.follow(task.landing.arriving)
+            self.transfer.follow(task.arriving)
             if task.keep:
                 self.spent = task.grad_scale
             if isinstance(self.params, PartitionedParams):
@@ -473,13 +473,11 @@ class Held:
         return writes
 
 
-def _arrive(reference: weakref.ref[Held], param: weakref.ref[nn.Parameter], landing: Landing, transfer: Transfer) -> None:
-    held = reference()
+def _arrive(reference: weakref.ref[Held], param: weakref.ref[nn.Parameter], done: Ticket) -> None:
+    held, kept = reference(), param()
     if held is not None:
         held.arrive()
         return
-    landing.done.wait()  # the optimizer is gone; its last update is not
-    transfer.follow(landing.arriving)
-    kept = param()
+    done.wait()  # the optimizer is gone; what went wrong in its last update is not
     if kept is not None:
         unmark(kept)

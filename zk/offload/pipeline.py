@@ -23,14 +23,6 @@ Run = tuple[slice, Mapping[str, Any], int]  # consecutive elements of a shard, t
 
 
 @dataclasses.dataclass(slots=True)
-class Landing:
-    """When the updated parameters of a unit are there."""
-
-    done: Ticket = dataclasses.field(default_factory=Ticket)
-    arriving: Awaited = COMPLETED  # set when done: what compute must follow before it uses the parameters
-
-
-@dataclasses.dataclass(slots=True)
 class Task:
     """One unit's part in a step."""
 
@@ -40,7 +32,8 @@ class Task:
     # brings the updated slice to the other ranks, after its last copy home and a mark, as for Transfer; returns what compute must follow
     publish: Callable[[Event, Event | None], Awaited]
     grad_scale: float  # what the gradient is multiplied by on the way
-    landing: Landing = dataclasses.field(default_factory=Landing)
+    done: Ticket = dataclasses.field(default_factory=Ticket)  # all of it is updated, and published
+    arriving: Awaited = COMPLETED  # set when done: what compute must follow before it uses the parameters
     keep: bool = True  # the gradient stays where it is when this is done, until zero_grad()
     is_published: bool = False  # or is just being
     left: int = dataclasses.field(init=False)  # chunks to be updated
@@ -49,15 +42,10 @@ class Task:
     def __post_init__(self) -> None:
         self.left, self.unread = len(self.shard.chunks), self.shard.unread
 
-    @property
-    def done(self) -> Ticket:
-        """All of it is updated, and published."""
-        return self.landing.done
-
     def end(self, mark: Event | None) -> None:
         """All chunks are updated, by what compute had been asked to do at ``mark`` and by the host."""
         self.is_published = True
-        self.landing.arriving = self.publish(self.shard.arriving, mark)
+        self.arriving = self.publish(self.shard.arriving, mark)
         self.done.finish()
 
 
