@@ -3,7 +3,7 @@
 usage: python benchmarks/checkpoint_save.py FOLDER [--layers 26] [--width 2048] [--accumulate 8] [--out FILE.md]      `make bench-save`
 
 The training state is in files in FOLDER, and the checkpoint goes to FOLDER too, so a save reads and writes one drive. Its floor is the bytes it
-reads and the bytes it writes at the drive's rates, each measured in this run by whole passes over 4 GiB. A save beside training is compared with
+reads and the bytes it writes at the drive's rates, each measured in this run by whole passes over 4 GiB. A save in the background is compared with
 steps of the same run without one: what ``metrics()`` calls a stall is time in which training waited for the save, or copied for it; the rest
 of what steps take longer is that both share the drive and the cores.
 """

@@ -26,7 +26,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "zk_auto": {"stage": 3, "param_tier": "auto", "optimizer_tier": "auto"},
     "zk_nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 }
-_WORTH = 0.95  # of a step: what an update beside training must save, as in zk plan
+_WORTH = 0.95  # of a step: what an update in the background must save, as in zk plan
 
 
 @dataclasses.dataclass(slots=True)

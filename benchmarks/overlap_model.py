@@ -101,7 +101,7 @@ def measured_ms(units: int, steps: int, times: tuple[float, float, float, float]
             starts.append(time.perf_counter())
             optimizer.synchronize()
             busy = max(throttled.down.busy_s, throttled.up.busy_s) / (steps + 1)
-    took = [stop - start for start, stop in itertools.pairwise(starts[1:])]  # the first step meets nothing under way
+    took = [stop - start for start, stop in itertools.pairwise(starts[1:])]  # the first step meets nothing in flight
     return statistics.median(took) * 1e3, busy * 1e3
 
 

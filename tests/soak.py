@@ -4,7 +4,7 @@
 
 Of several ranks one is killed, any of them; the others must end by themselves, and say which one has gone.
 
-Every life of the run has a setting of its own (stage, tiers; saving in between or beside training), loads the newest whole checkpoint, and
+Every life of the run has a setting of its own (stage, tiers; saving in between or in the background), loads the newest whole checkpoint, and
 prints its loss and the CRC-32 of all parameters, masters and moments after each step. They are compared with those of a run that was never
 interrupted.
 """

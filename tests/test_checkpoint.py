@@ -103,7 +103,7 @@ def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list
     return [name for name in mine.keys() | theirs.keys() if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name])]
 
 
-# ---- beside training ---------------------------------------------------------------------------------------------------------
+# ---- in the background ---------------------------------------------------------------------------------------------------------
 
 
 class SlowWriter(Writer):

@@ -102,7 +102,7 @@ def test_ranks_that_have_different_room_on_their_gpus_divide_their_state_alike()
 
 
 def on_a_stream(tmp_path: Path, options: dict[str, Any]) -> list[list[float]]:
-    """Losses with saves beside training, all of it on a stream of the user's: of the run, and of the one that goes on from the second save."""
+    """Losses with saves in the background, all of it on a stream of the user's: of the run, and of the one that goes on from the second save."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     found: list[list[float]] = []

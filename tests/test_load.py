@@ -189,7 +189,7 @@ def test_any_entry_that_is_missing_or_of_another_kind_is_a_checkpoint_error_or_d
         except CheckpointError:
             assert same(before, everything(model, optimizer)), (path, spoil)
         else:  # an entry that decides nothing: its loss is no harm
-            assert not optimizer.torn
+            assert not optimizer.interrupted
             for file, data in originals.items():
                 file.write_bytes(data)
             optimizer.load_checkpoint(copied, scheduler=scheduler)
@@ -491,7 +491,7 @@ def test_a_state_that_is_wrong_is_found_before_anything_changes(name: str) -> No
     before = everything(model, optimizer)
     with pytest.raises(ValueError, match=r"\S"):
         optimizer.load_state_dict(state)
-    assert same(before, everything(model, optimizer)) and not optimizer.torn
+    assert same(before, everything(model, optimizer)) and not optimizer.interrupted
     train(model, optimizer, steps=2)
     optimizer.close()
 

@@ -1,4 +1,4 @@
-"""Updates beside training: nobody sees a parameter before its update has ended, errors come back, and it ends when the run does."""
+"""Updates in the background: nobody sees a parameter before its update has ended, errors come back, and it ends when the run does."""
 
 from __future__ import annotations
 

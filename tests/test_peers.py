@@ -93,7 +93,7 @@ def test_a_rank_hears_why_another_one_made_no_optimizer(under_way: dict[Any, Fut
 
 
 def busy_elsewhere(folder: str) -> tuple[str, str]:
-    """The second rank does something that lets no thread of it run, where the first one meets it, and in a save beside training."""
+    """The second rank does something that lets no thread of it run, where the first one meets it, and in a save in the background."""
     made()[1].close()
     gc.collect()  # and with it whatever showed signs of life
     rank = dist.get_rank()

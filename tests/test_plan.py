@@ -185,7 +185,7 @@ def test_bytes_of_each_of_two_ranks_are_those_of_real_optimizers() -> None:
                 assert real == sum(want.sizes[tier, kind] for tier in ("device", "host")), (case, kind)
             grads = sum(metrics.get(f"{tier}_grad_nbytes", 0) for tier in ("device", "host"))
             most = sum(nbytes for (_, kind), nbytes in want.sizes.items() if kind in ("grad", "bucket"))
-            assert 0.5 * most < grads <= most, (case, grads, most)  # some buckets are under way while others are filled
+            assert 0.5 * most < grads <= most, (case, grads, most)  # some buckets are in flight while others are filled
             assert gathered == pytest.approx(want.sizes["device", "gathered"], rel=0.1), case
 
 

@@ -75,7 +75,7 @@ class Lookup(nn.Module):
 
 @contextlib.contextmanager
 def late_worker() -> Iterator[None]:
-    """Jobs beside training do not begin at once."""
+    """Jobs in the background do not begin at once."""
     submit = Worker.submit
 
     def late(self: Worker, job: Callable[[], None]) -> Ticket:

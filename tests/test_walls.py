@@ -30,7 +30,7 @@ BESIDE |= {"stash", "tiled_matmul"}
 
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
-    "core": (10_155, 73_700),
+    "core": (10_135, 73_470),
     "beside the core": (3_100, 23_455),
     "checkpoint": (2_760, 22_300),
     "plan": (1_405, 12_545),
@@ -42,17 +42,17 @@ SIZES = {
 TOKENS_PER_LINE = 7.6
 CYCLE = 12  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
-STEPS = {2: (28, 120, 18, 11), 3: (27, 139, 18, 11)}
-CLASSES = 70  # in zk/offload and zk/parallel
+STEPS = {2: (28, 119, 18, 11), 3: (27, 138, 18, 11)}
+CLASSES = 69  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
-    r'"""In: ': 57,
-    r'"""(What|Whether|Where|Who|When|Something|Somebody) ': 82,
-    r"\b[Bb]eside training\b": 28,
-    r"\b[Uu]nder way\b": 36,
-    r"\bgive_back\b": 2,
-    r"\blet_go\b": 12,
-    r"\btorn\b": 18,
+    r'"""In: ': 0,
+    r'"""(What|Whether|Where|Who|When|Something|Somebody) ': 0,
+    r"\b[Bb]eside training\b": 0,
+    r"\b[Uu]nder way\b": 0,
+    r"\bgive_back\b": 0,
+    r"\blet_go\b": 0,
+    r"\btorn\b": 0,
 }
 
 

@@ -1,4 +1,4 @@
-"""In: parameters that stage 3 keeps partitioned. Out: a context in which they are full, readable and, if wished, writable."""
+"""`zk.gather`: a context in which parameters that stage 3 keeps partitioned are full, readable and, if wished, writable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     try:
         for unit, _ in held.values():
             unit.arrive()
-            unit.params.hold()
+            unit.params.pin()
             entered.append(unit)
         yield
         if write:
@@ -49,7 +49,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             if isinstance(unit.params, PartitionedParams) and not write:
                 lost |= unit.params.is_changed()
                 unit.params.note_versions()
-            unit.params.let_go()
+            unit.params.unpin()
     if lost:
         raise RuntimeError(
             "parameters were written within zk.gather(params), which makes them full to be read; use zk.gather(params, write=True), which keeps "

@@ -1,4 +1,4 @@
-"""In: tensors that autograd saves in forward. Out: the same tensors in backward, bit for bit; in between they rest in host memory or a file.
+"""Offload of activations: tensors that autograd saves rest in host memory or a file until backward, and come back bit for bit.
 
 The unit of movement is a storage: however many views of it are saved, and by whomever, it moves once, and its views come back as views.
 The newest storages stay where they are, as backward wants them first; each new one pushes the oldest of them out. Backward finds
@@ -101,7 +101,7 @@ class _Block:
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (self.nbytes,), (1,))
         self.event: Event = COMPLETED  # the last copy that has ``device`` at one end
         self.host: HostBuffer | None = None
-        self.read: Event | None = None  # under way from ``slot`` to ``host``
+        self.read: Event | None = None  # in flight from ``slot`` to ``host``
         self.slot: Slot | None = None
         self.users = 0  # tensors that autograd has of it
         self.used = False  # unpacked since it came back
@@ -165,7 +165,7 @@ class _Queue(OrderedDict[_Block, None]):
 
 
 class ActivationOffload:
-    """What ``offload_activations`` returns, and what its ``with`` yields.
+    """The context that ``offload_activations`` returns, and its ``with`` yields.
 
     Counts since it was made: ``num_offloaded`` storages, of ``offloaded_nbytes``, left the device; ``num_uploaded`` came back;
     ``num_ahead`` of these were on their way before they were asked for, and ``num_late`` were not. Bytes now: ``kept_nbytes`` of saved
@@ -418,13 +418,13 @@ class ActivationOffload:
         return True
 
     def _fetch(self, block: _Block) -> None:
-        """file -> host, under way."""
+        """file -> host, in flight."""
         assert block.slot is not None
         block.host = self._host(block.nbytes)
         block.read = block.slot.read(block.host.memory[: block.nbytes])
 
     def _read(self, block: _Block, needed: bool) -> bool:
-        """Whether what was fetched has come."""
+        """Tell if what was fetched has come."""
         assert block.read is not None
         if not (needed or block.read.done):
             return False

@@ -1,4 +1,4 @@
-"""In: units and their layouts. Out: each unit's tiers, the room on the drive, and Held units whose parameters have been moved into place."""
+"""Assembly of the optimizer's units: their tiers, the room on the drive, and Held units whose parameters have been moved into place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Room:
-    """Where one unit goes."""
+    """The place of one unit."""
 
     param_tier: Tier
     parts: list[_Part]
@@ -59,7 +59,7 @@ class Assembly(Placement):
         groups: its param_groups.
         device: where the model computes.
         transfer: between the device and the host; it gets its page-locked memory here.
-        worker: adds up gradients that arrive from the device, beside training.
+        worker: adds up gradients that arrive from the device, in the background.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Assembly(Placement):
         return dict(zip(mine, everywhere.amin(0).tolist(), strict=True))
 
     def _room(self, unit: Unit, layout: Layout, param_tier: str, names: Sequence[tuple[str, int]]) -> _Room:
-        """Where one unit goes, with its place on the drive."""
+        """Find the place of one unit, and its room on the drive."""
         room = _Room(self.tiers[param_tier if layout.numel else "host"], [])
         start = 0
         for name, numel in names if unit.trained else ():
@@ -151,7 +151,7 @@ class Assembly(Placement):
 
     @property
     def updates_elsewhere(self) -> bool:
-        """Whether some optimizer state is not in the device's memory."""
+        """Tell if some optimizer state is not in the device's memory."""
         return any(part.tier.name == "nvme" or part.tier.memory != self.on_device for room in self.rooms for part in room.parts)
 
     def hold(self, index: int, unit: Unit, layout: Layout, partition: Partition, reducer: GradReducer) -> Held:

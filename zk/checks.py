@@ -1,4 +1,4 @@
-"""In: a model, its optimizer and groups, as the user gave or changed them. Out: nothing, or an error with rule, value and remedy."""
+"""Checks of a model, its optimizer and groups, as the user gave or changed them: an error has rule, value and remedy."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
 
 
 def check_groups(held: Sequence[Held], groups: Sequence[dict[str, Any]], rule: Rule) -> None:
-    """What the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
+    """Check what the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
     units = {param: unit for unit in held for param in unit.unit.params}
     grouped = {param for group in groups for param in group["params"]}
     for unit in held:

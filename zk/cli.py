@@ -1,4 +1,4 @@
-"""In: a command line. Out: what it asks for. `python -m zk --help` lists the commands."""
+"""The command line, `python -m zk`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def train(
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
-    overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update beside training, in the order of the next forward.")] = False,
+    overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update in the background, in the order of the next forward.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints in OUT/checkpoints, written beside training; 0 for none.")] = 0,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints in OUT/checkpoints, written in the background; 0 for none.")] = 0,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint: a folder, or auto for the newest in OUT/checkpoints if there is one.")
@@ -68,7 +68,7 @@ def train(
 ) -> None:
     """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train.
 
-    SIGTERM: the step under way is finished, a checkpoint saved, and the exit code is 0.
+    SIGTERM: the step in progress is finished, a checkpoint saved, and the exit code is 0.
     """
     options = dict(locals())
     from zk.train.run import Job
@@ -194,7 +194,7 @@ def doctor(
     path: Annotated[list[Path] | None, typer.Option(help="Folder on a drive, for the nvme tier; may be repeated. Its rate is measured.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one object for each row.")] = False,
 ) -> None:
-    """What this machine has for training, and what stands in the way, with the remedy. Exit code 1 if something has to be mended."""
+    """Check this machine for training, and name what stands in the way, with the remedy. Exit code 1 if something has to be mended."""
     import json
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""In: what the user asked for. Out: a frozen ZeroConfig in which every value is known to be meaningful. No I/O, no process groups."""
+"""ZeroConfig: frozen options, each checked on construction. No I/O, no process groups."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class DynamicLossScale:
     minimum: float = 1.0
     """The scale never falls below this."""
     factor: float = 2.0
-    """What the scale is multiplied and divided by."""
+    """The factor that the scale is multiplied and divided by."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1:
@@ -142,7 +142,7 @@ class DynamicLossScale:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """What is partitioned, where it lives, and in what precision. Immutable; every field is checked on construction.
+    """Options of a ZeroOptimizer. Immutable; every field is checked on construction.
 
     Raises:
         ValueError: for a value that has no meaning, and for a setting that would have no effect, with the remedy.
@@ -160,12 +160,12 @@ class ZeroConfig:
     """With ``dtype``: what keeps its own: module classes, and names of modules, parameters and buffers, or whole parts of them ("router" is in
     "layers.0.router.weight")."""
     device: str | torch.device | None = None
-    """Where the model computes ("cuda", "cuda:1"); None: where its parameters are. For a model in host memory that is larger than the device's:
+    """The device that computes ("cuda", "cuda:1"); None: where the parameters are. For a model in host memory that is larger than the device's:
     it goes from there to its tiers, unit by unit."""
     param_tier: Tier = "device"
-    """Where parameters rest between uses; anything but "device" needs stage 3."""
+    """The tier on which parameters rest between uses; anything but "device" needs stage 3."""
     optimizer_tier: Tier = "device"
-    """Where gradients and optimizer state live, and so where the update runs."""
+    """The tier of gradients and optimizer state, and so of the update."""
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     """Folder (or several, to stripe over) for the "nvme" tier; what is put there is private, and removed in the end."""
     nvme_checksum: bool = True
@@ -188,7 +188,7 @@ class ZeroConfig:
     """Gradients of several ranks are summed in fp32 in the order of ranks, and rounded once. False: NCCL's own reduce-scatter, in their 16 bits: each
     addition rounds, and fp16 may overflow. No other backend has it."""
     overlap_step: bool = False
-    """With True ``step()`` returns at once: units are updated beside training, in the order of forward, which waits for each one's own update."""
+    """With True ``step()`` returns at once: units are updated in the background, in the order of forward, which waits for each one's own update."""
     prefetch: int = 1
     """Stage 3: how many units are gathered ahead of the one in use."""
     num_threads: int | None = None
@@ -199,7 +199,7 @@ class ZeroConfig:
     """Refuse, before anything is moved, what cannot fit in the memory that is free; False where more will be free than it seems: parameters
     that never get a gradient, or other programs that are about to end."""
     units: Sequence[str | type[nn.Module]] | None = None
-    """What travels together: names or classes of modules; None: the blocks of the model's ModuleLists."""
+    """Modules that travel as one unit, by name or class; None: the blocks of the model's ModuleLists."""
 
     def __new__(cls, **fields: Any) -> ZeroConfig:
         known = [field.name for field in dataclasses.fields(cls)]

@@ -1,4 +1,4 @@
-"""In: this machine. Out: what it has for training, what stands in the way of speed or of running at all, and the remedy.
+"""Report on this machine: what it has for training, what stands in the way of speed or of running at all, and the remedy.
 
 Every check is a row: what was looked at, what was found, and whether that is fine, worth knowing, or to be mended.
 """
@@ -126,7 +126,7 @@ def _cupy() -> Iterator[Finding]:
 
 
 def cores() -> Iterator[Finding]:
-    """What the CPU Adam has to run on."""
+    """The engines that the CPU Adam has to run on."""
     there, mine = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     if mine < there:
         remedy = "taskset, Slurm or a container leave this process no more: the update runs on those"
@@ -236,7 +236,7 @@ def filesystem(folder: Path) -> str:
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether files in ``folder`` are host memory, and on no drive."""
+    """Tell if files in ``folder`` are host memory, and on no drive."""
     return filesystem(folder) in _IN_MEMORY
 
 

@@ -1,4 +1,4 @@
-"""In: gradients that have left ``param.grad``. Out: what ``param.grad`` reads, and what is done to it, until zero_grad().
+"""Reading and writing of ``param.grad`` while the gradient is elsewhere, until zero_grad().
 
 A gradient leaves in backward, for its unit's bucket, the other ranks and its tier. Where user code looks for it, the unit's gradient is
 brought back whole, as a tensor that is the user's; what the user has made of it goes to the tier again before the norm and the update.

@@ -1,4 +1,4 @@
-"""In: one unit. Out: Held, the unit and everything zk keeps for it, and what is done to that unit alone."""
+"""Held: one unit, all that zk keeps for it, and what is done to that unit alone."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Held:
     taken: set[int] = dataclasses.field(default_factory=set)  # parameters whose ``data`` somebody may have written
     sharers: int = 0  # tensors in the memory of full parameters, of zk's own
     recycle: Callable[[UnitGrads, Tensor | None], None] | None = None  # takes memory of gradients back
-    underway: Task | None = None  # an update that goes on beside training
+    underway: Task | None = None  # an update that goes on in the background
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # several threads may want the parameters at once
     counting: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # while versions change; never held while waiting
 
     def mine(self, index: int) -> slice:
-        """What this rank's slice has of parameter ``index``."""
+        """The elements of this rank's slice that are of parameter ``index``."""
         return self.layout.part(index, self.params.held)[0]
 
     # ---- the step ------------------------------------------------------------------------------------------------------------
@@ -130,11 +130,11 @@ class Held:
             if isinstance(self.params, ReplicatedParams):
                 for param in self.unit.params:
                     mark(param, functools.partial(_arrive, weakref.ref(self), weakref.ref(param), task.done))
-            elif self.params.holds:
+            elif self.params.pins:
                 self.arrive()  # somebody reads the full parameters at this moment
 
     def arrive(self) -> None:
-        """Wait for the update under way, if there is one. Raises what went wrong in it, every time."""
+        """Wait for the update in flight, if there is one. Raises what went wrong in it, every time."""
         if self.underway is None:
             return
         with self.lock:
@@ -151,7 +151,7 @@ class Held:
                 self.params.publish()
 
     def forget_update(self) -> None:
-        """The update under way has ended, one way or the other."""
+        """The update in flight has ended, one way or the other."""
         with self.lock:
             task, self.underway = self.underway, None
             if isinstance(self.params, ReplicatedParams):
@@ -161,7 +161,7 @@ class Held:
                 self._recycle()
 
     def updating(self, wait: bool) -> bool:
-        """Whether an update is under way, after ``wait``ing for it if asked to."""
+        """Tell if an update is in flight, after ``wait``ing for it if asked to."""
         if wait:
             self.arrive()
         return self.underway is not None and not self.underway.done.done
@@ -260,7 +260,7 @@ class Held:
     # ---- values from outside -------------------------------------------------------------------------------------------------
 
     def written_since(self, versions: Sequence[int] | None) -> bool:
-        """Whether anybody but zk wrote parameters where they are: since zk did, or since they had these ``versions``."""
+        """Tell if anybody but zk wrote parameters where they are: since zk did, or since they had these ``versions``."""
         if isinstance(self.params, PartitionedParams):
             return False  # what is written there is handed over by zk.gather
         with self.counting:
@@ -320,12 +320,12 @@ class Held:
         """Replace parameters, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
         self.arrive()
         if self.shard is None:
-            self.params.hold()
+            self.params.pin()
             for index, make in values.items():
                 self.params.full[self.layout.whole(index)] = self.unit.flat(index, make())
             if isinstance(self.params, PartitionedParams):
                 self.params.home.write(self.params.full[self.params.held])
-            self.params.let_go()
+            self.params.unpin()
             return
         self.adopt_writes()
         self.params.settle()
@@ -348,7 +348,7 @@ class Held:
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the parameters in full precision, with what the user has written."""
         self.adopt_writes()
-        self.params.hold()
+        self.params.pin()
         exact = self.full(self.shard.get_master) if self.shard is not None else self.params.full
         return {param: self.unit.shaped(index, exact[self.layout.whole(index)]).clone() for index, param in enumerate(self.unit.params)}
 
@@ -430,7 +430,7 @@ class Held:
                 self.shard.set_state(name, mine, torch.zeros(mine.stop - mine.start))
 
     def import_plan(self, index: int, saved: Mapping[str, Any]) -> list[Callable[[], None]]:
-        """What loading one parameter's state will write, after checking that it fits."""
+        """Check that one parameter's saved state fits, and give the writes that load it."""
         shard, name, param = self.shard, self.unit.names[index], self.unit.params[index]
         if shard is None:
             raise ValueError(f"the state holds entries for {name!r}, which is frozen here")

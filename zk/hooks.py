@@ -1,4 +1,4 @@
-"""In: functions to call around a module's forward. Out: hooks that stay behind when the module is copied or pickled: a copy is a plain module."""
+"""Hooks around a module's forward that stay behind when the module is copied or pickled: a copy is a plain module."""
 
 from __future__ import annotations
 

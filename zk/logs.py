@@ -1,4 +1,4 @@
-"""In: messages. Out: log records that begin with ``zk:``, and with the rank where there are several; once, where all ranks say the same."""
+"""Log records that begin with ``zk:``, and with the rank where there are several; once, where all ranks say the same."""
 
 from __future__ import annotations
 

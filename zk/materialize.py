@@ -1,4 +1,4 @@
-"""In: a module's constructor. Out: parameters whose values are made when, and where, they are first needed.
+"""Recording of a module's constructor, so that parameters get their values when, and where, they are first needed.
 
 ``deferred_init`` runs a model's own construction on tensors without memory and writes down what was done to each. Random numbers are
 drawn and thrown away as construction goes, so each draw's generator state is known, and everything random afterwards is as it would
@@ -49,7 +49,7 @@ class _Op:
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has no memory. Tensor.is_meta says no while a model is recorded."""
+    """Tell if ``tensor`` has no memory. Tensor.is_meta says no while a model is recorded."""
     return tensor.device.type == "meta"
 
 
@@ -58,7 +58,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is all of its storage."""
+    """Tell if ``tensor`` is all of its storage."""
     return tensor.storage_offset() == 0 and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
@@ -68,7 +68,7 @@ def _room(nbytes: int, place: torch.device) -> Tensor:
 
 
 class Recording:
-    """What construction did, in order. Lives as long as one of the parameters that were registered in it."""
+    """The record of a construction, in order. Lives as long as one of the parameters that were registered in it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # where the model will compute
@@ -305,7 +305,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 class Source(Protocol):
-    """What can make the values of a tensor without memory."""
+    """A source of values for a tensor without memory."""
 
     @property
     def device(self) -> torch.device:
@@ -315,7 +315,7 @@ class Source(Protocol):
         """The values, in host memory or on a GPU."""
 
     def saw(self, tensor: Tensor) -> bool:
-        """Whether the tensor is as it was when the source was given to it."""
+        """Tell if the tensor is as it was when the source was given to it."""
 
 
 class _WithoutMemory:
@@ -396,7 +396,7 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
 
 
 def _source(tensor: Tensor) -> Source | None:
-    """What can make the values of a tensor without memory."""
+    """A source of values for a tensor without memory."""
     source: Source | None = tensor.__dict__.get(_SOURCE)
     return source if source is not None else _RECORDINGS.get(_storage(tensor))
 
@@ -418,7 +418,7 @@ def default_device() -> torch.device:
 
 
 def can_make(tensor: Tensor) -> bool:
-    """Whether the values of a tensor without memory are known."""
+    """Tell if the values of a tensor without memory are known."""
     return _source(tensor) is not None
 
 

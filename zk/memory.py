@@ -83,13 +83,13 @@ class Lease:
         else:
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
 
-    def take(self) -> None:
-        """There is memory again; what it holds is undefined."""
+    def allocate(self) -> None:
+        """Allocate the memory again; its values are undefined."""
         if self.region is None:
             self.tensor.untyped_storage().resize_(self.nbytes)
 
-    def give_back(self) -> None:
-        """The memory goes back to where it came from."""
+    def free(self) -> None:
+        """Give the memory back to where it came from."""
         if self.region is not None:
             self.region.madvise(mmap.MADV_DONTNEED)
         else:

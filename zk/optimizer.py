@@ -1,4 +1,4 @@
-"""In: a model and the user's torch optimizer. Out: ZeroOptimizer, which keeps both partitioned and offloaded behind the same three calls."""
+"""ZeroOptimizer: a model and its torch optimizer, partitioned and offloaded behind the same three calls."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
-        self.torn = ""  # what has left parameters and state mixed
+        self.interrupted = ""  # what has left parameters and state mixed
         self.mixed: set[str] = set()  # which of them
         self.tiers: dict[str, Tier] = {}
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.publisher: Solo | Group = Solo()
         self.claim = Claim()  # of the folders that it saves into
-        self.saver: save.Saver | None = None  # made with the first save beside training
+        self.saver: save.Saver | None = None  # made with the first save in the background
         try:
             self._build()
         except BaseException as error:
@@ -186,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.tiers = assembly.tiers
         assembly.place(units, layouts)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
-            self.publisher = self.comm.twin()  # ranks' connections of the update that goes on beside training
+            self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
         self.partition = Partition(self.model, config.prefetch, weakly(self._written))
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
@@ -432,7 +432,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
 
     def synchronize(self) -> None:
-        """Return when no work of zk is under way: parameters are updated, reductions and saves done, gathered parameters released."""
+        """Return when no work of zk is in flight: parameters are updated, reductions and saves done, gathered parameters released."""
         self._finish_update()
         self._end_save()
         while self.grads.queue:
@@ -502,7 +502,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _update(self, grad_scale: float) -> None:
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit."""
         beside = self.config.overlap_step
-        # as they are now: what is updated beside training must not see what schedulers write meanwhile
+        # as they are now: what is updated in the background must not see what schedulers write meanwhile
         group_of = {param: group for group in map(_as_now, self.param_groups) for param in group["params"]}
         self._keep_state()
         for held in self.held:
@@ -551,7 +551,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
         pipeline.update(ordered, Options(threads), beside=False)
         options = Options(threads, mark=self.transfer.mark())
-        tell = functools.partial(save.tell, self.publisher, "the update beside training")
+        tell = functools.partial(save.tell, self.publisher, "the update in the background")
         self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop, tell=tell))
         for number in order:
             self.held[number].updated()
@@ -560,7 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.held[number].arrive()
 
     def _finish_update(self) -> None:
-        """Wait for what is updated beside training."""
+        """Wait for what is updated in the background."""
         for held in self.held:
             try:
                 held.arrive()
@@ -570,7 +570,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise
 
     def _tear(self, error: BaseException) -> None:
-        self.torn = self.torn or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
+        self.interrupted = self.interrupted or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
         self.mixed = {"parameters", "state"}
 
     def _written(self, params: PartitionedParams, indices: list[int]) -> None:
@@ -615,32 +615,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 refuse(param, self._check_open)
 
     def _check_whole(self, what: str) -> None:
-        if self.torn:
+        if self.interrupted:
             mends = {
                 frozenset({"state"}): "load_state_dict()",
                 frozenset({"parameters"}): "model.load_state_dict() or zk.load_pretrained()",
             }.get(frozenset(self.mixed), "model.load_state_dict() and then load_state_dict()")
             raise RuntimeError(
-                f"{self.torn}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() makes "
-                f"all of it whole again; so does {mends}, of what was saved together"
+                f"{self.interrupted}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() "
+                f"makes all of it whole again; so does {mends}, of what was saved together"
             )
 
     @contextlib.contextmanager
     def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
         """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
-        before = self.torn
-        self.torn, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
+        before = self.interrupted
+        self.interrupted, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
         try:
             with save.together(self.comm, what):
                 yield
         except BaseException as error:
-            self.torn = f"{what} was interrupted ({type(error).__name__}: {error})"
+            self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"
             raise
         self._made_whole(kinds)
 
     def _made_whole(self, kinds: Collection[str]) -> None:
         self.mixed = self.mixed.difference(kinds)
-        self.torn = self.torn if self.mixed else ""
+        self.interrupted = self.interrupted if self.mixed else ""
 
     def _check_arrival(self, param: nn.Parameter) -> None:
         self._check_open()
@@ -671,10 +671,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         own slices, as ``zk.checkpoint.dcp.Part``. Before the first step there is no state, and nothing is collective.
         """
         self._check_open()
-        if not self.torn:
+        if not self.interrupted:
             self._finish_update()
-        if self.torn:
-            log.warning("this state_dict() is of mixed parameters and state: %s", self.torn)
+        if self.interrupted:
+            log.warning("this state_dict() is of mixed parameters and state: %s", self.interrupted)
         self._keep_state()
         if self.asked:
             for held in self._trained:
@@ -706,7 +706,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self._trained:
             held.shown_state.clear()
         self._end_update()
-        if self.torn:
+        if self.interrupted:
             self._drop_gradients()  # which the step that ended half-way was given
         # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
         entries = [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
@@ -785,7 +785,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             scheduler: its state_dict() is kept too.
             extra: what else training needs (its position in the data, say), of what JSON can hold.
             keep: remove all but the newest so many checkpoints, afterwards.
-            async_save: return at once, and write beside training. What is saved is the state as it is now: an update that comes to a part
+            async_save: return at once, and write in the background. What is saved is the state as it is now: an update that comes to a part
                 that is not written yet copies it, or waits. ``synchronize()``, ``close()`` and the next save wait for the end.
             on_save_error: what to do where the drive refuses or has no room: "raise", or "warn" to log it and go on; the result is None then.
 
@@ -823,7 +823,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return begun.final
 
     def _end_save(self) -> None:
-        """Wait for the save that goes on beside training."""
+        """Wait for the save that goes on in the background."""
         if self.saver is not None:
             self.saver.finish()
 
@@ -882,7 +882,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for param, values in held.masters().items():
                 if is_kept:
                     full[param] = values.to("cpu", wanted or held.unit.dtype).contiguous()
-            held.params.let_go()
+            held.params.unpin()
         if not is_kept:
             return {}
         named: dict[str, Tensor] = {}
@@ -946,7 +946,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             return
         try:
-            if not self.torn:
+            if not self.interrupted:
                 self._finish_update()
             self._end_save()
             self.grads.forget()
@@ -956,7 +956,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._end()
 
     def _end(self) -> None:
-        """Let go of everything, whatever is under way."""
+        """Let go of everything, whatever is in progress."""
         self._finalizer()
         self.partition.closed = self.closed = True
         self.state = self.inner.state = defaultdict(dict)
@@ -966,12 +966,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             watch_grad(param, None)
             watch_data(param, None)
         self._close_memory()
-        self.claim.let_go()
+        self.claim.release()
         self.comm.close()
         self.publisher.close()
 
     def _end_update(self) -> None:
-        """What is updated beside training ends or has ended, well or not."""
+        """Return when the update in the background has ended, well or not."""
         for held in self.held:
             if held.underway is not None:
                 held.underway.done.join()
@@ -1000,8 +1000,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if kind is None:
             self.close()
             return
-        self.worker.close()  # the run is over: what is under way is not worth waiting for, but a save
-        self.torn, self.mixed = self.torn or f"the run ended with {kind.__name__}", {"parameters", "state"}
+        self.worker.close()  # the run is over: what is in progress is not worth waiting for, but a save
+        self.interrupted, self.mixed = self.interrupted or f"the run ended with {kind.__name__}", {"parameters", "state"}
         with _logged():
             self.close()
 
@@ -1021,7 +1021,7 @@ def _as_number(option: Any) -> Any:
 
 
 def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on beside training."""
+    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on in the background."""
 
     def value(option: Any) -> Any:
         if isinstance(option, (Tensor, np.generic)):

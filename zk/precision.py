@@ -146,12 +146,12 @@ class LossScaler:
 
 
 def default_loss_scale(dtypes: set[torch.dtype]) -> DynamicLossScale | None:
-    """What loss_scale="auto" means: dynamic if any trained parameter is fp16, whose gradients underflow; none otherwise."""
+    """The meaning of loss_scale="auto": dynamic if any trained parameter is fp16, whose gradients underflow; none otherwise."""
     return DynamicLossScale() if torch.float16 in dtypes else None
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What gradients of 2-norm ``norm`` are multiplied by, as in torch.nn.utils.clip_grad_norm_."""
+    """The factor of gradients of 2-norm ``norm``, as in torch.nn.utils.clip_grad_norm_."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 

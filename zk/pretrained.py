@@ -1,4 +1,4 @@
-"""In: safetensors files and a model. Out: the model with their values: now, or, where it has no memory yet, when its units are made."""
+"""Loading of safetensors files into a model: now, or, where it has no memory yet, when its units are made."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def mendable(command: str) -> Iterator[None]:
-    """What the user can mend becomes one line and exit code 2."""
+    """Turn what the user can mend into one line and exit code 2."""
     try:
         yield
     except (ValueError, OSError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""In: a linear layer that is too large to exist whole. Out: the same layer, tile by tile, forward and backward.
+"""TiledLinear: a linear layer that is too large to exist whole, computed tile by tile, forward and backward.
 
 y = x W^T + b, with W (out_features, in_features) cut into out_splits x in_splits tiles. Each tile is a module with a parameter of its
 own, and so a unit of its own: at stage 3 one tile is gathered, used and released after the other, in forward, and in the reverse order
@@ -75,7 +75,7 @@ class _Run:
         self.grads: Sequence[Tensor] = ()  # of the outputs
 
     def output_rows(self, tensors: Sequence[Tensor], rows: slice) -> Tensor:
-        """What belongs to ``rows`` of the weight among ``tensors``, the outputs or their gradients: (m, rows)."""
+        """The part of ``rows`` of the weight in ``tensors``, the outputs or their gradients: (m, rows)."""
         return tensors[0][:, rows] if self.combined else tensors[self.row_cuts.index(rows)]
 
     def forward_ended(self) -> list[Tensor]:
@@ -407,7 +407,7 @@ def _take_apart(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """What a tile's weight is of the weight that nn.Linear has."""
+    """The place of a tile's weight in the weight that nn.Linear has."""
 
     whole: str  # its name there
     shape: tuple[int, int]

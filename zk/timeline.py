@@ -1,4 +1,4 @@
-"""When each resource was busy during a step, and how much of that was hidden behind compute.
+"""Timelines of steps: when each resource was busy, and how much of that was hidden behind compute.
 
 ``with phase("update", unit):`` marks work of the calling thread, ``note`` work that is over. Under torch's profiler every phase is a label,
 ``zk::update unit``; inside a ``Recorder`` it is a ``Span``. With neither it costs less than a microsecond.
@@ -53,7 +53,7 @@ RESOURCES: Mapping[Resource, str] = {
     "write": "to the drive",
     "wait": "a thread stands still, for what its name says; before a colon, the kind: drive, link, other ranks",
 }
-"""What a phase can be spent on."""
+"""The kinds of phases."""
 MEASURED: tuple[Resource, ...] = ("update", "collective", "upload", "offload", "read", "write")  # what wants to be hidden
 Intervals = list[tuple[int, int]]  # (start, stop) in ns; in order, apart from one another, none empty
 
@@ -266,13 +266,13 @@ class Timeline:
         return found
 
     def busy(self, *resources: Resource, hidden: bool = False) -> Intervals:
-        """When any of the resources was at work, ``hidden``: while compute was, too; "wait" is the training thread's alone."""
+        """The times when any of the resources was at work, ``hidden``: while compute was, too; "wait" is the training thread's alone."""
         wanted = set(resources)
         pieces = ((start, stop, bool(busy & wanted) and ("compute" in busy or not hidden)) for start, stop, busy in self._moments)
         return [(start, stop) for start, stop, _ in joined(pieces)]
 
     def compute(self) -> Intervals:
-        """When compute was busy: the device's kernels if they were recorded, else forward and backward without their waits."""
+        """The times when compute was busy: the device's kernels if they were recorded, else forward and backward without their waits."""
         return self.busy("compute")
 
     def overlap(self) -> list[Row]:
@@ -291,7 +291,7 @@ class Timeline:
         return rows
 
     def training_thread(self) -> dict[str, float]:
-        """Where the training thread's time went, in ms: phase, or "wait: drive" -> ms; "other" outside of all phases."""
+        """The training thread's time, in ms, by phase, or "wait: drive" -> ms; "other" outside of all phases."""
         spent = collections.Counter[str]()
         for piece in self.pieces():
             if piece.holds and self.trains(piece.thread):

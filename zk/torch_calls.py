@@ -1,4 +1,4 @@
-"""In: calls of torch that go through all gradients. Out: what they mean for parameters of which a ZeroOptimizer has these.
+"""Calls of torch that go through all gradients, made right for parameters whose gradients a ZeroOptimizer has.
 
 Clipping by the norm of all of them, and dropping them, need not bring them back to ``param.grad``. Another optimizer over the model would
 train nothing. So the first ZeroOptimizer puts these functions in front of torch's own; what belongs to none goes on to torch as it came.

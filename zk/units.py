@@ -1,4 +1,4 @@
-"""In: a model. Out: units, the sets of parameters that travel together: tiles, blocks of ModuleLists, what is left over. Tied ones once."""
+"""Units, the sets of parameters that travel together: tiles, blocks of ModuleLists, what is left over. Tied ones count once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shaped_of(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...] | Non
 
 
 def inverse_of(order: Sequence[int]) -> list[int]:
-    """Where each dimension is in ``order``."""
+    """The place of each dimension in ``order``."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 

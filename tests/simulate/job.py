@@ -407,7 +407,7 @@ class Job:
                 step += 1
                 if step % plan.save_every == 0:
                     optimizer.save_checkpoint(SAVED, keep=plan.keep, async_save=plan.async_save)
-                    if rank == 0:  # the save before this one has ended, and this one if it was not beside training
+                    if rank == 0:  # the save before this one has ended, and this one if it was not in the background
                         self._is_saved(saving if plan.async_save else step)
                     saving = step
                 if step == plan.returns and not has_returned and step >= plan.save_every:

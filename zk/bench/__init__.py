@@ -1,1 +1,1 @@
-"""What this machine does, measured in seconds: `python -m zk bench io|adam|link|kernels|step`. benchmarks/ has the long versions."""
+"""Measurements of this machine, in seconds: `python -m zk bench io|adam|link|kernels|step`. benchmarks/ has the long versions."""

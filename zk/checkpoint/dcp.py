@@ -1,4 +1,4 @@
-"""In: this rank's part of one parameter's optimizer state. Out: a tensor that torch.distributed.checkpoint saves, loads and makes whole.
+"""This rank's part of one parameter's optimizer state as a tensor that torch.distributed.checkpoint saves, loads and makes whole.
 
 At stage 3 over several ranks each one holds a run of a parameter's elements. torch asks a DTensor which boxes it has of the whole tensor, to write
 or read them in place, and to become whole for ``full_state_dict=True``. A run of elements is none of DTensor's shardings, so ``Part`` is one for
@@ -213,7 +213,7 @@ def part_of(held: Held, index: int, read: Callable[[slice], Tensor]) -> Part:
 
 
 def values_of(value: DTensor, held: Held, index: int) -> Tensor:
-    """What ``value`` has for parameter ``index``: this rank's elements if it is a Part that is cut alike, else all of it (a collective)."""
+    """The values in ``value`` for parameter ``index``: this rank's elements of a Part that is cut alike, else all of it (a collective)."""
     if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index)):
         return value._local_tensor
     return value.full_tensor()

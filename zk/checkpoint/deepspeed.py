@@ -1,4 +1,4 @@
-"""In: a folder that DeepSpeed's ``engine.save_checkpoint`` wrote, of ZeRO stage 1, 2 or 3. Out: the same training as a zk checkpoint.
+"""Import of a folder that DeepSpeed's ``engine.save_checkpoint`` wrote, of ZeRO stage 1, 2 or 3, as a zk checkpoint.
 
 DeepSpeed keeps the fp32 weights of a param group (at stage 3, of a sub group) in one flat buffer, one parameter after the other, and Adam's moments
 in buffers like it. Stages 1 and 2 cut the buffer into one part for each rank. Stage 3 cuts every parameter; what a rank has of them, padded to
@@ -52,7 +52,7 @@ _STAND_INS: list[Any] = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rank:
-    """What one rank says in its optimizer file."""
+    """The content of one rank's optimizer file."""
 
     path: Path
     version: str
@@ -67,7 +67,7 @@ class _Rank:
     loss_scale: dict[str, Any]
 
     def common(self) -> dict[str, Any]:
-        """What all ranks say alike."""
+        """The settings that all ranks say alike."""
         fields = ("version", "stage", "world", "steps", "groups", "members", "paddings", "loss_scale")
         return {field: getattr(self, field) for field in fields}
 
@@ -179,7 +179,7 @@ def _files(folder: Path) -> tuple[list[_Rank], list[Path]]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, with its tensors mapped. CheckpointError unless the file is whole, and nothing but data."""
+    """A file that torch.save wrote, with its tensors mapped. CheckpointError unless the file is whole, and nothing but data."""
     try:
         with zipfile.ZipFile(path) as archive:
             for record in archive.infolist():
@@ -203,7 +203,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """What is not where DeepSpeed puts it is an error that names the file."""
+    """Make what is not where DeepSpeed puts it an error that names the file."""
     try:
         yield
     except CheckpointError:
@@ -282,7 +282,7 @@ def _scale_of(scaler: Any) -> dict[str, Any]:
 
 
 def _counts(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What all files of a model say alike."""
+    """The settings that all files of a model say alike."""
     return {key: model.get(key) for key in ("ds_version", "global_steps", "skipped_steps", "param_shapes", "frozen_param_shapes")}
 
 
@@ -319,7 +319,7 @@ def _trained(
 
 
 def _parts(ranks: Sequence[_Rank], number: int, wanted: int) -> dict[str, list[Tensor]]:
-    """What each rank has of flat buffer ``number``, by kind, without the padding at its end. ``wanted``: elements of all parameters in it."""
+    """The share of each rank in flat buffer ``number``, by kind, without the padding at its end. ``wanted``: elements of all parameters in it."""
     world, stage = len(ranks), ranks[0].stage
     if stage == 3:
         size, own = wanted, [wanted] * world
@@ -422,5 +422,5 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
         shutil.rmtree(beside, ignore_errors=True)
         raise
     finally:
-        claim.let_go()
+        claim.release()
     return final

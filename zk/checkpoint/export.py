@@ -1,4 +1,4 @@
-"""In: a checkpoint. Out: a plain safetensors model with the model's own names, as Hugging Face and ``safetensors.torch.load_model`` read it.
+"""Export of a checkpoint as a plain safetensors model with the model's own names, as Hugging Face and ``safetensors.torch.load_model`` read it.
 
 Elements go from file to file: memory does not grow with the model, and neither the model nor its class is needed.
 """
@@ -25,7 +25,7 @@ _PIECE_NUMEL = 1 << 21
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exported:
-    """What ``export`` wrote."""
+    """The result of ``export``."""
 
     files: list[Path]
     num_tensors: int

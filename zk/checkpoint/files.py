@@ -1,4 +1,4 @@
-"""In: tensors in a known order. Out: safetensors files written as they come, checked block by block, and read back by ranges of elements.
+"""Safetensors files, written as tensors come, checked block by block, and read back by ranges of elements.
 
 A file is written from front to back through a few page-aligned buffers, past the page cache where the file system can, while the next ones
 are filled: memory does not grow with the file. A CRC-32 of every block goes into the manifest, so that a reader finds what a drive, a copy or a
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """What a manifest keeps of a file."""
+    """A file's entry in a manifest."""
 
     name: str
     nbytes: int
@@ -129,7 +129,7 @@ class Writer:
         self.buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, -(-self.nbytes // BLOCK_NBYTES)))]
         self.busy: list[tuple[Request, Ticket] | None] = [None] * len(self.buffers)
         self.crcs = [0] * -(-self.nbytes // BLOCK_NBYTES)
-        # not a ThreadPoolExecutor, which takes nothing any more when a program ends with a save under way
+        # not a ThreadPoolExecutor, which takes nothing any more when a program ends with a save in progress
         self.workers = [Worker(f"zk crc {number}") for number in range(2)]
         self.position = self.at = self.next = 0  # bytes taken, of them in the current entry; number of the entry
         try:

@@ -1,4 +1,4 @@
-"""In: a folder of checkpoints. Out: the whole ones, the newest of them, and a new one, whole or not there; for one run at a time.
+"""A folder of checkpoints: the whole ones, the newest of them, and a new one, whole or not there; for one run at a time.
 
 A checkpoint is written into a folder with a name of its own, and gets its final name when all of it is on the drive; ``latest`` names it after
 that. Checkpoints are numbered as they are finished, as a run that has gone back to an earlier step finishes a lower step later. Whoever saves
@@ -126,11 +126,11 @@ _LOCKS: dict[Path, tuple[int, int]] = {}  # folders that this process saves into
 
 
 class Claim:
-    """The folders that somebody saves into. Other processes are kept out of them until ``let_go``, or until nobody has this any more."""
+    """The folders that somebody saves into. Other processes are kept out of them until ``release``, or until nobody has this any more."""
 
     def __init__(self) -> None:
         self.roots: set[Path] = set()
-        self._let_go = weakref.finalize(self, _release, self.roots, os.getpid())
+        self._release = weakref.finalize(self, _release, self.roots, os.getpid())
 
     def hold(self, root: Path) -> None:
         """Lock a folder; OSError, naming the other run, if another process has."""
@@ -143,7 +143,7 @@ class Claim:
             self.roots.add(root)
             _LOCKS[root] = _LOCKS[root][0], _LOCKS[root][1] + 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Save into these folders no more."""
         _release(self.roots, os.getpid())
 

@@ -1,4 +1,4 @@
-"""In: a checkpoint of any world size, stage, tier and dtype. Out: an optimizer that goes on from it, unchanged if anything in it is wrong.
+"""Loading of a checkpoint of any world size, stage, tier and dtype; nothing is changed if anything in it is wrong.
 
 Every rank reads the elements that it holds, by ranges, and puts them into its chunks one after the other: memory does not grow with the model.
 """
@@ -169,7 +169,7 @@ class _Opened:
 
 
 def _opened(optimizer: ZeroOptimizer, folder: Path) -> _Opened:
-    """What a checkpoint has, after this rank's share of its files was checked."""
+    """The content of a checkpoint, after this rank's share of its files was checked."""
     manifest = Manifest.read(folder)
     for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
         check_file(manifest.folder, written)

@@ -1,4 +1,4 @@
-"""In: an optimizer. Out: what its checkpoint says: parameters by name and shape, where their elements are, and all that is not a tensor."""
+"""The manifest of a checkpoint: parameters by name and shape, where their elements are, and all that is not a tensor."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any
 
 
 def kinds_of(held: Held) -> list[str]:
-    """What is kept for each element."""
+    """The kinds of values that are kept for each element."""
     return ["param"] if held.shard is None else ["master", *held.shard.names]
 
 
@@ -109,7 +109,7 @@ def sealed(head: Mapping[str, Any]) -> bytes:
 
 
 def revived(value: Any) -> Any:
-    """What ``plain`` was given, but for tuples, which are lists now."""
+    """Undo ``plain``, but for tuples, which are lists now."""
     if isinstance(value, list):
         return [revived(item) for item in value]
     if isinstance(value, dict):
@@ -139,7 +139,7 @@ def _model_config(optimizer: ZeroOptimizer) -> str | None:
 
 
 def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """What is the same on all ranks."""
+    """The part of a manifest that is the same on all ranks."""
     groups = []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):
         options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
@@ -298,7 +298,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where consecutive elements of one parameter are, of one kind."""
+    """The place of consecutive elements of one parameter, of one kind."""
 
     start: int  # in the parameter
     stop: int

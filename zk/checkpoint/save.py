@@ -1,8 +1,8 @@
-"""In: an optimizer between two steps. Out: a folder from which any world size, stage and tier goes on, whole or not there.
+"""Saving of an optimizer between two steps, into a folder that any world size, stage and tier loads, whole or not there.
 
 Every rank writes the elements it updates into one safetensors file, chunk by chunk, so that memory does not grow with the model. All goes into
 a folder beside the final one, whose name it gets when every rank's bytes are on the drive; ``latest`` names it after that. A save may go on
-beside training: then what the next update is about to change is read, or copied, before (zk/offload/snapshot.py).
+in the background: then what the next update is about to change is read, or copied, before (zk/offload/snapshot.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes of one chunk of a unit."""
+    """This rank's share of one chunk of a unit, as it is written."""
 
     unit: int
     held: Held
@@ -256,7 +256,7 @@ class Save:
                 self._read(part, writer, following)
         if part.unit in self.written:
             raise RuntimeError(
-                f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved beside training; call "
+                f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved in the background; call "
                 "synchronize() before writing parameters, or save without async_save"
             )
 
@@ -271,7 +271,7 @@ class Save:
             self.written.add(part.unit)
 
     def _copies(self, parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
-        """What is saved of a chunk, in host memory of its own."""
+        """Copies of what is saved of a chunk, in host memory of its own."""
         if parts[chunk].held.written_since(None):
             self.written.add(parts[chunk].unit)
         return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
@@ -356,11 +356,11 @@ def _mark_known(error: Any, comm: Speaks) -> BaseException:
     return error  # type: ignore[no-any-return]
 
 
-# ---- beside training ---------------------------------------------------------------------------------------------------------
+# ---- in the background ---------------------------------------------------------------------------------------------------------
 
 
 class Saver:
-    """Saves beside training, one at a time.
+    """Saves in the background, one at a time.
 
     Args:
         comm: of training; each save has a board of its own, as one rank may give up earlier than others.
@@ -398,7 +398,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one. Raises what went wrong in it, unless it was to be logged only."""
+        """Wait for the save in progress, if there is one. Raises what went wrong in it, unless it was to be logged only."""
         if self.ticket is None:
             return
         start = time.perf_counter()
@@ -418,7 +418,7 @@ class Saver:
         return (self.stall_s + (self.snapshot.stall_s if self.snapshot is not None else 0.0)) * 1e3
 
     def close(self) -> None:
-        """End the thread, after the save under way."""
+        """End the thread, after the save in progress."""
         try:
             self.finish()
         finally:

@@ -1,4 +1,4 @@
-"""In: a ZeroOptimizer, whose state is elsewhere. Out: ``optimizer.state`` as torch has it, to be read and changed.
+"""``optimizer.state`` as torch has it, to be read and changed, of a ZeroOptimizer whose state is elsewhere.
 
 A parameter's state is brought back where it is read, as tensors that are the user's; what these have become goes to its tier again before
 the next update or save. Names and numbers of parameters are known without that.
@@ -24,7 +24,7 @@ class Owner(Protocol):
     asked: bool
 
     def _settle_state(self) -> None:
-        """No update is under way."""
+        """No update is in flight."""
 
 
 class StateOf(MutableMapping[str, Any]):

@@ -149,9 +149,9 @@ A load_universal | checkpoints load at any number of ranks, stage and tier
 R use_node_local_storage | save where all ranks see it | each rank reads what others wrote, to load at any number of ranks
 A parallel_write | each rank writes what it holds
 A checkpoint_serialization=true | safetensors, written as they come
-A writer | safetensors, written as they come; `optimizer.save_checkpoint(async_save=True)` writes beside training
+A writer | safetensors, written as they come; `optimizer.save_checkpoint(async_save=True)` writes in the background
 []
-A datastates_ckpt nebula | `optimizer.save_checkpoint(async_save=True)` writes beside training
+A datastates_ckpt nebula | `optimizer.save_checkpoint(async_save=True)` writes in the background
 A wall_clock_breakdown | `zk.timeline.Recorder()` shows what a step spends its time on
 A memory_breakdown | `engine.optimizer.metrics()` has the bytes on each tier
 A steps_per_print log_level dump_state | zk prints warnings only, through the logger named zk

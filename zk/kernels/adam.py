@@ -1,4 +1,4 @@
-"""In: gradients, parameters and Adam's state on the device. Out: all of them updated in one pass over memory.
+"""Adam on the device: gradients, parameters and state in one pass over memory.
 
     g = grad * grad_scale                       (+ weight_decay * x, for Adam)
     x = x * (1 - lr * weight_decay)             (AdamW)

@@ -1,4 +1,4 @@
-"""In: kernels and references. Out: one op for both, which CPUs run as the reference and GPUs as the kernel; block sizes.
+"""One op for a kernel and its reference: CPUs run the reference, GPUs the kernel. Block sizes, and checks of arguments.
 
 Where triton is not installed, kernels are plain functions that are never called, and every op runs its reference.
 """
@@ -81,7 +81,7 @@ def add_partials(stats: Tensor | None, partials: Tensor | None) -> None:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: the spans from their first to their last byte meet. Not asked while a graph is traced."""
+    """Tell if two tensors may share memory: the spans from their first to their last byte meet. Not asked while a graph is traced."""
     if torch.compiler.is_compiling() or not one.numel() or not other.numel():
         return False
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:

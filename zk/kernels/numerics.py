@@ -1,4 +1,4 @@
-"""In: values inside a kernel. Out: the same values rounded as the CPU rounds them. Shared by all kernels; called from kernels only.
+"""Rounding inside of kernels as the CPU rounds. Shared by all kernels; called from kernels only.
 
 What decides bits is spelled out: products that must not be fused into the addition that follows, division and square root with correct
 rounding. So a kernel's result does not depend on the compiler, and equals that of the CPU kernels bit for bit.

@@ -1,4 +1,4 @@
-"""In: an fp32 master. Out: a bf16 parameter and the 16 bits it lacks, and back, without loss.
+"""Splitting of an fp32 master into a bf16 parameter and the 16 bits that it lacks, and back, without loss.
 
 The parameter is the master rounded to nearest even, as every cast in torch does it; ``low`` holds the master's lower 16 bits. The
 parameter is then the master's upper half, or that plus one when the lower half was rounded up, which is when its highest bit is

@@ -1,4 +1,4 @@
-"""In: the settings of an Adam update. Out: the scalars that its kernels take, and whether tensors fit together. Without triton."""
+"""The settings of one Adam update as the scalars that kernels take, and the check that tensors fit together. Without triton."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdamStep:
     step: int
     """Of this update, from 1."""
     grad_scale: float = 1.0
-    """What the gradient is multiplied by: clipping, and one over the loss scale."""
+    """The factor of the gradient: clipping, and one over the loss scale."""
     maximize: bool = False
     amsgrad: bool = False
     """For ``zk.offload.cpu_adam.adam_`` only."""
@@ -49,7 +49,7 @@ class AdamStep:
         return -self.grad_scale if self.maximize else self.grad_scale
 
     def scalars(self) -> tuple[Any, ...]:
-        """What the one-pass kernels take, as fp32: scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size.
+        """The scalars of the one-pass kernels, as fp32: scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size.
 
         With a beta1 of at most 0.5, torch interpolates from the gradient's side: m = fma(-beta1, g - m, g).
         """

@@ -1,4 +1,4 @@
-"""In: two matrices, and what other tiles have summed so far. Out: the sum with their product, or, from the last tile, the layer's output.
+"""The product of two matrices added to what other tiles have summed so far; from the last tile, the layer's output.
 
     out = round(activation(plus + a @ b + bias))        products and sums in fp32, one rounding
 
@@ -141,7 +141,7 @@ def _blas_can_read(matrix: Tensor) -> bool:
 
 
 def policy(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None, bias: Tensor | None = None, activation: str = "") -> str:
-    """Who multiplies: "reference" in host memory; on a GPU "cublas" for all it can express, else "triton".
+    """The name of what multiplies: "reference" in host memory; on a GPU "cublas" for all it can express, else "triton".
 
     cuBLAS knows each GPU better than a few configurations can, but it cannot add a bias to an fp32 sum, apply an activation, and round
     to 16 bits in one go, nor read two strides: there the kernel saves passes over the output. The environment variable ZK_MATMUL

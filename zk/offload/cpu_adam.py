@@ -1,4 +1,4 @@
-"""In: gradients, parameters and Adam's state in host memory. Out: all updated, bitwise the same for any number of threads and any chunking.
+"""Adam in host memory, bitwise the same for any number of threads and any chunking.
 
 Two engines under one function, ``adam_``: "numba", one pass over memory (cpu_adam_numba.py), and "torch", foreach-style torch ops over
 chunks that fit the cache, which runs wherever torch does (any device) and is bitwise equal to torch.optim.Adam and AdamW. State on a GPU

@@ -1,4 +1,4 @@
-"""In: 16-bit or fp32 gradients and parameters, Adam's state. Out: all of them updated in one pass over memory.
+"""Adam in host memory, compiled by numba: gradients, parameters and state in one pass.
 
 Formulas are those of torch.optim.AdamW, operation for operation, fused multiply-adds where torch's CPU kernels use them:
     g = grad * grad_scale                       (+ weight_decay * x, for Adam)

@@ -1,4 +1,4 @@
-"""In: tensors in host memory and byte offsets. Out: their bytes in files, while the caller goes on, at the speed of the drive.
+"""Asynchronous file I/O: bytes of tensors go to files and back, while the caller goes on, at the speed of the drive.
 
 A request is cut into blocks, and a few threads move each with one ``preadv`` or ``pwritev``, past the page cache (O_DIRECT) where the
 file system can. These calls release the GIL, so one process keeps as many transfers in flight as it has threads. What the drive
@@ -64,7 +64,7 @@ def round_up(nbytes: int, multiple: int = ALIGN) -> int:
 
 @functools.cache
 def can_bypass_cache(directory: str) -> bool:
-    """Whether files in ``directory`` take O_DIRECT; tried once for each directory, with one warning where they do not."""
+    """Tell if files in ``directory`` take O_DIRECT; tried once for each directory, with one warning where they do not."""
     probe = os.path.join(directory, f".zk-probe-{secrets.token_hex(8)}")
     buffer = memoryview(mmap.mmap(-1, ALIGN))
     descriptor = -1
@@ -86,7 +86,7 @@ def can_bypass_cache(directory: str) -> bool:
 
 
 class Request:
-    """One read or write under way. The tensor must stay as it is until ``wait()`` has returned."""
+    """One read or write in flight. The tensor must stay as it is until ``wait()`` has returned."""
 
     def __init__(self, what: str, pieces: int, timeout_s: float, finish: Callable[[], None] | None) -> None:
         self.what, self.timeout_s = what, timeout_s
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
+        """Tell if ``wait()`` would return, or raise, at once."""
         return self.event.is_set()
 
     def wait(self) -> None:
@@ -414,7 +414,7 @@ class File:
         self.write_async(tensor, offset).wait()
 
     def wait(self) -> None:
-        """Return when nothing is under way; raises the first error that nobody has waited for yet."""
+        """Return when nothing is in flight; raises the first error that nobody has waited for yet."""
         with self.lock:
             pending, self.pending = self.pending, []
         failure: BaseException | None = None
@@ -517,12 +517,12 @@ class File:
     # ---- closing -------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for what is under way and close. Raises what went wrong in it."""
+        """Wait for what is in flight and close. Raises what went wrong in it."""
         if self.closed:
             return
         self.closed = True
         if os.getpid() != self.engine.pid:
-            self._close_descriptors()  # a forked child: what is under way is its parent's
+            self._close_descriptors()  # a forked child: what is in flight is its parent's
             return
         try:
             self.wait()

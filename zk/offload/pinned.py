@@ -1,4 +1,4 @@
-"""In: sizes. Out: page-locked host memory, one arena for each optimizer, whose blocks come and go behind the copies that use them.
+"""Page-locked host memory, one arena for each optimizer, whose blocks come and go behind the copies that use them.
 
 Locking pages is slow, as each must exist, so all of it happens once, at the first acquire. torch's and cupy's pinned pools round each block
 up to a power of two; this one takes whole pages, and joins neighbours as soon as they are free. Blocks that last are laid from the low end,
@@ -53,7 +53,7 @@ class _Region:
     """One mapping and one registration."""
 
     memory: Tensor  # (nbytes,) uint8
-    gaps: list[Gap]  # what nobody has, in order, none touching the next; copies may still be under way in some of it
+    gaps: list[Gap]  # what nobody has, in order, none touching the next; copies may still be in flight in some of it
     pinned: bool = False
 
 
@@ -170,7 +170,7 @@ class Arena:
     # ---- blocks (with the lock held) -----------------------------------------------------------------------------------------
 
     def _places(self, nbytes: int, lasting: bool) -> list[_Block]:
-        """Where a block may lie, the best place first."""
+        """Places where a block may lie, the best one first."""
         fitting = [(region, start, stop) for region in self._regions for start, stop in region.gaps if stop - start >= nbytes]
         if lasting:  # it will be there for good, so only the one place is right
             return [_Block(region, start, start + nbytes) for region, start, _ in fitting[:1]]
@@ -255,7 +255,7 @@ def _refusal(nbytes: int, error: OSError) -> str:
 
 
 def in_wsl() -> bool:
-    """Whether this is Linux in Windows."""
+    """Tell if this is Linux in Windows."""
     try:
         return "microsoft" in Path("/proc/version").read_text().lower()
     except OSError:  # no /proc

@@ -1,8 +1,8 @@
-"""In: units with reduced gradients. Out: updated parameters where they compute: fetch -> update+cast -> evict -> upload -> publish, over chunks.
+"""The schedule of the update, over chunks: fetch -> update+cast -> evict -> upload -> publish.
 
 The only scheduler. Chunks go through in order; while one is updated, the gradient of the next ones is still arriving from the device, or
 is read from the drive together with their state, and the parameters of the last ones are on their way home. The norm has been known before, so
-nothing is updated that is to be skipped. ``update`` runs where it is called: in step(), or beside training (overlap_step).
+nothing is updated that is to be skipped. ``update`` runs where it is called: in step(), or in the background (overlap_step).
 """
 
 from __future__ import annotations

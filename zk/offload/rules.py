@@ -1,4 +1,4 @@
-"""In: the user's torch optimizer. Out: its arithmetic as a rule that updates any slice of any flat buffer, or a refusal with the reason."""
+"""Arithmetic of the user's torch optimizer as a rule that updates any slice of any flat buffer, or a refusal with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: folders on drives, and a rank. Out: private files there that are gone when the run is: at close, at exit, or when the next run comes.
+"""Private files on drives that are gone when the run is: at close, at exit, or when the next run comes.
 
 Each rank makes one folder of its own under every path, ``zk-scratch-HOST-PID-TOKEN-rankN``, and holds a lock on the file ``owner`` in it
 for as long as it lives. The kernel lets go of the lock when the process ends, however it ends, so the next run on the same path can tell

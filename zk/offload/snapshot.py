@@ -1,4 +1,4 @@
-"""In: the chunks a save still has to read, while training goes on. Out: their values as they were when the save began, whoever comes first.
+"""Values of the chunks that a save still has to read, as they were when it began, while training goes on.
 
 The save reads chunks in the order in which the next update will change them. An update that catches up with it copies a chunk it is about to
 change, if there is room for the copy, and else waits until the save has read it.
@@ -20,7 +20,7 @@ Values = Sequence[Tensor]
 
 
 class Snapshot:
-    """One save under way.
+    """One save in progress.
 
     Args:
         room_nbytes: host memory for copies.

@@ -1,4 +1,4 @@
-"""In: pieces of one rank's scratch file. Out: the same pieces in a bounded number of host buffers while they are worked on: fetch -> evict.
+"""Pieces of one rank's file in a bounded number of host buffers while they are worked on: fetch -> evict.
 
 A piece is asked for ahead (``fetch``), opened when it is needed (``open`` waits for what is missing), and put back: dropped, written behind
 (``evict``), or kept for the next use (``keep``). Buffers are page-aligned, so that transfers bypass the page cache.
@@ -51,13 +51,13 @@ class _Slot:
     buffer: Tensor  # (at least piece.nbytes,) uint8
     state: State
     users: int = 0  # who work on it, while it is open: one who changes it, or some who read
-    request: Event | None = None  # the transfer under way
+    request: Event | None = None  # the transfer in flight
     dirty: bool = False  # the file does not have what is here, as far as is known
 
 
 @dataclasses.dataclass(slots=True)
 class Traffic:
-    """What moved between file and buffers, and what was waited for."""
+    """Counts of what moved between file and buffers, and of waits."""
 
     fetches: int = 0
     hits: int = 0  # of them: there when it was needed
@@ -79,7 +79,7 @@ class Spill:
         self.nbytes = 0
         self.starts: set[int] = set()  # of pieces
         self.traffic = Traffic()
-        self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write under way)
+        self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write in flight)
         self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
 
@@ -95,13 +95,13 @@ class Spill:
         self.file = self.open_file(self.nbytes, self.starts)
 
     def read(self, buffer: Tensor, offset: int) -> Request:
-        """Start to fill ``buffer``, after any write under way to the same bytes."""
+        """Start to fill ``buffer``, after any write in flight to the same bytes."""
         self._after_writes(offset, buffer.nbytes)
         assert self.file is not None
         return self.file.read_async(buffer, offset)
 
     def write(self, buffer: Tensor, offset: int, by: Buffers) -> Request:
-        """Start to write ``buffer``, after any write under way to the same bytes. What other buffers have of these is out of date."""
+        """Start to write ``buffer``, after any write in flight to the same bytes. What other buffers have of these is out of date."""
         for others in self.buffers:
             if others is not by:
                 others.drop(offset, offset + buffer.nbytes)
@@ -123,7 +123,7 @@ class Spill:
                 request.wait()  # raises what went wrong
 
     def flush(self) -> None:
-        """Return when no write is under way; raises what went wrong in those that were."""
+        """Return when no write is in flight; raises what went wrong in those that were."""
         with self.lock:
             for _, request in list(self.writes.values()):
                 try:
@@ -160,7 +160,7 @@ class Spill:
         return sum(buffers.touched for buffers in self.buffers)
 
     def close(self) -> None:
-        """Wait for what is under way and close the file."""
+        """Wait for what is in flight and close the file."""
         if self.file is not None:
             self.file.close()
 
@@ -451,7 +451,7 @@ class FileGrads:
     """The reduced gradient of a shard (numel,), in the file between backward and update; 16 bits, or fp32 once it is accumulated.
 
     The sum of squares is taken while the gradient passes through memory. From a device it is offloaded first, and goes on from there
-    beside training.
+    in the background.
     """
 
     def __init__(self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:

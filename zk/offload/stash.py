@@ -1,4 +1,4 @@
-"""In: bytes that are to come back. Out: room for them in page-locked host buffers, recycled by size, and in private files that grow as needed.
+"""Room for bytes that are to come back: page-locked host buffers, recycled by size, and private files that grow as needed.
 
 What the tiers of activations.py are made of: other than the arena of training state (pinned.py), nobody knows beforehand how much it will be.
 """
@@ -32,7 +32,7 @@ _SEGMENT_NBYTES = 64 << 20, 4 << 30  # files grow from, to
 
 @dataclasses.dataclass(eq=False, slots=True)
 class HostBuffer:
-    """A buffer of host memory (nbytes,) uint8, and what may still be under way with it."""
+    """A buffer of host memory (nbytes,) uint8, and what may still be in flight with it."""
 
     memory: Tensor
     pinned: bool

@@ -1,4 +1,4 @@
-"""In: reduced gradients of one unit's slice. Out: the slice of the parameters, updated. Holds master, moments and gradient on their tier."""
+"""Optimizer state of a unit's slice: takes reduced gradients, and updates the slice. Holds master, moments and gradient on their tier."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OptimizerShard:
         self.split = self.has_master = False  # known with the first fields
         self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
         self.arriving: Event = COMPLETED  # the last copy home
-        self.unread: Unread | None = None  # by a save under way
+        self.unread: Unread | None = None  # by a save in progress
 
     def start(self, initial: Tensor) -> None:
         """Masters start from ``initial`` (n,), the values in the model's original precision; moments from zero."""
@@ -108,7 +108,7 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Opened]:
-        """The same, to be changed: not before a save that is under way has what it still needs of it."""
+        """The same, to be changed: not before a save in progress has what it still needs of it."""
         if unread is None:
             with self.opened(number, changes=True, keep=keep) as fields:
                 yield fields
@@ -125,7 +125,7 @@ class OptimizerShard:
                 yield index, slice(start - chunk.start, stop - chunk.start), slice(start - part.start, stop - part.start)
 
     def _read(self, part: slice, read: Callable[[Opened, slice], Tensor]) -> Tensor:
-        """What ``read(fields, slice of the chunk)`` gives for ``part``; a view where one chunk holds all and rests in memory."""
+        """Read ``part`` by ``read(fields, slice of the chunk)``; a view where one chunk holds all and rests in memory."""
         whole = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident and part.stop > part.start
         pieces = []
         for index, here, _ in self._overlap(part):
@@ -177,7 +177,7 @@ class OptimizerShard:
     # ---- update --------------------------------------------------------------------------------------------------------------
 
     def beside(self, number: int) -> bool:
-        """Whether host threads update a chunk."""
+        """Tell if host threads update a chunk."""
         return self.places[number][0].beside
 
     def fetch(self, number: int) -> bool:
@@ -226,7 +226,7 @@ class OptimizerShard:
         section.param.fetch(chunk)
 
     def dtype_of(self, kind: str) -> torch.dtype:
-        """What ``exact`` returns."""
+        """The dtype of what ``exact`` returns."""
         return torch.float32 if kind == "master" else self.sections[0].state.dtypes[kind]
 
     def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:

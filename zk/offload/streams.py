@@ -1,4 +1,4 @@
-"""In: copies between device and host memory. Out: the same copies, each after the events it names, while compute goes on.
+"""Copies between device and host memory, each after the events that it names, while compute goes on.
 
 A ``Link`` joins the memory of one device with the host's. It has a stream for each direction, beside the one that torch computes on.
 Three rules keep it right, and the software GPU of the tests finds where one is broken:
@@ -34,10 +34,10 @@ class Link(Protocol):
     joined: bool  # both are the same memory
 
     def mark(self) -> Event:
-        """What compute (the calling thread's current stream) has been asked to do so far."""
+        """Record an event on compute, the calling thread's current stream."""
 
     def follow(self, event: Awaited) -> None:
-        """What compute is asked to do from here on comes after ``event``."""
+        """Make compute wait for ``event``."""
 
     def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         """Copy ``source`` (device) to ``host``, after ``after`` and earlier offloads."""

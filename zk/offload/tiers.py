@@ -1,4 +1,4 @@
-"""In: names of tiers and budgets. Out: where each unit's training state lives, and the stores that hold it there.
+"""Tiers: placement of each unit's training state on device, host and NVMe, and the fields that hold it there.
 
 A store hands out flat fields chunk by chunk. In memory (device or host) there is one chunk, and it is the tensors themselves, worked
 on in place: on a machine without an accelerator the device is the host, so offload and upload find source and destination to be the
@@ -121,7 +121,7 @@ class MemoryGrads(_Resident):
 
 
 class HostGrads(_Resident):
-    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 beside training once there is a second."""
+    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 in the background once there is a second."""
 
     def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
         self.transfer, self.worker, self.num_threads = transfer, worker, num_threads
@@ -191,11 +191,11 @@ class MemoryTier:
 
     @property
     def across(self) -> bool:
-        """Whether a link is between this memory and the device."""
+        """Tell if a link is between this memory and the device."""
         return self.memory == "host" and not self.transfer.joined
 
     def chunks(self, start: int, stop: int) -> list[slice]:
-        """What is worked on at once: all of it, where nothing is moved for that; pieces, where a link is between it and the device."""
+        """Slices that are worked on at once: one, where nothing is moved for that; pieces, where a link is between it and the device."""
         return pieces_of(start, stop) if self.across else [slice(start, stop)]
 
     def zeros(self, numel: int, dtype: torch.dtype, crosses: bool) -> Tensor:
@@ -241,7 +241,7 @@ class NVMeTier:
         self.all_grads: list[FileGrads] = []
 
     def chunks(self, start: int, stop: int) -> list[slice]:
-        """What is moved, and worked on, at once."""
+        """Slices that are moved, and worked on, at once."""
         return chunks_of(start, stop)
 
     def flush(self) -> None:
@@ -292,7 +292,7 @@ class NVMeTier:
         }
 
     def close(self) -> None:
-        """Wait for what is under way, and remove the files. What fails now is of no consequence, and logged."""
+        """Wait for what is in flight, and remove the files. What fails now is of no consequence, and logged."""
         try:
             self.spill.close()
         except OSError as error:
@@ -308,7 +308,7 @@ Grads = MemoryGrads | HostGrads | FileGrads
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """What one unit needs on one rank between uses."""
+    """Bytes of one unit on one rank between uses."""
 
     param_nbytes: int  # parameters
     numel: int  # elements whose optimizer state this rank keeps; 0 for a frozen unit

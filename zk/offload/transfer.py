@@ -1,4 +1,4 @@
-"""In: gradients on the device, parameters in host memory. Out: either on the other side: offload and upload, in large pieces, both at once.
+"""Offload and upload, in large pieces, both at once: gradients go down to the host, parameters come up to the device.
 
 Source: ZeRO-Offload, arXiv 2101.06840, section 4: 16-bit gradients go down and 16-bit parameters come up, 2 bytes each per parameter.
 """
@@ -99,6 +99,6 @@ class Transfer:
         return self.arena.nbytes if self.arena is not None else 0
 
     def close(self) -> None:
-        """Give page-locked memory back, once what is under way is over."""
+        """Give page-locked memory back, once what is in flight is over."""
         if self.arena is not None:
             self.arena.close()

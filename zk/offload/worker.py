@@ -1,4 +1,4 @@
-"""In: jobs. Out: the same jobs done one after the other in a thread beside training, and what went wrong in them, where they are waited for."""
+"""A background thread that does jobs one after the other; what went wrong in one is raised where it is waited for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Worker:
         return ticket
 
     def close(self) -> None:
-        """No job comes any more, and those under way are asked to end (they look at ``stop``); returns when the thread has ended."""
+        """No job comes any more, and those in flight are asked to end (they look at ``stop``); returns when the thread has ended."""
         self.stop.set()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.jobs.put(None)

@@ -1,4 +1,4 @@
-"""In: flat buffers and the name of their unit. Out: collectives, checked and in order. Beside checkpoint/dcp.py
+"""Collectives over flat buffers, announced by the name of their unit, checked and in order. Beside checkpoint/dcp.py
 the only importer of torch.distributed.
 
 Every collective is announced first: ranks exchange what they are about to do (operation, unit, count, a value), 32 bytes each. A rank that
@@ -164,7 +164,7 @@ class Group:
         return twin
 
     def board(self) -> Board:
-        """Where another thread hears what other ranks have to say in one piece of work, without connections of its own."""
+        """Make a board on which another thread hears what other ranks have to say in one piece of work, without connections of its own."""
         self.boards += 1
         return Board(self.presence, f"{self.place}/{self.boards}", self.ranks, self.rank, self.timeout.total_seconds())
 
@@ -484,7 +484,7 @@ def _leave(process: int) -> None:
 
 
 def _meeting_place() -> dict[str, Any]:
-    """Where ranks meet: torch's own choice, but for torchrun's store, which outlives restarts.
+    """The place where ranks meet: torch's own choice, but for torchrun's store, which outlives restarts.
 
     With ``--master-port``, that has the addresses of ranks of earlier attempts still, and torch 2.13 would take them for today's.
     """

@@ -1,4 +1,4 @@
-"""In: gradients, one parameter at a time, as backward produces them. Out: each unit's reduced slice, handed to its sink: grad -> flatten -> reduce.
+"""Gradients on their way from backward to each unit's reduced slice: grad -> flatten -> reduce.
 
 A gradient leaves ``param.grad`` as soon as autograd has it. When those of a unit are complete, one launch moves them into the unit's flat
 bucket, in their own 16 bits (in host memory each one moves at once, while the cache has it); a second one of the same parameter before the
@@ -27,7 +27,7 @@ from zk.parallel.layout import Layout
 from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
 from zk.units import Unit
 
-# reductions under way at once: one being summed while the next one's bytes travel
+# reductions in flight at once: one being summed while the next one's bytes travel
 _IN_FLIGHT = 2
 
 
@@ -124,7 +124,7 @@ class GradReducer:
 
     @property
     def eager(self) -> bool:
-        """Whether gradients are passed on in backward."""
+        """Tell if gradients are passed on in backward."""
         return self.sync and (self.in_backward or self.flushed)
 
     # ---- flatten -------------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class GradReducer:
         self._begin_backward()
 
     def begin(self) -> None:
-        """A forward of the model begins. If a backward is still recorded as under way, an error ended it: what it left counts with the next."""
+        """A forward of the model begins. If a backward is still recorded as in progress, an error ended it: what it left counts with the next."""
         with self.lock:
             self.threads.add(threading.get_ident())
             if self.task != -1:

@@ -1,4 +1,4 @@
-"""In: numbers of elements and ranks. Out: offsets and slices of one flat buffer. Integers only; padding is decided here and nowhere else."""
+"""Offsets and slices of flat buffers. Integers only; padding is decided here and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def evenly(start: int, stop: int, most: int, multiple: int) -> list[slice]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each parameter lies in a unit's flat buffer, and which slice of that buffer each rank holds."""
+    """The place of each parameter in a unit's flat buffer, and the slice of that buffer that each rank holds."""
 
     numels: tuple[int, ...]  # elements of each parameter
     offsets: tuple[int, ...]  # its first element in the flat buffer
@@ -60,7 +60,7 @@ class Layout:
         return slice(self.offsets[index], self.offsets[index] + self.numels[index])
 
     def part(self, index: int, held: slice) -> tuple[slice, slice]:
-        """What the slice ``held`` of the flat buffer has of parameter ``index``: (slice of held, slice of the parameter); maybe empty."""
+        """The share of the slice ``held`` of the flat buffer in parameter ``index``: (slice of held, slice of the parameter); maybe empty."""
         start = min(max(self.offsets[index], held.start), held.stop)
         stop = max(min(self.offsets[index] + self.numels[index], held.stop), start)
         begin = min(start - self.offsets[index], self.numels[index]) if stop > start else 0

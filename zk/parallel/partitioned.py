@@ -1,4 +1,4 @@
-"""In: a unit's parameters, and the hooks of its modules. Out: parameters that exist only while in use (stage 3): gather -> compute -> release.
+"""Parameters that exist only while in use (stage 3): gather -> compute -> release.
 
 One ladder: PartitionedParams holds one unit and its state; Partition holds the model's hooks and decides when each unit is needed.
 A forward of a unit's module gathers it before and releases it after. In backward there are two signals. Autograd unpacks a saved parameter:
@@ -68,13 +68,13 @@ class PartitionedParams:
         self.unit, self.index, self.layout, self.comm = unit, index, layout, comm
         self.held = layout.shard(comm.rank)
         self.home, self.uploads = home, uploads
-        # whether the slice is being updated beside training, at the end of which it is waited for if asked to
+        # whether the slice is being updated in the background, at the end of which it is waited for if asked to
         self.updating: Callable[[bool], bool] = lambda wait: False
         self.uploaded: Event = COMPLETED
         self.lease = None if in_place else Lease(layout.numel, unit.dtype, unit.device)
         self.full = home.whole() if self.lease is None else self.lease.tensor
         view_params(unit, layout, self.full)
-        self.state, self.holds, self.on_use = State.GATHERED, 0, on_use
+        self.state, self.pins, self.on_use = State.GATHERED, 0, on_use
         self.on_write: Callable[[PartitionedParams, list[int]], None] = lambda *_: None
         self.versions: list[int] = []  # of the parameters, when they became full
         self.data_taken = False  # and may have been written without a trace
@@ -99,7 +99,7 @@ class PartitionedParams:
             stand_in(self.unit.params, Watched)  # a released parameter would be gathered before it gets its new memory
             view_params(self.unit, self.layout, self.full)
         if self.lease is not None:
-            self.lease.give_back()
+            self.lease.free()
         stand_in(self.unit.params, Released)
         self.state = State.RELEASED
 
@@ -115,7 +115,7 @@ class PartitionedParams:
         self.updating(True)
         source = self.home.whole()
         if self.lease is not None:
-            self.lease.take()
+            self.lease.allocate()
             try:
                 self._fill(source)
             except BaseException:  # other ranks are elsewhere, or gone
@@ -187,7 +187,7 @@ class PartitionedParams:
 
     def release(self) -> None:
         """Any state -> RELEASED, unless somebody holds it. The shard is what remains, with what forward has written."""
-        if self.state is State.RELEASED or self.holds:
+        if self.state is State.RELEASED or self.pins:
             return
         self.gather()
         params = self.unit.params
@@ -198,25 +198,25 @@ class PartitionedParams:
             self.on_write(self, sorted(written))
         self._free()
 
-    def hold(self) -> None:
-        """Gather and keep until ``let_go``."""
+    def pin(self) -> None:
+        """Gather and keep until ``unpin``."""
         self.gather()
-        self.holds += 1
+        self.pins += 1
 
-    def let_go(self) -> None:
-        """Undo one ``hold``; the last one releases."""
-        self.holds -= 1
+    def unpin(self) -> None:
+        """Undo one ``pin``; the last one releases."""
+        self.pins -= 1
         if not self.depth:
             self.release()
 
     def publish(self) -> None:
         """The shard was updated: a full copy that somebody holds is made current."""
         if self.state is not State.RELEASED:
-            holds, self.holds = self.holds, 0
+            pins, self.pins = self.pins, 0
             self.gather()
             self._free()
-            self.holds = holds
-            if holds:
+            self.pins = pins
+            if pins:
                 self.gather()
 
     @property
@@ -279,19 +279,19 @@ def state_dict_hooks(
 
     def gather(module: nn.Module, *_: Any) -> None:
         for params, _own in owners[module]:
-            params.hold()
+            params.pin()
 
     def copy(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.untyped_storage()._cdata in by_storage:
                 state[key] = value.detach().clone()
         for params, _own in owners[module]:
-            params.let_go()
+            params.unpin()
 
     def keep(module: nn.Module, *_: Any) -> None:
         for params, own in owners[module]:
             written(params, own)
-            params.let_go()
+            params.unpin()
 
     before, copied, kept = Hook(gather), Hook(copy), Hook(keep)
     handles: list[RemovableHandle] = []
@@ -323,7 +323,7 @@ class Partition:
         self.handles: list[RemovableHandle] = []
         self.entered: list[nn.Module] = []  # modules whose forward is in progress
         self.thread = 0  # in which they are
-        self.task = -1  # the backward under way
+        self.task = -1  # the backward in progress
         self.makes_graph = False  # which it is with create_graph=True
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
         self.below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None  # the hooks on saved tensors around them
@@ -508,10 +508,10 @@ class Partition:
     def gather_all(self) -> None:
         """Every unit becomes full, for good."""
         for params in self.params:
-            params.hold()
+            params.pin()
 
     def reset(self) -> None:
-        """Between steps: nothing is under way, whatever was interrupted."""
+        """Between steps: nothing is in progress, whatever was interrupted."""
         if not self.entered:
             self.task, self.makes_graph = -1, False
             self.release_all()

@@ -1,4 +1,4 @@
-"""In: the units as they are used. Out: which ones to ask for next. Learns the order; decides when, never moves bytes."""
+"""The order in which units are used, and the ones to ask for next. Decides when, never moves bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Prefetcher:
             self.fetch(unit)
 
     def between_passes(self) -> None:
-        """No pass is under way: fetch what the next training pass begins with."""
+        """No pass is in progress: fetch what the next training pass begins with."""
         order = self.orders.get("train", ())
         for unit in dict.fromkeys(order[: 2 * self.ahead + 1]) if self.ahead else ():
             self.fetch(unit)

@@ -1,4 +1,4 @@
-"""In: the store that ranks have met over. Out: who is at a place, who has given up and why, and who shows no sign of life any more.
+"""Presence of ranks, in the store that they have met over: who is at a place, who has given up and why, who shows no sign of life.
 
 The store belongs to a process that may stand still, or wait for another one with a lock on its connection. So everything here goes over a
 connection of its own, in a thread of its own: whoever asks waits for the answer as long as it wants, and hears Ctrl-C.
@@ -153,7 +153,7 @@ def fail(store: Any, place: str, why: str) -> None:
 
 
 class Board:
-    """A place where ranks leave words for each other, in the store: for threads beside training, which need no speed and no connections.
+    """A place where ranks leave words for each other, in the store: for threads in the background, which need no speed and no connections.
 
     Args:
         name: the same on all ranks, and of no other board.

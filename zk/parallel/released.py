@@ -1,4 +1,4 @@
-"""In: parameters whose memory was given back (stage 3), or whose gradient has left. Out: classes that stand in for theirs.
+"""Classes that stand in for a parameter's own, while its memory was given back (stage 3), or its gradient has left.
 
 A released parameter keeps its shape but has no memory, and torch would read through a null pointer. While released, a parameter's
 class is one of these: metadata (shape, dtype, hooks ...) reads as always, and any operation that needs values goes to the
@@ -196,7 +196,7 @@ class Released(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
 
 
 class Updating(Released):
-    """A parameter whose update goes on beside training: any use of its values waits for that."""
+    """A parameter whose update goes on in the background: any use of its values waits for that."""
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         _use(self)
@@ -264,7 +264,7 @@ def _dress_full(param: nn.Parameter) -> None:
 
 
 def is_released(param: Tensor) -> bool:
-    """Whether ``param`` has no memory at the moment."""
+    """Tell if ``param`` has no memory at the moment."""
     return isinstance(param, Released) and not isinstance(param, Updating)
 
 

@@ -1,4 +1,4 @@
-"""In: a unit's parameters. Out: one flat buffer that they are views of, full on every rank (stages 0-2), and the slice this rank updates."""
+"""Parameters that are full on every rank (stages 0-2): views of one flat buffer, and the slice that this rank updates."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ReplicatedParams:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank's slice is everything."""
+        """Tell if this rank's slice is everything."""
         return self.shard.numel() == self.full.numel()
 
     def publish(self) -> Awaited:
@@ -96,10 +96,10 @@ class ReplicatedParams:
     def gather(self) -> None:
         """Nothing to do: parameters are full."""
 
-    def hold(self) -> None:
+    def pin(self) -> None:
         """Nothing to do: parameters are never released."""
 
-    def let_go(self) -> None:
+    def unpin(self) -> None:
         """Nothing to do: parameters are never released."""
 
     @property

@@ -1,1 +1,1 @@
-"""What of a model fits where on a machine, and how long a step takes there, before anything is trained. `python -m zk plan`."""
+"""Plans before anything is trained: what of a model fits where on a machine, and how long a step takes. `python -m zk plan`."""

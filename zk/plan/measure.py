@@ -1,4 +1,4 @@
-"""In: a folder on the drive, a GPU. Out: what this machine's CPU Adam, that drive and the link do, measured in a few seconds."""
+"""Measured rates of this machine's CPU Adam, of a drive and of the link to a GPU, in a few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: token ids. Out: logits. A GPT as plain torch; nothing here knows of zk."""
+"""A GPT as plain torch, from token ids to logits; nothing here knows of zk."""
 
 from __future__ import annotations
 
