@@ -26,7 +26,7 @@ NUMEL = 1 << 28 if ON_GPU else 1 << 24
 SIZE = 4096 if ON_GPU else 512
 ROUNDS = 20 if ON_GPU else 5
 needs_compiler = pytest.mark.skipif(not ON_GPU and shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-CASTS = {**kernels.CASTS, "torch_compile": torch.compile(kernels.cast_by_torch)}
+REDUCES = {**kernels.REDUCES, "torch_compile": torch.compile(kernels.reduce_by_torch)}
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +35,11 @@ def note_device(benchmark: Any) -> None:
     benchmark.extra_info["device"] = torch.cuda.get_device_name() if ON_GPU else "cpu"
 
 
-@pytest.mark.parametrize("system", [pytest.param(name, marks=needs_compiler if "compile" in name else ()) for name in CASTS])
-@pytest.mark.benchmark(group="cast fp32 to bf16 with sum of squares and count")
-def test_cast(system: str, benchmark: Any, floors: Floors) -> None:
-    time_case(benchmark, kernels.cast_case(system, CASTS[system], NUMEL, DEVICE), floors, ROUNDS)
+@pytest.mark.parametrize("system", [pytest.param(name, marks=needs_compiler if "compile" in name else ()) for name in REDUCES])
+@pytest.mark.parametrize("ranks", kernels.RANKS)
+def test_reduce(system: str, ranks: int, benchmark: Any, floors: Floors) -> None:
+    benchmark.group = f"mean of {ranks} bf16 rows with sum of squares and count"
+    time_case(benchmark, kernels.reduce_case(system, REDUCES[system], ranks, NUMEL, DEVICE), floors, ROUNDS)
 
 
 @pytest.mark.parametrize("system", kernels.FLATTENS)

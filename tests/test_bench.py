@@ -25,7 +25,7 @@ from zk.train.gpt import GPTConfig
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
-NUM_KERNELS = sum(map(len, (kernels.CASTS, kernels.FLATTENS, kernels.ADAMS, kernels.MATMULS)))
+NUM_KERNELS = sum(map(len, (*[kernels.REDUCES] * len(kernels.RANKS), kernels.FLATTENS, kernels.ADAMS, kernels.MATMULS)))
 
 
 def run(*arguments: str) -> Result:
@@ -198,8 +198,8 @@ def test_kernels_are_each_beside_plain_torch() -> None:
 
 
 def test_kernels_that_are_wrong_are_not_timed() -> None:
-    wrong = mock.Mock(side_effect=lambda x, out, stats: out.copy_(x))
-    with mock.patch.dict(kernels.CASTS, {"zk": wrong}), pytest.raises(RuntimeError, match="cast with statistics by zk does not agree"):
+    wrong = mock.Mock(side_effect=lambda rows, out, stats: out.copy_(rows[0]))
+    with mock.patch.dict(kernels.REDUCES, {"zk": wrong}), pytest.raises(RuntimeError, match="reduce 1 rows with statistics by zk does not agree"):
         kernels.measure(640, 64, 1, CPU)
 
 

@@ -16,25 +16,27 @@ from zk import kernels
 from zk.bench import adam
 from zk.bench.clock import Case, Report, Work, copy_gbps, matmul_tflops, the_gpu
 
-Cast = Callable[[Tensor, Tensor, Tensor], object]  # (x, out, stats), as cast_by_torch
-Flatten = Callable[[Sequence[Tensor], Tensor, Sequence[int]], object]  # (tensors, flat, offsets)
+Kernel = Callable[..., object]
 
 
-def cast_by_torch(x: Tensor, out: Tensor, stats: Tensor) -> None:
-    """out = x / 2, with its sum of squares and the number of values that are not finite added to ``stats`` (2,)."""
-    scaled = x * 0.5
+def reduce_by_torch(rows: Tensor, out: Tensor, stats: Tensor) -> None:
+    """out = half the mean of ``rows``; adds its sum of squares, and the number of its values that are not finite, to ``stats`` (2,)."""
+    scaled = rows.mean(0, dtype=torch.float32) * 0.5
     out.copy_(scaled)
     stats += torch.stack([torch.linalg.vector_norm(scaled).double().square(), (~torch.isfinite(scaled)).sum().double()])
 
 
-CASTS: dict[str, Cast] = {"zk": lambda x, out, stats: kernels.cast(x, out, scale=0.5, stats=stats), "torch": cast_by_torch}
+# of (rows, out, stats)
+REDUCES: dict[str, Kernel] = {"zk": lambda rows, out, stats: kernels.reduce(rows, out, scale=0.5, stats=stats), "torch": reduce_by_torch}
+RANKS = (1, 4)  # rows: of one rank it is a cast
 
 
 def _parts(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> list[Tensor]:
     return [flat[offset : offset + tensor.numel()] for tensor, offset in zip(tensors, offsets, strict=True)]
 
 
-FLATTENS: dict[str, Flatten] = {
+# of (tensors, flat, offsets)
+FLATTENS: dict[str, Kernel] = {
     "zk": lambda tensors, flat, offsets: kernels.flatten(list(tensors), flat, list(offsets)),
     "torch_loop": lambda tensors, *place: [part.copy_(tensor.view(-1)) for part, tensor in zip(_parts(tensors, *place), tensors, strict=True)],
     "torch_foreach": lambda tensors, *place: torch._foreach_copy_(_parts(tensors, *place), [tensor.view(-1) for tensor in tensors]),
@@ -71,17 +73,18 @@ def matmul(system: str, x: Tensor, weight: Tensor, total: Tensor, out: Tensor, b
     kernels.tiled_matmul(x, weight.t(), out, plus=total, bias=bias)
 
 
-def cast_case(name: str, cast: Cast, numel: int, device: torch.device) -> Case:
-    """fp32 to bf16, with statistics."""
-    x, stats = torch.randn(numel, device=device), torch.zeros(2, dtype=torch.float64, device=device)
+def reduce_case(name: str, reduce: Kernel, ranks: int, numel: int, device: torch.device) -> Case:
+    """Gradients of ``ranks`` ranks in bf16 to their mean, with statistics."""
+    rows, stats = torch.randn(ranks, numel, device=device).bfloat16(), torch.zeros(2, dtype=torch.float64, device=device)
     out = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-    cast(x, out, stats)
-    close = abs(stats[0].item() / (x * 0.5).double().square().sum().item() - 1) < 1e-2 and stats[1].item() == 0  # torch sums in fp32
-    is_right = torch.equal(out, (x * 0.5).bfloat16()) and close
-    return Case.checked(f"cast with statistics: {name}", is_right, lambda: cast(x, out, stats), gbps=6 * numel / 1e9)
+    reduce(rows, out, stats)
+    want = rows.double().mean(0) * 0.5
+    close = abs(stats[0].item() / want.square().sum().item() - 1) < 1e-2 and stats[1].item() == 0  # torch sums in fp32
+    is_right, work = torch.allclose(out.double(), want, rtol=2**-8, atol=1e-6) and close, functools.partial(reduce, rows, out, stats)
+    return Case.checked(f"reduce {ranks} rows with statistics: {name}", is_right, work, gbps=2 * (ranks + 1) * numel / 1e9)
 
 
-def flatten_case(name: str, flatten: Flatten, count: int, numel: int, device: torch.device) -> Case:
+def flatten_case(name: str, flatten: Kernel, count: int, numel: int, device: torch.device) -> Case:
     """``numel`` elements, in ``count`` bf16 tensors, into one."""
     x = torch.randn(numel, device=device).bfloat16()
     tensors = [part.clone() for part in x.chunk(count)]
@@ -105,8 +108,8 @@ def matmul_case(name: str, size: int, device: torch.device) -> Case:
 
 
 def _cases(numel: int, size: int, device: torch.device) -> Iterator[Case]:
-    for name, cast in CASTS.items():
-        yield cast_case(name, cast, numel, device)
+    for ranks, (name, reduce) in itertools.product(RANKS, REDUCES.items()):
+        yield reduce_case(name, reduce, ranks, numel, device)
     for name, flatten in FLATTENS.items():
         yield flatten_case(name, flatten, 64, numel, device)
     for name, system in ADAMS.items():
