@@ -465,7 +465,7 @@ class FileGrads:
         self.sum = 0.0
         self.added = COMPLETED  # the last addition
 
-    def add(self, grad: Tensor) -> Event | None:
+    def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
         if self.transfer.joined:
             self._add(grad)

@@ -149,8 +149,8 @@ class OptimizerShard:
         """
         self.stats.append(stats)
         if len(self.sections) == 1:
-            return self.sections[0].grads.add(grad)
-        events = [section.grads.add(grad[section.whole]) for section in self.sections]
+            return self.sections[0].grads.add(grad, stats is not None)
+        events = [section.grads.add(grad[section.whole], stats is not None) for section in self.sections]
         return None if None in events else events[-1]
 
     def squares(self) -> list[float | Tensor]:

@@ -94,7 +94,7 @@ class MemoryGrads(_Resident):
         self.start, self.num_threads = chunks[0].start, num_threads
         self.flat: Tensor | None = None
 
-    def add(self, grad: Tensor) -> Event | None:
+    def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
         if self.flat is None:
             self.flat = grad
@@ -128,13 +128,14 @@ class HostGrads(_Resident):
         self.pieces = [slice(chunk.start - chunks[0].start, chunk.stop - chunks[0].start) for chunk in chunks]
         self.index = {chunk.start: index for index, chunk in enumerate(chunks)}
         self.first: Arrival | None = None
+        self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
         self.total: Tensor | None = None  # fp32
         self.added = COMPLETED  # the last addition
 
-    def add(self, grad: Tensor) -> Event | None:
+    def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         arrival = self.transfer.offload(grad, self.pieces)
         if self.first is None and self.total is None:
-            self.first = arrival
+            self.squares, self.first = 0.0 if is_measured else sum_of_squares(grad, self.num_threads), arrival
         else:
             first, self.first = self.first, None
             if first is not None:
@@ -145,8 +146,7 @@ class HostGrads(_Resident):
 
     def sum_of_squares(self) -> float | Tensor:
         self.added.wait()
-        here = self.first.whole() if self.first is not None else self.total
-        return 0.0 if here is None else sum_of_squares(here, self.num_threads)
+        return sum_of_squares(self.total, self.num_threads) if self.total is not None else self.squares if self.first is not None else 0.0
 
     def open(self, chunk: slice) -> Tensor:
         self.added.wait()
