@@ -30,7 +30,7 @@ BESIDE |= {"stash", "tiled_matmul"}
 
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
-    "core": (10_135, 73_470),
+    "core": (10_135, 73_520),
     "beside the core": (3_100, 23_455),
     "checkpoint": (2_760, 22_300),
     "plan": (1_405, 12_545),

@@ -78,9 +78,9 @@ def reduce_case(name: str, reduce: Kernel, ranks: int, numel: int, device: torch
     rows, stats = torch.randn(ranks, numel, device=device).bfloat16(), torch.zeros(2, dtype=torch.float64, device=device)
     out = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     reduce(rows, out, stats)
-    want = rows.double().mean(0) * 0.5
-    close = abs(stats[0].item() / want.square().sum().item() - 1) < 1e-2 and stats[1].item() == 0  # torch sums in fp32
-    is_right, work = torch.allclose(out.double(), want, rtol=2**-8, atol=1e-6) and close, functools.partial(reduce, rows, out, stats)
+    want, work = rows.double().mean(0) * 0.5, functools.partial(reduce, rows, out, stats)
+    close = abs(stats[0].item() / want.square().sum().item() - 1) < 1e-2 and not stats[1]  # torch sums in fp32
+    is_right = close and torch.allclose(out.double(), want, rtol=2**-8, atol=1e-6)
     return Case.checked(f"reduce {ranks} rows with statistics: {name}", is_right, work, gbps=2 * (ranks + 1) * numel / 1e9)
 
 
