@@ -16,9 +16,6 @@ import ast
 import contextlib
 import dataclasses
 import faulthandler
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import io
 import json
 import os
@@ -29,11 +26,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import mutant as carried
+from tests.mutant import ROOT
+
 FILES = (
     "zk/offload/streams.py",
     "zk/offload/transfer.py",
@@ -222,37 +219,6 @@ def mutants() -> list[Mutant]:
 # ---- running a mutated package ------------------------------------------------------------------------------------------------
 
 
-class _Serve(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports one module from other source than its file's."""
-
-    def __init__(self, file: str, source: str) -> None:
-        self.path, self.source = ROOT / file, source
-        self.name = file.removesuffix(".py").replace("/", ".")
-
-    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_loader(fullname, self, origin=str(self.path)) if fullname == self.name else None
-
-    def get_source(self, fullname: str) -> str:
-        return self.source
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__file__ = str(self.path)
-        exec(compile(self.source, str(self.path), "exec"), module.__dict__)
-
-
-_CARRIED = "ZK_MUTANT"  # a mutant, for the ranks that a test spawns
-
-
-def _carry() -> None:
-    """In a rank of a spawned world, which imports the main module of its parent first: the mutant of the parent."""
-    carried = os.environ.get(_CARRIED)
-    if carried and not any(isinstance(finder, _Serve) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Serve(*json.loads(Path(carried).read_text())))
-
-
-_carry()
-
-
 class _First:
     """A pytest plugin: tells each test that begins, and keeps the first that failed."""
 
@@ -382,11 +348,11 @@ def _child(mutant: Mutant, phase: int, pipe: int) -> None:
     warnings.simplefilter("ignore")
     import tempfile
 
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as carried:
-        json.dump([mutant.file, mutant.source], carried)
-        carried.flush()
-        os.environ[_CARRIED] = carried.name
-        _carry()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as source:
+        json.dump([mutant.file, mutant.source], source)
+        source.flush()
+        os.environ[carried.VARIABLE] = source.name
+        carried.carry()
         import torch
 
         torch.set_num_threads(1)

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# What every rank needs, imported once by the process that ranks are forked from: 2 s of a core for each of them otherwise. Nothing of zk:
-# a mutant (tests/mutate_waits.py) has to be in place before. (A process that has asked for GPUs cannot be forked.)
+import tests.mutant  # noqa: F401  (before zk)
+
+# What every rank needs, imported once by the process that ranks are forked from: 2 s of a core for each of them otherwise.
+# (A process that has asked for GPUs cannot be forked.)
 SHARED = ("torch._dynamo", "torch.distributed.fsdp", "numba.typed", "numba.np.arraymath", "triton", "hypothesis", "pytest")
 SOFTWARE_GPU = os.environ.get("ZK_SOFTGPU") == "1"
 START = "spawn" if torch.cuda.is_available() and not SOFTWARE_GPU else "forkserver"

@@ -28,6 +28,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import tests.mutant  # noqa: F401  (before zk)
 from tests.softgpu.streams import HERE, ROOT, races, stats
 
 __all__ = ["check", "environment", "found", "install", "installed", "pinned_nbytes", "races", "refuse_to_pin", "stats"]
