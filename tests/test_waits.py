@@ -684,6 +684,41 @@ def test_a_buffer_is_free_as_soon_as_its_write_is_over() -> None:
     assert buffers.fetch(second)
 
 
+class Late(Refusing):
+    """Another, that fills a buffer only when it is waited for, or when nobody does any more."""
+
+    def __init__(self) -> None:
+        self.asked: list[Late] = []
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.done = False
+
+    def wait(self) -> None:
+        self.buffer.fill_(0)
+        self.buffer, self.done = self.buffer[:0], True
+
+    def read_async(self, buffer: Tensor, offset: int) -> Late:
+        self.asked.append(Late())
+        self.asked[-1].buffer = buffer
+        return self.asked[-1]
+
+    def write_async(self, *_: Any) -> Refusing:
+        return Prompt()
+
+
+def test_a_buffer_that_is_still_being_filled_is_not_used_again_because_others_write_its_piece() -> None:
+    late = Late()
+    spill_ = spill.Spill(lambda nbytes, _: late)  # type: ignore[arg-type, return-value]
+    first, second = (spill.Piece(spill_.reserve(4096), 4096) for _ in range(2))
+    spill_.create()
+    training, updating = (spill.Buffers(spill_, 4096, 1) for _ in range(2))
+    assert training.fetch(first)
+    updating.open(first, read=False)
+    updating.evict(first, changed=True)
+    held = training.open(second, read=False).fill_(7)
+    late.asked[0].wait()
+    assert held.eq(7).all(), "the drive has filled it with what was asked for before"
+
+
 class LateComm(Solo):
     """Two ranks, as one of them sees it; collectives are over when they have been waited for."""
 
