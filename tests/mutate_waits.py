@@ -44,7 +44,8 @@ FILES = (
     "zk/parallel/comm.py",
     "zk/parallel/partitioned.py",
     "zk/parallel/grads.py",
-    "zk/held.py",
+    "zk/parallel/released.py",
+    "zk/store.py",
     "zk/access.py",
     "zk/gradients.py",
     "zk/checkpoint/shown.py",
@@ -64,7 +65,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes, by_write=True)"): (
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),
-    ("zk/held.py", "_arrive", "done.wait()"): "a unit that is gone has no update in flight: the thread's job keeps it, and an error does",
+    ("zk/parallel/released.py", "_use", "entry[2].wait()"): "a unit that is gone has no update in flight: the thread's job keeps it, and an error does",
     ("zk/checkpoint/load.py", "_fill", "held.params.settle()"): (
         "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
         "the host the collective reads that memory, and nothing here can hold it up"
@@ -284,7 +285,7 @@ def _grid(file: str) -> Iterator[Check]:
 
 
 _RANKS = (
-    *("zk/held.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
+    *("zk/store.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
     *("zk/offload/transfer.py", "zk/access.py"),
 )
 
@@ -307,9 +308,9 @@ def _on_device(file: str) -> Iterator[Check]:
     if file in _RANKS:
         yield _pytest("tests/test_waits.py", "-k", "two_ranks")
         yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
-    if file in ("zk/held.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/store.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap_device.py")
-    if file in ("zk/parallel/comm.py", "zk/held.py", "zk/offload/transfer.py"):
+    if file in ("zk/parallel/comm.py", "zk/store.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
     if file == "zk/parallel/partitioned.py":
         yield _pytest("tests/test_parity_device.py", "-k", "in_step-2")
@@ -326,7 +327,7 @@ def _on_host(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
     if file == "zk/offload/spill.py":
         yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/held.py", "zk/access.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/store.py", "zk/access.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap.py")
     if file == "zk/optimizer.py":
         yield _pytest("tests/test_export.py", "-k", "not ranks")
@@ -460,7 +461,7 @@ def main(arguments: Sequence[str]) -> int:
     import tests.conftest  # noqa: F401
 
     apart = ("activations.py", "stash.py", "pinned.py", "spill.py")  # these have checks of their own
-    kinds = {one.file if one.file.endswith(apart) else "zk/held.py" for one in chosen}
+    kinds = {one.file if one.file.endswith(apart) else "zk/store.py" for one in chosen}
     broken: list[str] = []
     unchanged = [Mutant(file, 0, "", "", (ROOT / file).read_text()) for file in sorted(kinds)]
     run(unchanged, lambda mutant, failed: broken.append(f"{mutant.file}: {failed}") if failed else None)

@@ -338,7 +338,7 @@ def test_the_hooks_of_stage_3_pass_on_what_is_not_theirs_and_keep_what_is(tmp_pa
         assert torch.equal(y, plain(batch(0))) and len(packed) > 20
         assert zero.partition.by_storage and not set(packed) & zero.partition.by_storage.keys() and zero.partition.below is None
         y.square().sum().backward()
-        assert all(params.state.name == "RELEASED" for params in zero.partition.params)
+        assert all(store.state.name == "RELEASED" for store in zero.partition.stores)
         zero.zero_grad()
         y = model(batch(0))
         storage = StorageWeakRef(y.untyped_storage())

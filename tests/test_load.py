@@ -25,8 +25,8 @@ from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
 from zk.checkpoint import files, manifest
 from zk.checkpoint.files import CheckpointError, Written
-from zk.held import Held
 from zk.offload import nvme, spill
+from zk.store import UnitStore
 
 STEP = "step-00000002"
 
@@ -371,7 +371,7 @@ def deep(folder: str) -> dict[str, str]:
         optimizer.load_checkpoint(root / "saved")
 
     for number, error in enumerate((OSError(5, "the drive of the second rank"), KeyboardInterrupt("of the second rank"))):
-        tried(f"publishing {number}", load, mock.patch.object(Held, "republish", Failing(Held.republish, 2, error)))
+        tried(f"publishing {number}", load, mock.patch.object(UnitStore, "republish", Failing(UnitStore.republish, 2, error)))
     tried("extra", lambda: optimizer.save_checkpoint(root / "other", extra=object() if rank else None))
     tried("extra beside", lambda: optimizer.save_checkpoint(root / "other", extra=object() if rank else None, async_save=True))
     if rank:

@@ -33,11 +33,11 @@ from tests.world import run_world
 from zk.checkpoint import load as loading
 from zk.config import DynamicLossScale
 from zk.events import Ticket
-from zk.held import Held
 from zk.offload import rules, transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Group
 from zk.parallel.released import Updating
+from zk.store import UnitStore
 from zk.testing.devices import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
@@ -378,15 +378,15 @@ def test_a_step_that_is_refused_changes_nothing_and_one_that_is_interrupted_says
     assert [*losses, loss.item(), *train(model, optimizer, start=2)] == want
 
     counted = itertools.count()
-    count_step = Held.count_step
+    count_step = UnitStore.count_step
 
-    def interrupted(self: Held) -> None:
+    def interrupted(self: UnitStore) -> None:
         count_step(self)
         if next(counted) == 1:
             raise KeyboardInterrupt
 
     loss_of(model, batch(3)).backward()
-    with mock.patch.object(Held, "count_step", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(UnitStore, "count_step", interrupted), pytest.raises(KeyboardInterrupt):
         optimizer.step()
     with pytest.raises(RuntimeError, match="half-way"):
         optimizer.step()

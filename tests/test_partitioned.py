@@ -14,8 +14,8 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.resident import resident_nbytes
 from tests.world import run_world
-from zk.parallel.partitioned import PartitionedParams, State
 from zk.parallel.released import is_released
+from zk.store import State
 
 
 def wrap(model: nn.Module, stage: int = 3, **options: object) -> zk.ZeroOptimizer:
@@ -32,7 +32,7 @@ def step(model: nn.Module, optimizer: zk.ZeroOptimizer, seed: int = 0, loss: Cal
 
 
 def states(optimizer: zk.ZeroOptimizer) -> set[State]:
-    return {held.params.state for held in optimizer.held if isinstance(held.params, PartitionedParams)}
+    return {held.state for held in optimizer.held if held.is_partitioned}
 
 
 def same_on_both_stages(make: Callable[[], nn.Module], loss: Callable[[nn.Module, Tensor], Tensor], steps: int = 3, **options: object) -> None:
@@ -77,9 +77,9 @@ def bytes_match_the_formulas() -> None:
         if stage == 3:
             assert metrics["host_param_nbytes"] == pytest.approx(2 * num_params / world, rel=0.05)
             assert metrics["device_gathered_nbytes"] == 0
-            assert sum(resident_nbytes(held.params.full) for held in optimizer.held) == 0
+            assert sum(resident_nbytes(held.full) for held in optimizer.held) == 0
             with zk.gather(model.parameters()):
-                assert sum(resident_nbytes(held.params.full) for held in optimizer.held) >= 2 * num_params
+                assert sum(resident_nbytes(held.full) for held in optimizer.held) >= 2 * num_params
         optimizer.close()
 
 
@@ -89,7 +89,7 @@ def few_units_are_gathered_at_a_time() -> None:
     most = []
 
     def count(*_: object) -> None:
-        most.append(sum(isinstance(h.params, PartitionedParams) and h.params.state is not State.RELEASED for h in optimizer.held))
+        most.append(sum(h.is_partitioned and h.state is not State.RELEASED for h in optimizer.held))
 
     for block in model.blocks:
         block.register_forward_pre_hook(count)

@@ -39,9 +39,9 @@ from zk.offload.tiers import HostGrads, NVMeTier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Group, Solo
-from zk.parallel.grads import GradReducer, UnitGrads
+from zk.parallel.grads import GradReducer
 from zk.parallel.layout import Layout
-from zk.parallel.partitioned import PartitionedParams
+from zk.store import UnitStore
 from zk.units import Unit
 
 if not softgpu.installed():
@@ -743,7 +743,7 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
     layout = Layout.of([param.numel() for param in model.parameters()], comm.world)
     unit = Unit("all", [model], list(model.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
     reducer = GradReducer(comm, True, False, lambda param: None)
-    reducer.add(UnitGrads(unit, 0, layout, lambda grad, stats: None))
+    reducer.add(UnitStore(unit, 0, layout, comm, mock.Mock(), "device", layout.shard(0), mock.Mock(), torch.zeros(layout.numel)))
     with reducer.no_sync():
         model(torch.ones(2, 3)).sum().backward()
     reducer._reduce(0)
@@ -764,9 +764,9 @@ def test_a_gather_that_is_interrupted_leaves_its_slice_to_the_copy_that_reads_it
     unit = Unit("all", [layer], list(layer.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
     home = mock.Mock(whole=lambda: torch.zeros(layout.shard_numel))
     uploads = mock.Mock(upload=lambda target, host: copy_in_flight, beside=mock.Mock(side_effect=KeyboardInterrupt))
-    params = PartitionedParams(unit, 0, layout, LateComm(), home, uploads, lambda _: None)  # type: ignore[arg-type]
+    store = UnitStore(unit, 0, layout, LateComm(), uploads, "host", layout.shard(0), home, None, lambda _: None, uploads)
     with pytest.raises(KeyboardInterrupt):
-        params.start()
+        store.prefetch()
     home.release.assert_called_once_with(copy_in_flight)
 
 

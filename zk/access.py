@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from zk.held import Held, owner_of
-from zk.parallel.partitioned import PartitionedParams
+from zk.owners import owner_of
+from zk.store import UnitStore
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
     """
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
-    held: dict[int, tuple[Held, list[int]]] = {}
+    held: dict[int, tuple[UnitStore, list[int]]] = {}
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
@@ -33,11 +33,11 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
                 owner._finish_update()  # which publishes on the same ranks
             unit, index = owner.units[param]
             held.setdefault(id(unit), (unit, []))[1].append(index)
-    entered: list[Held] = []
+    entered: list[UnitStore] = []
     try:
         for unit, _ in held.values():
             unit.arrive()
-            unit.params.pin()
+            unit.pin()
             entered.append(unit)
         yield
         if write:
@@ -46,10 +46,10 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     finally:
         lost = False
         for unit in entered:
-            if isinstance(unit.params, PartitionedParams) and not write:
-                lost |= unit.params.is_changed()
-                unit.params.note_versions()
-            unit.params.unpin()
+            if unit.is_partitioned and not write:
+                lost |= unit.is_changed()
+                unit.note_versions()
+            unit.unpin()
     if lost:
         raise RuntimeError(
             "parameters were written within zk.gather(params), which makes them full to be read; use zk.gather(params, write=True), which keeps "

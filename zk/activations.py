@@ -27,7 +27,7 @@ from zk.materialize import compute_device, default_device
 from zk.memory import aligned
 from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
 from zk.offload.streams import Link, link_to
-from zk.owners import OWNERS
+from zk.owners import held_params
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 _SPARSE = 4  # a view of less than 1/4 of its storage does not make it move
@@ -197,7 +197,7 @@ class ActivationOffload:
         if self.moves:
             self.pool.age(self.link)
             with torch._C.DisableTorchFunctionSubclass():  # parameters that stage 3 has released
-                self.stays = self.own | {param.untyped_storage()._cdata for param in list(OWNERS)}
+                self.stays = self.own | {param.untyped_storage()._cdata for param in held_params()}
             # torch asks the innermost hooks only: what these leave alone goes on to those around
             below: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
             torch._C._autograd._push_saved_tensors_default_hooks(functools.partial(self._pack, below), self._unpack)

@@ -1,4 +1,4 @@
-"""Assembly of the optimizer's units: their tiers, the room on the drive, and Held units whose parameters have been moved into place."""
+"""Assembly of the optimizer's units: their tiers, the room on the drive, and a store of each whose parameters have been moved into place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from zk.config import ZeroConfig
-from zk.held import Held
-from zk.hooks import weakly
 from zk.materialize import give_memory, values_of
 from zk.memory import ranks_here
 from zk.offload.nvme import round_up
@@ -23,11 +21,10 @@ from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import MEMORY, Group, Solo
-from zk.parallel.grads import GradReducer, UnitGrads
-from zk.parallel.layout import Layout
-from zk.parallel.partitioned import Partition, PartitionedParams
-from zk.parallel.replicated import ReplicatedParams, flatten_params
+from zk.parallel.grads import GradReducer
+from zk.parallel.partitioned import Partition
 from zk.placement import Placement
+from zk.store import UnitStore, flatten_params
 from zk.units import Unit
 
 
@@ -81,23 +78,23 @@ class Assembly(Placement):
         }
         self.rooms: list[_Room] = []
 
-    def place(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> None:
+    def place(self, units: Sequence[Unit]) -> None:
         """Choose every unit's tiers, and take all room on the drive and all page-locked memory."""
         config = self.config
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         is_auto = "auto" in (config.param_tier, config.optimizer_tier)
-        placed = self.tiers_of(units, layouts, self.device, ranks_here(self.comm.world), self._agreed_rooms() if is_auto else None)
+        placed = self.tiers_of(units, self.device, ranks_here(self.comm.world), self._agreed_rooms() if is_auto else None)
         if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
-        for unit, layout, (param_tier, names) in zip(units, layouts, placed, strict=True):
-            self.rooms.append(self._room(unit, layout, param_tier, names))
+        for unit, (param_tier, names) in zip(units, placed, strict=True):
+            self.rooms.append(self._room(unit, param_tier, names))
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
                 "compute; remove it, or set optimizer_tier='host'"
             )
         if not self.transfer.joined:
-            self.transfer.arena = Arena(self.transfer.link, sum(self._crossing(units, layouts)))
+            self.transfer.arena = Arena(self.transfer.link, sum(self._crossing(units)))
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.create()
@@ -110,17 +107,17 @@ class Assembly(Placement):
         self.comm.all_reduce(everywhere, MEMORY)
         return dict(zip(mine, everywhere.amin(0).tolist(), strict=True))
 
-    def _room(self, unit: Unit, layout: Layout, param_tier: str, names: Sequence[tuple[str, int]]) -> _Room:
+    def _room(self, unit: Unit, param_tier: str, names: Sequence[tuple[str, int]]) -> _Room:
         """Find the place of one unit, and its room on the drive."""
-        room = _Room(self.tiers[param_tier if layout.numel else "host"], [])
-        start = 0
+        has_elements, start = self.layout(unit).numel > 0, 0
+        room = _Room(self.tiers[param_tier if has_elements else "host"], [])
         for name, numel in names if unit.trained else ():
-            room.parts.append(_Part(start, numel, self.tiers[name if layout.numel else "host"]))
+            room.parts.append(_Part(start, numel, self.tiers[name if has_elements else "host"]))
             start += numel
         if isinstance(room.param_tier, NVMeTier):
             if any(part.tier.memory != "host" for part in room.parts):
                 raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
-            room.home = room.param_tier.home(self.slice_numel(layout, 1), unit.dtype)
+            room.home = room.param_tier.home(self.slice_numel(unit, 1), unit.dtype)
         for part in room.parts:
             if isinstance(part.tier, NVMeTier):
                 chunks = part.tier.chunks(part.start, part.start + part.numel)
@@ -128,11 +125,11 @@ class Assembly(Placement):
                 part.grads = part.tier.grads(chunks, self.num_threads)
         return room
 
-    def _crossing(self, units: Sequence[Unit], layouts: Sequence[Layout]) -> Iterator[int]:
+    def _crossing(self, units: Sequence[Unit]) -> Iterator[int]:
         """Bytes of each block of host memory that copies to or from the device need."""
         written = 0  # the largest gradient on its way to the drive
-        for unit, layout, room in zip(units, layouts, self.rooms, strict=True):
-            nbytes, size = self.slice_numel(layout, 1) * unit.dtype.itemsize, unit.dtype.itemsize
+        for unit, room in zip(units, self.rooms, strict=True):
+            nbytes, size = self.slice_numel(unit, 1) * unit.dtype.itemsize, unit.dtype.itemsize
             partitioned = self.partitions(room.param_tier.name)
             if partitioned and isinstance(room.param_tier, NVMeTier):
                 continue  # counted below
@@ -154,41 +151,36 @@ class Assembly(Placement):
         """Tell if some optimizer state is not in the device's memory."""
         return any(part.tier.name == "nvme" or part.tier.memory != self.on_device for room in self.rooms for part in room.parts)
 
-    def hold(self, index: int, unit: Unit, layout: Layout, partition: Partition, reducer: GradReducer) -> Held:
+    def hold(self, index: int, unit: Unit, partition: Partition, reducer: GradReducer) -> UnitStore:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
-        room, numel = self.rooms[index], self.slice_numel(layout, 1)
+        layout, room, numel = self.layout(unit), self.rooms[index], self.slice_numel(unit, 1)
         initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
         self.comm.broadcast(index, initial)
         for param in unit.params:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
+        held = layout.shard(self.comm.rank) if self.config.stage else slice(0, layout.numel)
         home: ResidentFields | FileParams
-        params: ReplicatedParams | PartitionedParams
-        if self.config.stage == 3:
-            in_place = not self.partitions(room.param_tier.name)
-            if in_place:
-                home = ResidentFields([slice(0, numel)], {"param": initial.to(unit.dtype)}, self.on_device)
-            else:
-                home = room.home or room.param_tier.home(numel, unit.dtype)
-            uploads = self.transfer if home.memory != self.on_device else None
-            params = PartitionedParams(unit, index, layout, self.comm, home, uploads, partition.on_use, in_place)
-            partition.add(params)
-        else:
-            params = ReplicatedParams(unit, index, layout, self.comm, initial, partitioned=self.config.stage > 0)
-            home = ResidentFields([slice(0, numel)], {"param": params.shard}, self.on_device)
-        held = Held(unit, layout, self.comm, params, room.param_tier, self.transfer, versions=[param._version for param in unit.params])
-        if isinstance(params, PartitionedParams):
-            params.updating = weakly(held.updating)
+        if self.partitions(room.param_tier.name):
+            full, home = None, room.home or room.param_tier.home(numel, unit.dtype)
+        else:  # it stays; where stage 3 has nothing to move it has the same rules
+            full = initial.to(unit.dtype)
+            home = ResidentFields([slice(0, numel)], {"param": full[held]}, self.on_device)
+        is_partitioned = self.config.stage == 3
+        uploads = self.transfer if full is None and home.memory != self.on_device else None
+        on_use, tier = partition.on_use if is_partitioned else None, room.param_tier.name
+        store = UnitStore(unit, index, layout, self.comm, self.transfer, tier, held, home, full, on_use, uploads)
+        if is_partitioned:
+            partition.add(store)
         if unit.trained:
-            held.shard = self._shard(unit, room, home)
-            held.shard.start(initial[params.held])
-            held.watch()
-            held.grads = UnitGrads(unit, index, layout, held.take_in)
-            held.recycle = reducer.recycle
-            reducer.add(held.grads)
-        elif isinstance(params, PartitionedParams):
-            home.write(initial[params.held])
-        return held
+            store.shard = self._shard(unit, room, home)
+            store.shard.start(initial[held])
+            store.watch()
+            store.recycle = reducer.recycle
+            reducer.add(store)
+        elif is_partitioned:
+            home.write(initial[held])
+        return store
 
     def _shard(self, unit: Unit, room: _Room, home: ResidentFields | FileParams) -> OptimizerShard:
         """The optimizer state of a unit whose parameters rest in ``home``."""

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zk.held import Held, owner_of
 from zk.materialize import can_make, device_of
 from zk.offload.rules import Rule
+from zk.owners import owner_of
 from zk.parallel.released import is_released
+from zk.store import UnitStore
 
 
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already: type) -> None:
@@ -137,7 +138,7 @@ def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
         )
 
 
-def check_groups(held: Sequence[Held], groups: Sequence[dict[str, Any]], rule: Rule) -> None:
+def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], rule: Rule) -> None:
     """Check what the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
     units = {param: unit for unit in held for param in unit.unit.params}
     grouped = {param for group in groups for param in group["params"]}
@@ -154,7 +155,7 @@ def check_groups(held: Sequence[Held], groups: Sequence[dict[str, Any]], rule: R
         check_group(units, group, rule)
 
 
-def check_group(units: Mapping[nn.Parameter, Held], group: Mapping[str, Any], rule: Rule) -> None:
+def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any], rule: Rule) -> None:
     """That there is room for the state that the group's options ask for."""
     for param in group["params"]:
         if param not in units:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from zk.held import Held
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer
 from zk.parallel.released import compute_as_itself, grad_gone, own_grad
+from zk.store import UnitStore
 
 
 class Gradients:
@@ -32,19 +32,19 @@ class Gradients:
 
     def __init__(
         self,
-        units: Mapping[nn.Parameter, tuple[Held, int]],
+        units: Mapping[nn.Parameter, tuple[UnitStore, int]],
         reducer: GradReducer,
         comm: Solo | Group,
         reduce_rest: Callable[[bool], None],
         check: Callable[[], None],
     ) -> None:
         self.units, self.reducer, self.comm, self.reduce_rest, self.check = units, reducer, comm, reduce_rest, check
-        self.looked: list[Held] = []  # units whose gradients have been brought back
+        self.looked: list[UnitStore] = []  # units whose gradients have been brought back
 
     def has_left(self, param: nn.Parameter) -> bool:
         """Check that the parameter has a gradient, and that it is somewhere else."""
         held, index = self.units[param]
-        if held.grads is not None and index in held.grads.used:
+        if index in held.unreduced:
             return True
         return index in held.used and held.shown.get(index, param) is not None
 
@@ -66,12 +66,11 @@ class Gradients:
         """Replace the gradient of ``param``, or drop it."""
         self.check()
         held, index = self.units[param]
-        assert held.grads is not None
         held.clip()
         if value is None:
-            self.reducer.drop(held.grads, [index])
+            self.reducer.drop(held, [index])
             held.shown[index] = None
-            if all(held.shown.get(other, param) is None for other in held.used | held.grads.used):
+            if all(held.shown.get(other, param) is None for other in held.used | held.unreduced):
                 held.drop_gradient()
             elif held not in self.looked:
                 self.looked.append(held)
@@ -105,22 +104,21 @@ class Gradients:
 
     # ---- bringing back -------------------------------------------------------------------------------------------------------
 
-    def _is_shown(self, held: Held, index: int) -> bool:
+    def _is_shown(self, held: UnitStore, index: int) -> bool:
         """Check that the user has the gradient already."""
-        return index in held.shown and held.grads is not None and index not in held.grads.used and own_grad(held.unit.params[index]) is None
+        return index in held.shown and index not in held.unreduced and own_grad(held.unit.params[index]) is None
 
-    def _bring_back(self, held: Held, index: int) -> None:
+    def _bring_back(self, held: UnitStore, index: int) -> None:
         """Turn all of the unit's gradients into tensors of the user's."""
-        assert held.grads is not None
         if torch._C._current_graph_task_id() != -1:
             if self.comm.world > 1:
                 raise RuntimeError(
                     f"the gradient of {held.unit.names[index]!r} is read in backward, after it has left for the other ranks; read it after "
                     "backward, or in a hook of that parameter's own: param.register_post_accumulate_grad_hook"
                 )
-            self.reducer.pass_on(held.grads)
-            held.used |= held.grads.used
-            held.grads.used.clear()
+            self.reducer.pass_on(held)
+            held.used |= held.unreduced
+            held.unreduced.clear()
         else:
             self.reduce_rest(own_grad(held.unit.params[index]) is None)
         if index in held.used and not self._is_shown(held, index):

@@ -28,7 +28,6 @@ from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
 from zk.config import ZeroConfig, parse_dtype
 from zk.gradients import Gradients
-from zk.held import Held
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
@@ -41,14 +40,14 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.owners import OWNERS
+from zk.owners import held_params, owner_of
 from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
-from zk.parallel.layout import Layout
-from zk.parallel.partitioned import Partition, PartitionedParams
-from zk.parallel.released import own_grad, refuse, watch_data, watch_grad
+from zk.parallel.partitioned import Partition
+from zk.parallel.released import own_grad
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
+from zk.store import UnitStore
 from zk.tiled_linear import pieces_of
 from zk.torch_calls import watch_torch
 from zk.units import find_units
@@ -115,8 +114,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.device = self.config.device or compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         self.num_threads = self.config.num_threads or default_threads()
-        self.held: list[Held] = []
-        self.units: dict[nn.Parameter, tuple[Held, int]] = {}
+        self.held: list[UnitStore] = []
+        self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
         self.max_norm = self.config.clip_grad_norm
         self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
         self.in_scaled_backward = False
@@ -168,7 +167,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         moved = config.device is not None or self._built  # masters of a model that was held before are where their tier is
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         units = find_units(self.model, number, self.stored, config.units, device, moved)
-        layouts = [Layout.of([param.numel() for param in unit.params], self.comm.world) for unit in units]
         params = {
             name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
             for unit in units
@@ -184,7 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             refuse_what_cannot_fit(case, config, self.comm)
         assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
         self.tiers = assembly.tiers
-        assembly.place(units, layouts)
+        assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
         self.partition = Partition(self.model, config.prefetch, weakly(self._written))
@@ -194,19 +192,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
         self._place_buffers(device)
-        for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
-            held = assembly.hold(index, unit, layout, self.partition, self.grads)
+        for index, unit in enumerate(units):
+            held = assembly.hold(index, unit, self.partition, self.grads)
             self.held.append(held)
             for position, param in enumerate(unit.params):
                 self.units[param] = (held, position)
-                OWNERS[param] = weakref.ref(self)
+            held.owner = weakref.ref(self)
             trim()
         self.grads.loss_scale = weakly(self._loss_scale)
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
         for held in self._trained:
-            held.loss_scale, held.clip = self.grads.loss_scale, weakly(self._clip)
-            for param in held.unit.params:
-                watch_grad(param, self.gradients)
+            held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
         computes = weakly(self.gradients.computes)
         self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
         self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
@@ -227,7 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self.handles.append(part.register_forward_pre_hook(cast, with_kwargs=True))
             if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
-        if self.partition.params:
+        if self.partition.stores:
             self.partition.attach()
             if len(units) == 1 and self.partition.by_storage:
                 log.warning(
@@ -384,19 +380,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Until then they are what they were in the last step, and the next backward adds to them.
         """
         self._check_open()
-        had = {id(held): held.used | held.grads.used for held in self._trained if held.grads is not None}
+        had = {held: held.used | held.unreduced for held in self._trained}
         self._drop_gradients()
         for held in self._trained:
-            if held.grads is not None and set_to_none:
-                held.grads.kept.clear()
+            if set_to_none:
+                held.kept.clear()
             for param in held.unit.params:
                 grad = own_grad(param)
                 if grad is not None and set_to_none:
                     param.grad = None
                 elif grad is not None:
                     grad.detach_().zero_()
-            if had[id(held)] and not set_to_none:
-                held.zero_gradient(had[id(held)])
+            if had[held] and not set_to_none:
+                held.zero_gradient(had[held])
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context: gradients of backward passes inside stay on their rank until the next backward outside, or the step."""
@@ -427,8 +423,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             held.unit.names[index]: held.unit.params[index]
             for held in self._trained
-            if held.grads is not None
-            for index in sorted(held.used | held.grads.used | held.grads.kept)
+            for index in sorted(held.used | held.unreduced | held.kept)
         }
 
     def synchronize(self) -> None:
@@ -454,7 +449,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.comm.agree({name: _as_number(value) for name, value in rules.items()})
 
     @property
-    def _trained(self) -> list[Held]:
+    def _trained(self) -> list[UnitStore]:
         return [held for held in self.held if held.shard is not None]
 
     def _reduce(self) -> None:
@@ -573,9 +568,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.interrupted = self.interrupted or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
         self.mixed = {"parameters", "state"}
 
-    def _written(self, params: PartitionedParams, indices: list[int]) -> None:
+    def _written(self, store: UnitStore, indices: list[int]) -> None:
         self._end_save()
-        self.held[params.index].keep_written(indices)
+        store.keep_written(indices)
 
     def _drop_gradients(self) -> None:
         self.grads.forget()
@@ -609,10 +604,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """In a forked process: refuse the parameters that were not copied for it, those that are trained or partitioned."""
         self.forked, self.saver = True, None
         self.partition.detach()  # which would gather
-        for param, (held, _) in self.units.items():
+        for held in self.held:
             held.underway = None
-            if held.unit.trained or isinstance(held.params, PartitionedParams):
-                refuse(param, self._check_open)
+            if held.unit.trained or held.is_partitioned:
+                held.refuse(self._check_open)
 
     def _check_whole(self, what: str) -> None:
         if self.interrupted:
@@ -715,7 +710,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
             for held in self._trained:
-                held.params.settle()
+                held.settle()
             with save.together(self.comm, "load_state_dict()"):  # all of it, before ranks exchange anything
                 for write in plan:
                     write()
@@ -882,7 +877,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for param, values in held.masters().items():
                 if is_kept:
                     full[param] = values.to("cpu", wanted or held.unit.dtype).contiguous()
-            held.params.unpin()
+            held.unpin()
         if not is_kept:
             return {}
         named: dict[str, Tensor] = {}
@@ -906,8 +901,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sizes[f"{tier}_{kind}_nbytes"] = sizes.get(f"{tier}_{kind}_nbytes", 0) + nbytes
 
         for held in self.held:
-            add(held.param_tier.name, "param", held.params.nbytes["param"])
-            add("device", "gathered", held.params.nbytes["gathered"])
+            add(held.param_tier, "param", held.nbytes["param"])
+            add("device", "gathered", held.nbytes["gathered"])
             for tier, kind, nbytes in held.shard.nbytes if held.shard is not None else ():
                 add(tier, kind, nbytes)
         on_cpu = self.held[0].unit.device.type == "cpu"
@@ -934,7 +929,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""
         if kind == "param":
-            return "+".join(sorted({held.param_tier.name for held in self.held}))
+            return "+".join(sorted({held.param_tier for held in self.held}))
         return "+".join(sorted({section.tier for held in self._trained if held.shard for section in held.shard.sections}))
 
     def close(self, *, gather: bool = False) -> None:
@@ -961,10 +956,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.closed = self.closed = True
         self.state = self.inner.state = defaultdict(dict)
         self._end_update()
-        for param in self.units:
-            OWNERS.pop(param, None)
-            watch_grad(param, None)
-            watch_data(param, None)
+        for held in self.held:
+            held.let_be()
         self._close_memory()
         self.claim.release()
         self.comm.close()
@@ -1048,7 +1041,7 @@ def _forward_begins(grads: GradReducer, model: nn.Module, *_: Any) -> None:
 
 
 def _forked() -> None:
-    for owner in {reference() for reference in OWNERS.values()} - {None}:
+    for owner in set(map(owner_of, held_params())):
         owner._leave_to_parent()
 
 

@@ -30,6 +30,7 @@ class Placement:
     def __post_init__(self) -> None:
         self.group_of = {param: group for group in self.groups for param in group["params"]}
         self.on_device = "host" if self.joined else "device"
+        self.layouts: dict[int, tuple[Unit, Layout]] = {}  # by the id of the unit, which is kept with it
 
     def memory_of(self, tier: str) -> str:
         """The memory in which the content of a tier is worked on."""
@@ -46,16 +47,22 @@ class Placement:
         assert isinstance(self.config.state_dtype, torch.dtype)
         return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)
 
-    def slice_numel(self, layout: Layout, since_stage: int) -> int:
-        """Elements of one rank's slice of what is partitioned from a stage on."""
-        return layout.numel // (self.world if self.config.stage >= since_stage else 1)
+    def layout(self, unit: Unit) -> Layout:
+        """The flat buffer of a unit for these ranks."""
+        if id(unit) not in self.layouts:
+            self.layouts[id(unit)] = unit, Layout.of([param.numel() for param in unit.params], self.world)
+        return self.layouts[id(unit)][1]
 
-    def needs(self, unit: Unit, layout: Layout) -> Needs:
+    def slice_numel(self, unit: Unit, since_stage: int) -> int:
+        """Elements of one rank's slice of what is partitioned from a stage on."""
+        return self.layout(unit).numel // (self.world if self.config.stage >= since_stage else 1)
+
+    def needs(self, unit: Unit) -> Needs:
         """Bytes of one unit on this rank between uses."""
         size = unit.dtype.itemsize  # of parameters and gradients
         copy = 0 if self.joined else size  # of parameters that rest on the device, to update them in host memory
-        numel = self.slice_numel(layout, 1) if unit.trained else 0
-        return Needs(self.slice_numel(layout, 3) * size, numel, self.state_nbytes(unit) + size, copy)
+        numel = self.slice_numel(unit, 1) if unit.trained else 0
+        return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy)
 
     def state_nbytes(self, unit: Unit) -> int:
         """Bytes of master and moments of one element."""
@@ -66,11 +73,11 @@ class Placement:
         """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead."""
         return 2 * self.config.prefetch + 3 if self.config.prefetch else 1
 
-    def buffer_nbytes(self, units: Iterable[tuple[Unit, Layout]]) -> int:
+    def buffer_nbytes(self, units: Iterable[Unit]) -> int:
         """Host memory that the buffers of the nvme tier take at most, should all units go there; gradients in their own precision."""
         chunk = params = grads = 0
-        for unit, layout in units:
-            numel, size = self.slice_numel(layout, 1), unit.dtype.itemsize
+        for unit in units:
+            numel, size = self.slice_numel(unit, 1), unit.dtype.itemsize
             params, grads = max(params, numel * size), max(grads, numel * size * unit.trained)
             largest = max((part.stop - part.start for part in chunks_of(0, numel)), default=0)
             chunk = max(chunk, largest * (self.state_nbytes(unit) + 2 * size))
@@ -78,10 +85,10 @@ class Placement:
         return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads
 
     def tiers_of(
-        self, units: Sequence[Unit], layouts: Sequence[Layout], device: torch.device, ranks: int = 1, room: Mapping[str, int] | None = None
+        self, units: Sequence[Unit], device: torch.device, ranks: int = 1, room: Mapping[str, int] | None = None
     ) -> list[tuple[str, list[tuple[str, int]]]]:
         """The tiers of each unit, as for ``place``. A unit may be there many times: it is counted once."""
-        each = {id(unit): (unit, layout) for unit, layout in zip(units, layouts, strict=True)}
-        needs = {key: self.needs(*one) for key, one in each.items()}
+        each = {id(unit): unit for unit in units}
+        needs = {key: self.needs(unit) for key, unit in each.items()}
         buffers = self.buffer_nbytes(each.values()) if self.config.nvme_path else None
         return place(self.config, [needs[id(unit)] for unit in units], device, buffers, ranks, room)

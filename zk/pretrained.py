@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import save
-from zk.held import Held, owner_of
 from zk.materialize import compute_device, promise
+from zk.owners import owner_of
+from zk.store import UnitStore
 from zk.tiled_linear import Piece, pieces_of
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _some(items: list[str]) -> str:
 @torch.no_grad()
 def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
     owners: dict[int, ZeroOptimizer] = {}
-    units: dict[int, tuple[ZeroOptimizer, Held, dict[int, _FromFile]]] = {}
+    units: dict[int, tuple[ZeroOptimizer, UnitStore, dict[int, _FromFile]]] = {}
     of_nobody: dict[Tensor, _FromFile] = {}
     for tensor, source in sources.items():
         owner = owner_of(tensor)

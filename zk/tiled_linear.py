@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zk import kernels
 from zk.kernels.launch import FLOATS
-from zk.owners import is_held
+from zk.owners import owner_of
 
 # tiles begin at multiples of this many features where the layer is large enough: 128 bytes in 16 bits
 _GRAIN = 64
@@ -401,7 +401,7 @@ def _take_apart(
             piece = whole[tile.rows, tile.columns]
             assigned = bool(metadata.get("assign_to_params_buffers"))  # a view would keep all of the weight
             state[key] = piece.clone(memory_format=torch.contiguous_format) if assigned else piece
-        elif key not in state and not is_held(tile.weight):
+        elif key not in state and owner_of(tile.weight) is None:
             state[key] = tile.weight.detach()  # stays as it is, and is not reported under a name that the user never saw
 
 
@@ -445,7 +445,7 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     """
     if isinstance(max_tile_nbytes, bool) or not isinstance(max_tile_nbytes, int) or max_tile_nbytes < 1:
         raise ValueError(f"max_tile_nbytes must be a number of bytes, at least 1; got {max_tile_nbytes!r}")
-    if any(map(is_held, model.parameters())):
+    if any(map(owner_of, model.parameters())):
         raise ValueError("this model is held by a ZeroOptimizer, which would not see the tiles; call tile_linears before the optimizer is made")
     users: dict[Tensor, set[str]] = collections.defaultdict(set)
     for path, module in model.named_modules():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zk.held import owner_of
+from zk.owners import owner_of
 from zk.parallel.released import own_grad
 
 if TYPE_CHECKING:

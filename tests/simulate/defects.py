@@ -16,9 +16,9 @@ from tests.simulate.job import run
 from tests.simulate.link import LateLink
 from zk import events
 from zk.checkpoint import files, folders, load, save
-from zk.held import Held
 from zk.offload import nvme, scratch, snapshot, spill, state, tiers, transfer, worker
 from zk.parallel import comm, presence
+from zk.store import UnitStore
 
 patch = mock.patch.object
 Planted = Callable[[], AbstractContextManager[Any]]
@@ -102,7 +102,7 @@ def _half_norm(self: comm.Group, tensor: torch.Tensor, operation: int = comm.NOR
 def _stays_old(real: Callable[..., Any]) -> Callable[..., Any]:
     """Read a unit's parameters while they are updated."""
 
-    def arrive(self: Held) -> None:
+    def arrive(self: UnitStore) -> None:
         if self.underway is None or self.underway.done.done:
             real(self)
 
@@ -148,7 +148,7 @@ DEFECTS: dict[str, Planted] = {
     "write_not_awaited": lambda: patch(spill.Spill, "_after_writes", nothing),
     "request_not_awaited": lambda: patch(nvme.Request, "wait", nothing),
     "job_not_awaited": lambda: patch(events.Ticket, "join", nothing),
-    "update_not_awaited": lambda: patch(Held, "arrive", _stays_old(Held.arrive)),
+    "update_not_awaited": lambda: patch(UnitStore, "arrive", _stays_old(UnitStore.arrive)),
     "collective_not_awaited": lambda: patch(comm._Works, "wait", lambda self: self.finish() if self.finish else None),
     "waits_for_ever": lambda: patch(comm.Group, "wait_for", _waits_for_ever),
     "save_not_awaited": lambda: patch(save.Saver, "finish", nothing),

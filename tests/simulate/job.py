@@ -42,10 +42,10 @@ from tests.simulate.ranks import World, distributed
 from tests.simulate.scheduler import Killed, Process, Simulation, primitives
 from zk.checkpoint import folders, save
 from zk.checkpoint.files import CheckpointError
-from zk.held import Held
 from zk.offload import nvme, spill, streams, transfer, worker
 from zk.offload.cpu_adam import default_engine
 from zk.parallel import comm, presence
+from zk.store import UnitStore
 
 _PID = os.getpid()
 STEPS = 4
@@ -643,9 +643,9 @@ class Job:
                 registered.add(simulation.current.process)
                 register()
 
-        make_held, register = Held.__init__, save._register.__wrapped__
+        make_held, register = UnitStore.__init__, save._register.__wrapped__
 
-        def with_locks(held: Held, *args: Any, **kwargs: Any) -> None:
+        def with_locks(held: UnitStore, *args: Any, **kwargs: Any) -> None:
             make_held(held, *args, **kwargs)
             held.lock, held.counting = twins.RLock(), twins.Lock()
 
@@ -662,7 +662,7 @@ class Job:
                 stack.enter_context(mock.patch.object(module, "default_engine", engine))
             stack.enter_context(mock.patch.object(presence, "_begun", begun))
             stack.enter_context(mock.patch.object(save, "_register", register_exit))
-            stack.enter_context(mock.patch.object(Held, "__init__", with_locks))
+            stack.enter_context(mock.patch.object(UnitStore, "__init__", with_locks))
             stack.enter_context(mock.patch.object(spill, "CHUNK_NUMEL", 2048))
             stack.enter_context(mock.patch.object(transfer, "PIECE_NUMEL", 1024))
             stack.enter_context(mock.patch.object(os, "getpid", lambda: simulation.current.process.pid))

@@ -25,7 +25,7 @@ from zk.kernels.launch import grid
 from zk.kernels.step import AdamStep
 from zk.offload.pinned import Arena
 from zk.offload.streams import CudaLink, link_to
-from zk.parallel import partitioned
+from zk.store import UnitStore
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)
@@ -197,7 +197,7 @@ def test_a_kernel_that_leaves_its_tensors_is_reported() -> None:
 
 
 def test_a_use_after_free_is_reported_with_the_line_of_zk() -> None:
-    never = mock.patch.object(partitioned.PartitionedParams, "gather", lambda self, *_: None)
+    never = mock.patch.object(UnitStore, "gather", lambda self, *_: None)
     with never, pytest.raises(RuntimeError, match="illegal memory access"):
         train(**HOST)
     reported("the storage was resized to 0")

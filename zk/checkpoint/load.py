@@ -34,14 +34,13 @@ from zk.checkpoint.manifest import (
 )
 from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
-from zk.parallel.partitioned import PartitionedParams
 from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
-    from zk.held import Held
     from zk.optimizer import ZeroOptimizer
+    from zk.store import UnitStore
 
 Sources = dict[tuple[str, str], list[Source]]  # (parameter's name, kind) -> where its elements are
 
@@ -156,13 +155,13 @@ class _Opened:
         """Rows and columns of a tile."""
         return self.tiles[name].place if name in self.tiles else None
 
-    def alike(self, held: Held, index: int) -> Saved | None:
+    def alike(self, held: UnitStore, index: int) -> Saved | None:
         """The part of a weight that was cut and laid out as a parameter is here."""
         name, order = held.unit.names[index], held.unit.orders.get(index)
         parts = self.weights[self.whole(name)].parts
         return next((part for part in parts if part.place == self.place(name) and part.order == order), None)
 
-    def origin(self, held: Held, index: int) -> list[Saved]:
+    def origin(self, held: UnitStore, index: int) -> list[Saved]:
         """The parts that a parameter is read from: the one that is cut alike, or all of its weight."""
         alike = self.alike(held, index)
         return [alike] if alike is not None else self.weights[self.whole(held.unit.names[index])].parts
@@ -357,9 +356,9 @@ class Stored:
         return torch.zeros(rows.stop - rows.start, columns.stop - columns.start) if found is None else found
 
 
-def _fill(held: Held, opened: _Opened, stored: Stored) -> None:
+def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
     """Put this rank's elements of one unit in their place."""
-    base = held.params.held.start
+    base = held.held.start
 
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
     def cut_anew(index: int, kind: str) -> Tensor:
@@ -391,14 +390,14 @@ def _fill(held: Held, opened: _Opened, stored: Stored) -> None:
         return flat
 
     if held.shard is None:
-        mine = values("param", base, held.params.held.stop, held.unit.dtype)
-        if isinstance(held.params, PartitionedParams):
-            held.params.settle()
-            held.params.home.write(mine)
+        mine = values("param", base, held.held.stop, held.unit.dtype)
+        if held.is_partitioned:
+            held.settle()
+            held.home.write(mine)
         else:
-            held.params.shard.copy_(mine)
+            held.full[held.held].copy_(mine)
         return
-    held.params.settle()
+    held.settle()
     for number, chunk in enumerate(held.shard.chunks):
         with held.shard.opened(number, changes=True, read=False) as fields:
             for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):

@@ -20,8 +20,8 @@ from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 
 if TYPE_CHECKING:
-    from zk.held import Held
     from zk.optimizer import ZeroOptimizer
+    from zk.store import UnitStore
 
 FORMAT = "zk checkpoint"
 VERSION, WITH_ORDERS = 1, 2  # that some parameters lie in memory in an order of their own: a reader that does not know it would mix them up
@@ -46,7 +46,7 @@ class Piece:
     file: str
 
 
-def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def of_unit(held: UnitStore, tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of."""
 
     def more(index: int, name: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def of_unit(held: Held, tiles: Mapping[str, Any] | None = None) -> dict[str, Any
     }
 
 
-def kinds_of(held: Held) -> list[str]:
+def kinds_of(held: UnitStore) -> list[str]:
     """The kinds of values that are kept for each element."""
     return ["param"] if held.shard is None else ["master", *held.shard.names]
 

@@ -33,14 +33,13 @@ from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Worker
 from zk.parallel.comm import Group, RankError, Solo
-from zk.parallel.partitioned import PartitionedParams
 from zk.parallel.presence import Board
 from zk.timeline import phase
 
 if TYPE_CHECKING:
-    from zk.held import Held
     from zk.offload.pipeline import Task
     from zk.optimizer import ZeroOptimizer
+    from zk.store import UnitStore
 
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
 _NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short
@@ -69,7 +68,7 @@ class Part:
     """This rank's share of one chunk of a unit, as it is written."""
 
     unit: int
-    held: Held
+    held: UnitStore
     chunk: int
     pieces: Sequence[Piece]
 
@@ -85,21 +84,21 @@ class Part:
         if self.held.shard is not None:
             with self.held.shard.opened(self.chunk) as fields:
                 yield fields
-        elif isinstance(self.held.params, PartitionedParams):
-            home = self.held.params.home
+        elif self.held.is_partitioned:
+            home = self.held.home
             yield home.open(home.chunks[self.chunk])
             home.close(home.chunks[self.chunk], changed=False)
         else:
-            yield {"param": self.held.params.full[self.held.params.held]}
+            yield {"param": self.held.full[self.held.held]}
 
 
-def _chunks(held: Held) -> Sequence[slice]:
+def _chunks(held: UnitStore) -> Sequence[slice]:
     """Of this rank's slice of the unit."""
     if held.shard is not None:
         return held.shard.chunks
-    if isinstance(held.params, PartitionedParams):
-        return held.params.home.chunks
-    return [slice(0, held.params.held.stop - held.params.held.start)]
+    if held.is_partitioned:
+        return held.home.chunks
+    return [slice(0, held.held_numel)]
 
 
 def parts_of(optimizer: ZeroOptimizer) -> list[Part]:
@@ -108,7 +107,7 @@ def parts_of(optimizer: ZeroOptimizer) -> list[Part]:
     parts = []
     for number in [*order, *(number for number in range(len(optimizer.held)) if number not in order)]:
         held = optimizer.held[number]
-        mine, base = held.layout.shard(optimizer.comm.rank), held.params.held.start
+        mine, base = held.layout.shard(optimizer.comm.rank), held.held.start
         for index, chunk in enumerate(_chunks(held)):
             pieces = []
             start, stop = max(mine.start, base + chunk.start), min(mine.stop, base + chunk.stop)

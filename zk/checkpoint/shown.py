@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zk.held import Held
+from zk.store import UnitStore
 from zk.tiled_linear import Whole
 
 
 class Owner(Protocol):
     """The optimizer, as far as this needs it."""
 
-    units: Mapping[nn.Parameter, tuple[Held, int]]
+    units: Mapping[nn.Parameter, tuple[UnitStore, int]]
     asked: bool
 
     def _settle_state(self) -> None:
@@ -105,7 +105,7 @@ class Shown(defaultdict[Any, Any]):
         self._place_of(param)
         return StateOf(self.owner, param)
 
-    def _place_of(self, param: Any) -> tuple[Held, int]:
+    def _place_of(self, param: Any) -> tuple[UnitStore, int]:
         if isinstance(param, Whole):
             raise KeyError("the weight of a TiledLinear has its state by tile: optimizer.state[layer.tiles[0].weight]")
         if not isinstance(param, nn.Parameter) or param not in self.owner.units:

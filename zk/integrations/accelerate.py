@@ -15,8 +15,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
-from zk.held import owner_of
 from zk.optimizer import ZeroOptimizer
+from zk.owners import owner_of
 
 # accelerate's word for precision -> what parameters are then stored in
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,7 +10,6 @@ differs costs overlap, not correctness. On a device both kernels measure what th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -23,33 +22,11 @@ from zk.hooks import weakly
 from zk.kernels.reference import unchecked
 from zk.memory import zeros
 from zk.parallel.comm import STATE, Group, Solo
-from zk.parallel.layout import Layout
 from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
-from zk.units import Unit
+from zk.store import UnitStore
 
 # reductions in flight at once: one being summed while the next one's bytes travel
 _IN_FLIGHT = 2
-
-
-@dataclasses.dataclass(slots=True)
-class UnitGrads:
-    """Gradients of one trained unit on their way out."""
-
-    unit: Unit
-    index: int  # the unit's number, the same on all ranks
-    layout: Layout
-    # takes a reduced gradient (held,) and its ``stats``: None if it keeps the tensor itself, else what to come after before that is used again
-    sink: Callable[[Tensor, Tensor | None], Event | None]
-    waiting: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # gradients of parameters, which go into the bucket together
-    bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced; anything where there is none
-    stats: Tensor | None = None  # (2,) fp64, of what is in the bucket, as for ``zk.kernels.flatten``; None where they are not known
-    present: set[int] = dataclasses.field(default_factory=set)  # parameters in the bucket
-    accumulated: bool = False  # some parameter is in the bucket more than once
-    wide: bool = False  # the step before accumulated: start with an fp32 bucket
-    arrived: set[int] = dataclasses.field(default_factory=set)  # parameters seen in this backward
-    expected: int = 0  # parameters that can be seen in it
-    used: set[int] = dataclasses.field(default_factory=set)  # parameters seen since the last step
-    kept: set[int] = dataclasses.field(default_factory=set)  # parameters whose gradient is still in its own place, as backward made it
 
 
 def stats_on(device: torch.device) -> Tensor | None:
@@ -79,12 +56,12 @@ class GradReducer:
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self.comm, self.in_backward, self.replicate, self.check, self.follow, self.before = comm, in_backward, replicate, check, follow, before
-        self.units: list[UnitGrads] = []
+        self.stores: list[UnitStore] = []
         self.order: list[int] = []  # positions in units
         self.learned = False
         self.completed: list[int] = []
         self.started: set[int] = set()
-        self.queue: list[tuple[UnitGrads, Awaited, Tensor, Tensor, Tensor | None]] = []
+        self.queue: list[tuple[UnitStore, Awaited, Tensor, Tensor, Tensor | None]] = []
         self.pool: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}  # buckets to use again, each with what to come after
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
@@ -95,14 +72,14 @@ class GradReducer:
         self.flushed = False  # some of this step's gradients have been passed on: others follow as they come, to be added in their order
         self.task = -1
 
-    def add(self, unit: UnitGrads) -> None:
+    def add(self, store: UnitStore) -> None:
         """Watch the parameters of one more unit."""
-        position = len(self.units)
-        self.units.append(unit)
+        position = len(self.stores)
+        self.stores.append(store)
         # until the order is known: last block first, what is left over last of all
-        self.order = sorted(range(len(self.units)), key=lambda i: (self.units[i].unit.name.startswith("rest"), -i))
+        self.order = sorted(range(len(self.stores)), key=lambda i: (self.stores[i].unit.name.startswith("rest"), -i))
         self.learned = False
-        for index, param in enumerate(unit.unit.params):
+        for index, param in enumerate(store.unit.params):
             # weak, as the parameter would keep alive what keeps it alive
             take = torch.compiler.disable(functools.partial(weakly(self.take_grad), position, index))
             self.handles.append(param.register_post_accumulate_grad_hook(take))
@@ -136,15 +113,15 @@ class GradReducer:
             if task != -1 and self.task == -1:
                 self.task = task
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
-            unit = self.units[position]
-            if not unit.arrived:
-                unit.expected = sum(p.requires_grad for p in unit.unit.params)
+            store = self.stores[position]
+            if not store.arrived:
+                store.expected = sum(p.requires_grad for p in store.unit.params)
             grad = own_grad(param)
             self.unfinished = True
             hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
             if grad is not None and hooked and grad_is_away(param):
                 raise RuntimeError(
-                    f"a hook of parameter {unit.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it "
+                    f"a hook of parameter {store.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it "
                     "was clipped with all others, was used in a step without zero_grad(), came before the hook, or has a loss scale; register hooks "
                     "before the first backward, call zero_grad() after each step, and accumulate without a loss scale"
                 )
@@ -155,13 +132,13 @@ class GradReducer:
                 )
             if grad is not None and (hooked or grad.requires_grad or len(self.threads) > 1):
                 # what the user's hooks work on, what is part of a graph, and what another thread may be adding to, stays where it is until the step
-                unit.kept.add(index)
+                store.kept.add(index)
             elif grad is not None:
-                self.collect(unit, index, param, grad)
-            unit.arrived.add(index)
-            if len(unit.arrived) < unit.expected:
+                self.collect(store, index, param, grad)
+            store.arrived.add(index)
+            if len(store.arrived) < store.expected:
                 return
-            self.flatten(unit)
+            self.flatten(store)
             self.completed.append(position)
             if self.eager:
                 for following in self.order:
@@ -170,76 +147,76 @@ class GradReducer:
                             break
                         self._reduce(following)
 
-    def collect(self, unit: UnitGrads, index: int, param: nn.Parameter, grad: Tensor) -> None:
+    def collect(self, store: UnitStore, index: int, param: nn.Parameter, grad: Tensor) -> None:
         """Take ``grad``, which is part of no graph unless gradients are off, from ``param.grad``."""
         self.check(param)
         if grad.layout is not torch.strided:
-            raise TypeError(f"the gradient of {unit.unit.names[index]!r} is sparse and cannot be flattened; build the embedding with sparse=False")
-        if index in unit.waiting:
-            self.flatten(unit)
-        unit.waiting[index] = grad
-        unit.used.add(index)
+            raise TypeError(f"the gradient of {store.unit.names[index]!r} is sparse and cannot be flattened; build the embedding with sparse=False")
+        if index in store.waiting:
+            self.flatten(store)
+        store.waiting[index] = grad
+        store.unreduced.add(index)
         grad_left(param)
         if grad.device.type == "cpu":
-            self.flatten(unit)
+            self.flatten(store)
 
-    def flatten(self, unit: UnitGrads) -> None:
+    def flatten(self, store: UnitStore) -> None:
         """Move the gradients that wait into the bucket, in one launch; those of which there is one already are added to it in fp32."""
-        waiting, unit.waiting = unit.waiting, {}
+        waiting, store.waiting = store.waiting, {}
         if not waiting:
             return
-        narrow = unit.unit.dtype
+        narrow = store.unit.dtype
         if any(grad.dtype != narrow for grad in waiting.values()):  # assigned by hand, in full precision
             waiting = {index: grad.float() for index, grad in waiting.items()}
-            unit.accumulated = True
-        again = unit.present.intersection(waiting)
-        unit.accumulated |= bool(again)
-        if unit.bucket is None:
-            unit.wide |= unit.accumulated
-            unit.bucket, unit.stats = self._take(unit), stats_on(unit.unit.device)
-        elif unit.accumulated and unit.bucket.dtype != torch.float32:
-            before, unit.bucket = unit.bucket, unit.bucket.float()
+            store.accumulated = True
+        again = store.present.intersection(waiting)
+        store.accumulated |= bool(again)
+        if store.bucket is None:
+            store.wide |= store.accumulated
+            store.bucket, store.stats = self._take(store), stats_on(store.unit.device)
+        elif store.accumulated and store.bucket.dtype != torch.float32:
+            before, store.bucket = store.bucket, store.bucket.float()
             self._give(before)
         new = sorted(waiting.keys() - again)
         if new:
-            flat = [unit.unit.flat(index, waiting[index]).contiguous() for index in new]
-            unchecked("flatten", unit.bucket.device)(flat, unit.bucket, unit.layout.regions(new), unit.stats)
+            flat = [store.unit.flat(index, waiting[index]).contiguous() for index in new]
+            unchecked("flatten", store.bucket.device)(flat, store.bucket, store.layout.regions(new), store.stats)
         if again:
-            unit.stats = None
+            store.stats = None
         for index in again:
-            unit.unit.shaped(index, unit.bucket[unit.layout.whole(index)]).add_(waiting[index])
-        unit.present.update(waiting)
+            store.unit.shaped(index, store.bucket[store.layout.whole(index)]).add_(waiting[index])
+        store.present.update(waiting)
 
-    def drop(self, unit: UnitGrads, indices: Collection[int]) -> None:
+    def drop(self, store: UnitStore, indices: Collection[int]) -> None:
         """Forget what there is of some parameters."""
-        unit.used.difference_update(indices)
-        gone = unit.present.intersection(indices)
-        unit.present -= gone
+        store.unreduced.difference_update(indices)
+        gone = store.present.intersection(indices)
+        store.present -= gone
         for index in indices:
-            unit.waiting.pop(index, None)
-        if unit.bucket is not None and not unit.present:
-            self._give(unit.bucket)
-            unit.bucket, unit.stats, unit.accumulated = None, None, False
+            store.waiting.pop(index, None)
+        if store.bucket is not None and not store.present:
+            self._give(store.bucket)
+            store.bucket, store.stats, store.accumulated = None, None, False
         elif gone:
-            unit.stats = None
+            store.stats = None
 
     @property
     def settled(self) -> bool:
         """Check that ``finish`` has seen all gradients that have left."""
-        return not self.unfinished and not self.queue and all(unit.bucket is None and not unit.used for unit in self.units)
+        return not self.unfinished and not self.queue and all(store.bucket is None and not store.unreduced for store in self.stores)
 
-    def pass_on(self, unit: UnitGrads) -> None:
+    def pass_on(self, store: UnitStore) -> None:
         """Alone, in backward: what there is of a unit goes on now, the rest of it after."""
-        self.flatten(unit)
-        if unit.bucket is not None:
-            self._reduce(self.units.index(unit))
+        self.flatten(store)
+        if store.bucket is not None:
+            self._reduce(self.stores.index(store))
 
-    def _take(self, unit: UnitGrads) -> Tensor:
+    def _take(self, store: UnitStore) -> Tensor:
         """A bucket for a unit, with anything in it. Used ones come back: fresh memory costs a page fault every 4 KiB."""
-        dtype = torch.float32 if unit.wide else unit.unit.dtype
-        free = self.pool.get((unit.layout.numel, dtype))
+        dtype = torch.float32 if store.wide else store.unit.dtype
+        free = self.pool.get((store.layout.numel, dtype))
         if not free or not (free[0][1].done or len(free) >= _IN_FLIGHT):  # on its way out: another one, as long as that are not too many
-            return zeros(unit.layout.numel, dtype, unit.unit.device)
+            return zeros(store.layout.numel, dtype, store.unit.device)
         bucket, event = free.pop(0)
         self.follow(event)
         return bucket
@@ -249,10 +226,10 @@ class GradReducer:
         if not self.in_backward or len(free) < _IN_FLIGHT:
             free.append((bucket, after))
 
-    def recycle(self, unit: UnitGrads, grad: Tensor | None) -> None:
+    def recycle(self, store: UnitStore, grad: Tensor | None) -> None:
         """A gradient given to the sink is not needed any more."""
-        if grad is not None and grad.numel() == unit.layout.numel and grad.device == unit.unit.device:
-            if unit.wide and grad.dtype != torch.float32:
+        if grad is not None and grad.numel() == store.layout.numel and grad.device == store.unit.device:
+            if store.wide and grad.dtype != torch.float32:
                 return  # the next bucket will be a wide one
             self._give(grad)
 
@@ -261,48 +238,48 @@ class GradReducer:
     def _reduce(self, position: int) -> None:
         """Start the reduction of a unit's bucket; a unit without gradients takes part with zeros, as other ranks may have some."""
         self.before()
-        unit = self.units[position]
+        store = self.stores[position]
         self.started.add(position)
-        self.flatten(unit)
-        bucket = unit.bucket if unit.bucket is not None else self._take(unit)
-        for index in set(range(len(unit.unit.params))) - unit.present:
-            bucket[slice(*unit.layout.regions([index]))] = 0
-        narrow = torch.float32 if unit.accumulated else unit.unit.dtype  # what was added up in fp32 stays in it
+        self.flatten(store)
+        bucket = store.bucket if store.bucket is not None else self._take(store)
+        for index in set(range(len(store.unit.params))) - store.present:
+            bucket[slice(*store.layout.regions([index]))] = 0
+        narrow = torch.float32 if store.accumulated else store.unit.dtype  # what was added up in fp32 stays in it
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
-        shard = bucket if alone else torch.empty(unit.layout.shard_numel, dtype=narrow, device=bucket.device)
-        stats = unit.stats if alone else stats_on(bucket.device)
-        pending = self.comm.reduce_scatter(unit.index, bucket, shard, stats)
-        unit.bucket, unit.stats, unit.present, unit.accumulated, unit.wide = None, None, set(), False, unit.wide or unit.accumulated
-        self.queue.append((unit, pending, bucket, shard, stats))
+        shard = bucket if alone else torch.empty(store.layout.shard_numel, dtype=narrow, device=bucket.device)
+        stats = store.stats if alone else stats_on(bucket.device)
+        pending = self.comm.reduce_scatter(store.index, bucket, shard, stats)
+        store.bucket, store.stats, store.present, store.accumulated, store.wide = None, None, set(), False, store.wide or store.accumulated
+        self.queue.append((store, pending, bucket, shard, stats))
         if alone or len(self.queue) > _IN_FLIGHT:
             self._complete()
 
     def _complete(self) -> None:
         """Wait for the oldest reduction and hand it on."""
-        unit, pending, bucket, shard, stats = self.queue.pop(0)
+        store, pending, bucket, shard, stats = self.queue.pop(0)
         pending.wait()
         if self.replicate:  # the bucket has been read: the whole result has room there
-            self.comm.all_gather(unit.index, bucket, shard).wait()
+            self.comm.all_gather(store.index, bucket, shard).wait()
             shard, stats = bucket, None
         if shard is not bucket:
             self._give(bucket)
-        after = unit.sink(shard, stats)
+        after = store.take_in(shard, stats)
         if after is not None and shard is bucket:
             self._give(bucket, after)
 
     def _backward_ended(self) -> None:
         with self.lock:
             self.task = -1
-            for unit in self.units:
+            for store in self.stores:
                 if self.loss_scale() != 1:  # whoever looks sees it without
-                    self._collect_kept(unit)
-                self.flatten(unit)
+                    self._collect_kept(store)
+                self.flatten(store)
                 if self.comm.world > 1:  # another rank may have a gradient where this one has none
-                    for param in unit.unit.params:
+                    for param in store.unit.params:
                         ask_elsewhere(param)
             if self.eager:
                 for position in self.order:
-                    if self.units[position].bucket is not None or (position not in self.started and self.comm.world > 1):
+                    if self.stores[position].bucket is not None or (position not in self.started and self.comm.world > 1):
                         self._reduce(position)
                 while self.queue:
                     self._complete()
@@ -312,8 +289,8 @@ class GradReducer:
 
     def _begin_backward(self) -> None:
         self.started, self.completed, self.task = set(), [], -1
-        for unit in self.units:
-            unit.arrived.clear()
+        for store in self.stores:
+            store.arrived.clear()
 
     def _learn(self) -> None:
         """Take the first rank's order of completion for all that follows."""
@@ -323,12 +300,12 @@ class GradReducer:
         self.order, self.learned = order.tolist(), True
 
     @torch.no_grad()
-    def _collect_kept(self, unit: UnitGrads) -> None:
-        for index in sorted(unit.kept):
-            grad = own_grad(unit.unit.params[index])
+    def _collect_kept(self, store: UnitStore) -> None:
+        for index in sorted(store.kept):
+            grad = own_grad(store.unit.params[index])
             if grad is not None:
-                self.collect(unit, index, unit.unit.params[index], grad)
-        unit.kept.clear()
+                self.collect(store, index, store.unit.params[index], grad)
+        store.kept.clear()
 
     @torch.no_grad()
     def finish(self, keep: bool = False) -> list[set[int]]:
@@ -337,16 +314,16 @@ class GradReducer:
         ``keep``: gradients in their own place stay there.
         """
         scale = self.loss_scale()
-        for unit in self.units:
+        for store in self.stores:
             if not keep:
-                self._collect_kept(unit)
-            for index, param in enumerate(unit.unit.params) if not keep else ():
+                self._collect_kept(store)
+            for index, param in enumerate(store.unit.params) if not keep else ():
                 grad = own_grad(param)
                 if grad is not None:  # assigned by hand
-                    self.collect(unit, index, param, grad if scale == 1 else grad.float() * scale)
-            self.flatten(unit)
-        left = [float(unit.bucket is not None) for unit in self.units]  # of no_sync, of a backward that was interrupted, or by hand
-        used = [float(index in unit.used) for unit in self.units for index in range(len(unit.unit.params))]
+                    self.collect(store, index, param, grad if scale == 1 else grad.float() * scale)
+            self.flatten(store)
+        left = [float(store.bucket is not None) for store in self.stores]  # of no_sync, of a backward that was interrupted, or by hand
+        used = [float(index in store.unreduced) for store in self.stores for index in range(len(store.unit.params))]
         everywhere = torch.tensor(left + used)
         self.comm.all_reduce(everywhere)
         flags = [flag > 0 for flag in everywhere.tolist()]
@@ -358,7 +335,7 @@ class GradReducer:
         self.forget()
         self.flushed = True
         is_used = iter(flags[len(left) :])
-        return [{index for index in range(len(unit.unit.params)) if next(is_used)} for unit in self.units]
+        return [{index for index in range(len(store.unit.params)) if next(is_used)} for store in self.stores]
 
     def forget(self) -> None:
         """Drop gradients that are not reduced yet, and all memory of a backward that was interrupted."""
@@ -366,8 +343,8 @@ class GradReducer:
             _, pending, bucket, *_ = self.queue.pop(0)
             pending.wait()
             self._give(bucket)
-        for unit in self.units:
-            self.drop(unit, range(len(unit.unit.params)))
+        for store in self.stores:
+            self.drop(store, range(len(store.unit.params)))
         self.unfinished = False
         self.threads.clear()
         self._begin_backward()
@@ -382,5 +359,5 @@ class GradReducer:
     @property
     def nbytes(self) -> int:
         """Bytes of buckets, in use and kept for use again."""
-        buckets = [unit.bucket for unit in self.units] + [bucket for free in self.pool.values() for bucket, _ in free]
+        buckets = [store.bucket for store in self.stores] + [bucket for free in self.pool.values() for bucket, _ in free]
         return sum(bucket.nbytes for bucket in buckets if bucket is not None)

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from zk.owners import HOLDERS, Gradients, Holder, hold, holder_of
+
+if TYPE_CHECKING:
+    from zk.events import Ticket
 
 _PROPERTIES = frozenset((
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
@@ -62,51 +65,19 @@ def _stays(func: Callable[..., Tensor], param: Tensor, args: Any, kwargs: Any) -
         return func(like, *args, **kwargs) is like
 
 
-class Gradients(Protocol):
-    """Keeper of gradients that have left."""
-
-    def has_left(self, param: nn.Parameter) -> bool:
-        """Check that the parameter has a gradient, and that it is somewhere else."""
-
-    def is_asked(self, param: nn.Parameter) -> bool:
-        """Check that it has one there, or may have one on another rank."""
-
-    def read(self, param: nn.Parameter) -> Tensor | None:
-        """Return the gradient."""
-
-    def write(self, param: nn.Parameter, value: Tensor | None) -> None:
-        """Set ``param.grad``."""
+def _own_class(param: nn.Parameter) -> type[nn.Parameter]:
+    return param.own_class if isinstance(param, _GradElsewhere) else type(param)  # type: ignore[return-value]
 
 
-@dataclasses.dataclass(slots=True)
-class _Record:
-    """Everything known of one parameter."""
-
-    reference: weakref.ref[nn.Parameter]  # ends the record with the parameter
-    own_class: type[nn.Parameter]
-    on_use: Callable[[], None] | None = None  # makes a released one usable, or raises
-    on_data: weakref.WeakMethod[Callable[[nn.Parameter], None]] | None = None  # hears of ``data`` that are used
-    gradients: weakref.ref[Gradients] | None = None  # knows of its gradient
-
-
-# by the id of the parameter, as long as that lives
-_RECORDS: dict[int, _Record] = {}
-
-
-def _record_of(param: nn.Parameter) -> _Record:
-    """The record of ``param``, which is made with the first question."""
-    key = id(param)
-    record = _RECORDS.get(key)
-    if record is None:
-        own = nn.Parameter if isinstance(param, _GradElsewhere) else type(param)
-        record = _RECORDS[key] = _Record(weakref.ref(param, lambda _: _RECORDS.pop(key, None)), own)
-    return record
+def _keeper_of(param: nn.Parameter) -> Gradients | None:
+    """Keeper of the gradient of ``param``, once that has left."""
+    holder = holder_of(param)
+    return holder.gradients() if holder is not None and holder.gradients is not None else None
 
 
 def _gradients_of(param: nn.Parameter) -> Gradients | None:
     """Keeper of the gradient of ``param``; None where that is in its own place."""
-    record = _RECORDS.get(id(param))
-    gradients = record.gradients() if record is not None and record.gradients is not None else None
+    gradients = _keeper_of(param)
     return gradients if gradients is not None and gradients.is_asked(param) else None
 
 
@@ -116,8 +87,15 @@ def _elsewhere(param: nn.Parameter) -> Gradients | None:
     return None if gradients is None or (own_grad(param) is not None and not gradients.has_left(param)) else gradients
 
 
+def _watches_data(param: nn.Parameter) -> bool:
+    holder = holder_of(param)
+    return holder is not None and holder.watches_data
+
+
 class _GradElsewhere:
     """Mixin: the gradient may be somewhere else."""
+
+    own_class: type[nn.Parameter] = nn.Parameter
 
     @property
     def grad(self) -> Tensor | None:
@@ -165,7 +143,7 @@ class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _as_itself(param: nn.Parameter) -> Iterator[None]:
-    stand_in, param.__class__ = type(param), _record_of(param).own_class  # type: ignore[assignment]
+    stand_in, param.__class__ = type(param), _own_class(param)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -213,43 +191,38 @@ class Updating(Released):
 
 @functools.cache
 def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Parameter]:
-    return role if kind is nn.Parameter else type(f"{role.__name__}{kind.__name__}", (role, kind), {})
+    return role if kind is nn.Parameter else type(f"{role.__name__}{kind.__name__}", (role, kind), {"own_class": kind})
 
 
 def _dress(param: nn.Parameter, role: type[nn.Parameter] | None) -> None:
     """Give the parameter the class for ``role``; None: its own."""
-    own = _record_of(param).own_class
+    own = _own_class(param)
     param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
-
-
-def watch_use(param: nn.Parameter, on_use: Callable[[], None]) -> None:
-    """Call ``on_use`` when the values of ``param`` are used while it is released: it makes them full, or raises."""
-    _record_of(param).on_use = on_use
 
 
 def stand_in(params: Sequence[nn.Parameter], role: type[nn.Parameter]) -> None:
     """Give a unit's parameters the class for ``role``: Released, as they have no memory, or Watched, as they are full."""
     for param in params:
-        param.__class__ = _stand_in(_RECORDS[id(param)].own_class, role)  # type: ignore[assignment]
+        _dress(param, role)
 
 
-def mark(param: nn.Parameter, on_use: Callable[[], None]) -> None:
-    """Note that the parameter is being updated; ``on_use`` waits for that and calls ``unmark``, or raises."""
-    if not isinstance(param, Released):
-        _record_of(param).on_use = on_use
-        _dress(param, Updating)
-
-
-def refuse(param: nn.Parameter, on_use: Callable[[], None]) -> None:
-    """Refuse every use of the parameter's values from now on: ``on_use`` raises."""
-    _record_of(param).on_use = on_use
+def mark(param: nn.Parameter, holder: Holder, update: Ticket | None = None) -> None:
+    """Let every use of the parameter's values go to its holder: it waits for the ``update`` and calls ``unmark``, or raises."""
+    hold(param, holder, update)
     _dress(param, Updating)
 
 
 def _use(param: nn.Parameter) -> None:
-    on_use = _record_of(param).on_use
-    assert on_use is not None
-    on_use()
+    """Make the values of a released parameter usable, or raise."""
+    holder = holder_of(param)
+    if holder is not None:
+        holder.use()
+        return
+    entry = HOLDERS.get(id(param))
+    if entry is None or entry[2] is None:
+        raise RuntimeError("this parameter was partitioned by a ZeroOptimizer that is gone, and its values too; keep the optimizer with its model")
+    entry[2].wait()  # the optimizer is gone; what went wrong in its last update is not
+    unmark(param)
 
 
 def unmark(param: nn.Parameter) -> None:
@@ -260,7 +233,7 @@ def unmark(param: nn.Parameter) -> None:
 
 def _dress_full(param: nn.Parameter) -> None:
     """Give the parameter the class that it has while it is full."""
-    _dress(param, Watched if _record_of(param).on_data is not None or _gradients_of(param) is not None else None)
+    _dress(param, Watched if _watches_data(param) or _gradients_of(param) is not None else None)
 
 
 def is_released(param: Tensor) -> bool:
@@ -268,25 +241,15 @@ def is_released(param: Tensor) -> bool:
     return isinstance(param, Released) and not isinstance(param, Updating)
 
 
-def watch_data(param: nn.Parameter, taken: Callable[[nn.Parameter], None] | None) -> None:
-    """Call ``taken``, a method that is not kept alive, when the ``data`` of a full parameter is used; None: no more."""
-    _record_of(param).on_data = weakref.WeakMethod(taken) if taken is not None else None
+def redress(param: nn.Parameter) -> None:
+    """Give a full parameter the class that its holder asks for now."""
     if not isinstance(param, Released):
         _dress_full(param)
 
 
 def _data_taken(param: nn.Parameter) -> None:
-    reference = _record_of(param).on_data
-    taken = reference() if reference is not None else None
-    if taken is not None:
-        taken(param)
-
-
-def watch_grad(param: nn.Parameter, gradients: Gradients | None) -> None:
-    """Ask ``gradients``, which are not kept alive, for the gradient of ``param`` once ``grad_left``; None: no more."""
-    _record_of(param).gradients = weakref.ref(gradients) if gradients is not None else None
-    if gradients is None:
-        grad_gone(param)
+    if _watches_data(param):
+        holder_of(param).take_data(param)
 
 
 def own_grad(param: nn.Parameter) -> Tensor | None:
@@ -298,7 +261,7 @@ def own_grad(param: nn.Parameter) -> Tensor | None:
 def grad_left(param: nn.Parameter) -> None:
     """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
-    if not isinstance(param, _GradElsewhere) and _record_of(param).gradients is not None:
+    if not isinstance(param, _GradElsewhere) and _keeper_of(param) is not None:
         _dress(param, Watched)
 
 
@@ -310,7 +273,7 @@ def grad_is_away(param: nn.Parameter) -> bool:
 
 def ask_elsewhere(param: nn.Parameter) -> None:
     """Ask for a gradient that is not in torch's own place from now on."""
-    if not isinstance(param, _GradElsewhere) and own_grad(param) is None and _record_of(param).gradients is not None:
+    if not isinstance(param, _GradElsewhere) and own_grad(param) is None and _keeper_of(param) is not None:
         _dress(param, Watched)
 
 
@@ -324,5 +287,5 @@ def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
 
 def grad_gone(param: nn.Parameter) -> None:
     """Note that there is no gradient any more."""
-    if isinstance(param, Watched) and _record_of(param).on_data is None:
+    if isinstance(param, Watched) and not _watches_data(param):
         _dress_full(param)

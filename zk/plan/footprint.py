@@ -15,7 +15,6 @@ from zk.offload.nvme import round_up
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.tiers import CHUNKS_IN_MEMORY
-from zk.parallel.layout import Layout
 from zk.placement import Placement
 from zk.units import Unit
 
@@ -71,28 +70,27 @@ def footprint_of(
     """
     placement = Placement(config, world, rule, groups, joined)
     each = {id(unit): unit for unit in units}
-    layouts = {key: Layout.of([param.numel() for param in unit.params], world) for key, unit in each.items()}
-    placed = placement.tiers_of(units, [layouts[id(unit)] for unit in units], device)
+    placed = placement.tiers_of(units, device)
     found = Footprint(joined)
     alike = [(id(unit), param_tier, tuple(parts)) for unit, (param_tier, parts) in zip(units, placed, strict=True)]
     settled: dict[Any, Settled] = {}
     drive: Counter[tuple[int, bool, int]] = Counter()  # unit, optimizer state (or else parameters), elements
     for one, count in Counter(alike).items():
         key, param_tier, parts = one
-        unit, layout = each[key], layouts[key]
-        sizes = _unit_sizes(placement, unit, layout, param_tier, parts)
+        unit = each[key]
+        sizes = _unit_sizes(placement, unit, param_tier, parts)
         rests: Counter[str] = Counter()
         for (tier, kind), nbytes in sizes.items():
             found.sizes[tier, kind] += count * nbytes
             rests["host" if joined and tier == "device" else tier] += nbytes * (kind != "grad")
-        settled[one] = Settled(layout.numel, rests, placement.partitions(param_tier))
+        settled[one] = Settled(placement.layout(unit).numel, rests, placement.partitions(param_tier))
         if param_tier == "nvme":
-            drive[key, False, placement.slice_numel(layout, 1)] += count
+            drive[key, False, placement.slice_numel(unit, 1)] += count
         for tier, numel in parts if unit.trained else ():
             drive[key, True, numel] += count * (tier == "nvme")
     found.units = [settled[one] for one in alike]
     away = any(kind == "grad" and (tier == "nvme" or placement.memory_of(tier) != placement.on_device) for tier, kind in found.sizes)
-    flat = {key: layouts[key].numel * unit.dtype.itemsize for key, unit in each.items()}
+    flat = {key: placement.layout(unit).numel * unit.dtype.itemsize for key, unit in each.items()}
     gathered = [(unit, flat[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
     if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
         found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
@@ -103,7 +101,7 @@ def footprint_of(
     trained = Counter(flat[id(unit)] for unit in units if unit.trained)
     found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
     if not at_least:
-        fresh = [(max(layouts[key].numels) * unit.dtype.itemsize, flat[key], unit) for key, unit in each.items() if unit.trained]
+        fresh = [(max(placement.layout(unit).numels) * unit.dtype.itemsize, flat[key], unit) for key, unit in each.items() if unit.trained]
         # (outside of blocks the last one comes when activations have gone)
         found.sizes["device", "fresh"] = max((one if joined or unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
     if +drive:
@@ -113,12 +111,12 @@ def footprint_of(
 
 
 def _unit_sizes(
-    placement: Placement, unit: Unit, layout: Layout, param_tier: str, parts: Sequence[tuple[str, int]]
+    placement: Placement, unit: Unit, param_tier: str, parts: Sequence[tuple[str, int]]
 ) -> Counter[tuple[str, str]]:
     """Tier and kind -> bytes of one unit between uses."""
     fields, size = {name: dtype.itemsize for name, dtype in placement.state_fields(unit)[1].items()}, unit.dtype.itemsize
     master = fields.pop("master", 0)
-    sizes = Counter({(param_tier, "param"): placement.slice_numel(layout, 3) * size})
+    sizes = Counter({(param_tier, "param"): placement.slice_numel(unit, 3) * size})
     for tier, numel in parts if unit.trained else ():
         memory = placement.memory_of(tier)
         sizes[tier, "master"] += numel * master

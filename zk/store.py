@@ -1,0 +1,743 @@
+"""UnitStore: one unit's model states on this rank, and everything that is done to that unit alone.
+
+Parameters are full on every rank (stages 0-2), views of one flat buffer of which this rank updates a slice; or only the slice exists between uses
+(stage 3), and the full ones are gathered into memory that comes and goes. The optimizer's state of the slice is in ``shard``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zk.events import COMPLETED, Awaited, Event
+from zk.memory import Lease, zeros
+from zk.offload.pipeline import Run, Task
+from zk.offload.spill import FileParams
+from zk.offload.state import OptimizerShard
+from zk.offload.tiers import ResidentFields
+from zk.offload.transfer import Transfer
+from zk.owners import Gradients, hold
+from zk.parallel.comm import Group, Solo
+from zk.parallel.layout import Layout
+from zk.parallel.released import Released, Watched, grad_gone, grad_left, mark, redress, stand_in, unmark
+from zk.timeline import phase
+from zk.units import Unit, strides_of
+
+
+def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str], Tensor] | None) -> Tensor:
+    """The unit's parameters as one new flat buffer (layout.numel,), in the widest precision among them; padding is zero.
+
+    ``values_of(param, name)`` gives each one's values; None leaves zeros, for a rank that will be sent the first rank's.
+    """
+    widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
+    flat = zeros(layout.numel, widest, unit.device, inherited=not unit.trained)
+    for index, param in enumerate(unit.params):
+        if values_of is not None:
+            flat[layout.whole(index)] = unit.flat(index, values_of(param, unit.names[index]))
+    return flat
+
+
+class State(enum.Enum):
+    """The full parameters of a unit that is partitioned."""
+
+    RELEASED = "only the shard exists; the parameters have no memory"
+    GATHERING = "memory is there and a collective is filling it"
+    GATHERED = "the parameters are full and readable"
+
+
+class UnitStore:
+    """One unit's model states on this rank. Frozen units have parameters only.
+
+    Args:
+        unit: parameters, which become views of the full flat buffer.
+        index: the unit's number, the same on all ranks.
+        layout: of the flat buffer.
+        comm: the ranks.
+        transfer: between the device and the host.
+        param_tier: the name of the tier of the parameters.
+        held: the slice of the flat buffer that this rank updates.
+        home: where that slice rests between uses.
+        full: (layout.numel,) the flat buffer, where it stays; None takes memory while parameters are in use.
+        on_use: called when a released parameter is used, gathers or raises; None: parameters are always full.
+        uploads: brings the slice from its home to the device; None where it rests in the device's memory.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        index: int,
+        layout: Layout,
+        comm: Solo | Group,
+        transfer: Transfer,
+        param_tier: str,
+        held: slice,
+        home: ResidentFields | FileParams,
+        full: Tensor | None = None,
+        on_use: Callable[[UnitStore], None] | None = None,
+        uploads: Transfer | None = None,
+    ) -> None:
+        self.unit, self.index, self.layout, self.comm, self.transfer = unit, index, layout, comm, transfer
+        self.param_tier, self.held, self.home, self.uploads, self.on_use = param_tier, held, home, uploads, on_use
+        self.held_numel: int = held.stop - held.start
+        self.owner: weakref.ref[Any] | None = None  # the ZeroOptimizer
+        self.lock = threading.RLock()  # several threads may want the parameters at once
+        self.counting = threading.Lock()  # while versions change; never held while waiting
+        # parameters
+        self.is_partitioned = self.watches_data = on_use is not None
+        self.lease = None if full is not None else Lease(layout.numel, unit.dtype, unit.device)
+        self.full: Tensor = full if self.lease is None else self.lease.tensor  # type: ignore[assignment]
+        self.state, self.pins = State.GATHERED, 0
+        self.depth = 0  # forwards in progress
+        # a graph that create_graph=True has made, or a collective that was interrupted, may use the full memory after the release
+        self.is_borrowed = False
+        self.uploaded: Event = COMPLETED
+        self.pending: Awaited | None = None  # the collective that fills them
+        self.known: dict[int, UnitStore] = {}  # whose memory is whose
+        self.on_write: Callable[[UnitStore, list[int]], None] = lambda *_: None  # keeps what forward has written
+        self.versions: list[int]  # of the parameters, when zk last wrote them
+        self.pointers: list[int] = []  # to their memory, of a unit that is partitioned
+        self.taken: set[int] = set()  # parameters whose ``data`` somebody may have written
+        self.sharers = 0  # tensors in the memory of full parameters, of zk's own
+        # the gradient on its way out of backward (zk/parallel/grads.py)
+        self.waiting: dict[int, Tensor] = {}  # gradients of parameters, which go into the bucket together
+        self.bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced; anything where there is none
+        self.stats: Tensor | None = None  # (2,) fp64, of what is in the bucket, as for ``zk.kernels.flatten``; None where they are not known
+        self.present: set[int] = set()  # parameters in the bucket
+        self.accumulated = False  # some parameter is in the bucket more than once
+        self.wide = False  # the step before accumulated: start with an fp32 bucket
+        self.arrived: set[int] = set()  # parameters seen in this backward
+        self.expected = 0  # parameters that can be seen in it
+        self.unreduced: set[int] = set()  # parameters whose gradient has left since all ranks last compared them
+        self.kept: set[int] = set()  # parameters whose gradient is still in its own place, as backward made it
+        # the gradient between backward and zero_grad
+        self.used: set[int] = set()  # parameters with a gradient, on any rank, since the last step
+        self.shown: dict[int, Tensor | None] = {}  # gradients that the user looked at, or replaced, or dropped
+        self.spent: float | None = None  # the gradient was used in a step, and is what was stored times this
+        self.gradients: weakref.ref[Gradients] | None = None  # what shows them
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes now
+        self.clip: Callable[[], None] = lambda: None  # clips what is there, if that was asked for and has not been done
+        self.recycle: Callable[[UnitStore, Tensor | None], None] = lambda *_: None  # takes memory of gradients back
+        # the optimizer
+        self.shard: OptimizerShard | None = None
+        self.steps: dict[int, int] = {}  # of the parameters that were updated: how often
+        self.shown_state: dict[int, dict[str, Tensor]] = {}  # which the user looked at
+        self.underway: Task | None = None  # an update that goes on in the background
+        self._view()
+        self.versions = [param._version for param in unit.params]
+        for param in unit.params:
+            hold(param, self)
+        if self.is_partitioned:
+            self._free()
+
+    def _view(self) -> None:
+        """Make every parameter a view of the full buffer."""
+        for index, param in enumerate(self.unit.params):
+            view = self.unit.shaped(index, self.full[self.layout.whole(index)])
+            if param.is_floating_point() and param.dtype != view.dtype:
+                param.grad = None  # of the old precision
+            param.data = view
+
+    def mine(self, index: int) -> slice:
+        """The elements of this rank's slice that are of parameter ``index``."""
+        return self.layout.part(index, self.held)[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell if this rank's slice is everything."""
+        return self.held_numel == self.layout.numel
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the parameters where they rest, and of full ones beside them."""
+        if not self.is_partitioned:
+            return {"param": self.full.nbytes, "gathered": 0}
+        return {"param": self.home.nbytes("param"), "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
+
+    # ---- parameters: fetch -> upload -> gather -> release --------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Ask for this rank's slice, so that a later ``prefetch`` need not wait for it."""
+        if self.state is State.RELEASED and not self.updating(False):
+            self.home.prefetch()
+
+    def prefetch(self) -> None:
+        """RELEASED -> GATHERING."""
+        if self.state is not State.RELEASED:
+            return
+        self.updating(True)
+        source = self.home.whole()
+        if self.lease is not None:
+            self.lease.allocate()
+            try:
+                self._fill(source)
+            except BaseException:  # other ranks are elsewhere, or gone
+                self._undo()
+                raise
+        self.state = State.GATHERING
+
+    def _fill(self, source: Tensor) -> None:
+        if self.uploads is None:
+            self.pending = self.comm.all_gather(self.index, self.full, source)
+        else:
+            mine = self.full[self.held]
+            self.uploaded = self.uploads.upload(mine, source)
+            if self.comm.world > 1:
+                with self.uploads.beside():
+                    self.pending = self.comm.all_gather(self.index, self.full, mine)
+
+    def _undo(self) -> None:
+        """GATHERING -> RELEASED, without the full parameters."""
+        self.pending = None
+        self.home.release(self.uploaded)
+        self.is_borrowed = True
+        self._free()
+
+    def gather(self) -> None:
+        """Any state -> GATHERED, waiting for the collective."""
+        self.prefetch()
+        if self.state is State.GATHERING:
+            if self.uploads is not None:
+                self.uploads.follow(self.uploaded)
+            pending, self.pending = self.pending, None
+            if pending is not None:
+                try:
+                    pending.wait()
+                except BaseException:
+                    self._undo()
+                    raise
+            self.home.release(self.uploaded)
+            stand_in(self.unit.params, Watched)
+            self.note_versions()
+            self.state = State.GATHERED
+
+    def settle(self) -> None:
+        """GATHERING -> GATHERED: nobody reads the shard any more, so it may be written."""
+        if self.state is State.GATHERING:
+            self.gather()
+
+    def release(self) -> None:
+        """Any state -> RELEASED, unless somebody holds it. The shard is what remains, with what forward has written."""
+        if self.state is State.RELEASED or self.pins or not self.is_partitioned:
+            return
+        self.gather()
+        params = self.unit.params
+        if self.taken or [param._version for param in params] != self.versions or [param.data_ptr() for param in params] != self.pointers:
+            self.on_write(self, self._written())
+        self._free()
+
+    def _free(self) -> None:
+        if self.is_borrowed and self.lease is not None:  # the memory goes with the borrower
+            self.lease, self.is_borrowed = Lease(self.layout.numel, self.unit.dtype, self.unit.device), False
+            self.known.pop(self.full.untyped_storage()._cdata, None)
+            self.full = self.lease.tensor
+            self.known[self.full.untyped_storage()._cdata] = self
+            stand_in(self.unit.params, Watched)  # a released parameter would be gathered before it gets its new memory
+            self._view()
+        if self.lease is not None:
+            self.lease.free()
+        stand_in(self.unit.params, Released)
+        self.state = State.RELEASED
+
+    def pin(self) -> None:
+        """Gather and keep until ``unpin``."""
+        self.gather()
+        self.pins += 1
+
+    def unpin(self) -> None:
+        """Undo one ``pin``; the last one releases."""
+        self.pins -= 1
+        if not self.depth:
+            self.release()
+
+    def refresh(self) -> None:
+        """The shard was updated: a full copy that somebody holds is made current."""
+        if self.is_partitioned and self.state is not State.RELEASED:
+            pins, self.pins = self.pins, 0
+            self.gather()
+            self._free()
+            self.pins = pins
+            if pins:
+                self.gather()
+
+    def use(self) -> None:
+        """Make the parameters usable: gathered, or updated. Raises where they cannot be."""
+        self.arrive() if self.on_use is None else self.on_use(self)
+
+    def refuse(self, check: Callable[[], None]) -> None:
+        """Refuse every use of the parameters from now on: ``check`` raises."""
+        self.on_use = lambda _: check()
+        for param in self.unit.params:
+            mark(param, self)
+
+    def let_be(self) -> None:
+        """Leave the parameters to the user: the optimizer is closed."""
+        self.owner = self.gradients = None
+        self.watches_data = False
+        for param in self.unit.params:
+            redress(param)
+
+    # ---- the step ------------------------------------------------------------------------------------------------------------
+
+    def count_step(self) -> None:
+        """The parameters in use are about to be updated."""
+        for index in self.used:
+            self.steps[index] = self.steps.get(index, 0) + 1
+
+    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> Iterator[Run]:
+        """Neighbours of one group and step count, merged; parameters without a gradient are left out, as torch leaves them alone."""
+        run: Run | None = None
+        for index, param in enumerate(self.unit.params):
+            part = self.mine(index)
+            if index in self.used and part.stop > part.start:
+                group, step = group_of[param], self.steps[index]
+                if run is not None and run[1] is group and run[2] == step:
+                    run = slice(run[0].start, part.stop), group, step
+                    continue
+                if run is not None:
+                    yield run
+                run = part, group, step
+            elif run is not None and index not in self.used:
+                yield run
+                run = None
+        if run is not None:
+            yield run
+
+    def updated(self) -> None:
+        """The parameters in use have new values, as autograd should know."""
+        changed = [self.unit.params[index] for index in self.used]
+        with self.counting:
+            torch.autograd.graph.increment_version(changed)
+            if not self.is_partitioned:
+                for index in self.used:
+                    self.versions[index] = self.unit.params[index]._version
+
+    def publish(self, uploaded: Event = COMPLETED, mark: Event | None = None) -> Awaited:
+        """The updated slice becomes what all ranks use; returns what compute must follow. The collective comes after all of compute so far.
+
+        Stage 3 gathers it with the next use.
+        """
+        if self.is_partitioned or self.is_whole:
+            return uploaded
+        self.transfer.follow(uploaded)
+        return self.comm.all_gather(self.index, self.full, self.full[self.held])
+
+    def publish_beside(self, comm: Solo | Group, uploaded: Event, mark: Event | None) -> Event:
+        """The same, beside compute, over ranks' connections of its own: after ``mark``, as for Transfer.
+
+        The slice may have been updated by compute itself, and compute may still read what the collective overwrites.
+        """
+        if self.is_partitioned or self.is_whole:
+            return uploaded
+        with self.transfer.beside(mark) as reached:
+            comm.all_gather(self.index, self.full, self.full[self.held]).wait()
+            return reached()
+
+    def begin(self, task: Task) -> None:
+        """The update of this unit has been handed over: whoever uses its parameters waits for it."""
+        with self.lock:
+            self.underway = task
+            if not self.is_partitioned:
+                for param in self.unit.params:
+                    mark(param, self, task.done)
+            elif self.pins:
+                self.arrive()  # somebody reads the full parameters at this moment
+
+    def arrive(self) -> None:
+        """Wait for the update in flight, if there is one. Raises what went wrong in it, every time."""
+        if self.underway is None:
+            return
+        with self.lock:
+            task = self.underway
+            if task is None:
+                return
+            with contextlib.nullcontext() if task.done.done else phase("wait", f"update: {self.unit.name}"):
+                task.done.wait()
+            self.forget_update()
+            self.transfer.follow(task.arriving)
+            if task.keep:
+                self.spent = task.grad_scale
+            self.refresh()
+
+    def forget_update(self) -> None:
+        """The update in flight has ended, one way or the other."""
+        with self.lock:
+            task, self.underway = self.underway, None
+            if not self.is_partitioned:
+                for param in self.unit.params:
+                    unmark(param)
+            if task is not None and not task.keep:
+                self._recycle()
+
+    def updating(self, wait: bool) -> bool:
+        """Tell if an update is in flight, after ``wait``ing for it if asked to."""
+        if wait:
+            self.arrive()
+        return self.underway is not None and not self.underway.done.done
+
+    # ---- the gradient between backward and zero_grad ------------------------------------------------------------------------
+
+    def take_in(self, grad: Tensor, stats: Tensor | None) -> Event | None:
+        """Add a reduced gradient, as OptimizerShard.add does, to what ``param.grad`` is."""
+        assert self.shard is not None
+        self.clip()
+        self.renew()
+        return self.shard.add(grad, stats)
+
+    def bring_back(self) -> None:
+        """Bring every gradient into ``shown``. On all ranks."""
+        self.arrive()
+        mine = self._bring()
+        full = self.whole_of(lambda _: mine)
+        for index in self.used - self.shown.keys():
+            self.shown[index] = self.unit.shaped(index, full[self.layout.whole(index)]).clone()
+
+    def only_here(self) -> bool:
+        """Check that nobody else has what was brought back, or a part of its memory."""
+        for index in self.shown:
+            grad = self.shown[index]
+            if grad is None:
+                continue
+            in_python, in_torch = sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined]
+            memory = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)  # type: ignore[attr-defined]
+            # (shown, grad and the argument of getrefcount; the storage asked for is one more)
+            if in_python > 3 or in_torch > 1 or memory > 2:
+                return False
+        return True
+
+    def renew(self) -> None:
+        """Put the gradient on its tier as ``param.grad`` is: with the user's changes, and with the clip of a step that has used it."""
+        self.arrive()
+        scale = self.loss_scale()
+        if not self.shown and (self.spent is None or self.spent * scale == 1):
+            self.spent = None
+            return
+        assert self.shard is not None
+        shown, self.shown = self.shown, {}
+        rest = self._bring() if self.used - shown.keys() else None
+        self.used -= {index for index, grad in shown.items() if grad is None}
+        parts = {}
+        for index in self.used:
+            mine, piece = self.layout.part(index, self.held)
+            grad = shown.get(index)
+            if grad is not None:
+                parts[index] = mine, self.unit.flat(index, grad.detach())[piece]
+            elif rest is not None:
+                parts[index] = mine, rest[mine]
+        if not parts:
+            return
+        dtype = functools.reduce(torch.promote_types, (values.dtype for _, values in parts.values()))
+        flat = zeros(self.held_numel, dtype if scale == 1 else torch.float32, self.unit.device)
+        for mine, values in parts.values():
+            flat[mine] = values if scale == 1 else values.float() * scale
+        self.shard.add(flat)
+
+    def _bring(self) -> Tensor:
+        """Take this rank's slice of what ``param.grad`` is from its tier."""
+        assert self.shard is not None
+        by = self.spent if self.spent is not None else 1 / self.loss_scale()
+        self.spent = None
+        grad = self.shard.bring(self.unit.device)  # (in new memory, which will be used again instead)
+        return grad if by == 1 else grad.float() * by
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient; an update in flight does so at its end."""
+        with self.lock:
+            self.used.clear()
+            self.shown.clear()
+            self.spent = None
+            if self.underway is not None:
+                self.underway.keep = False
+            else:
+                self._recycle()
+        for param in self.unit.params:
+            grad_gone(param)
+
+    def zero_gradient(self, used: set[int]) -> None:
+        """The gradients of these parameters become zeros, and there are no others."""
+        assert self.shard is not None
+        self.arrive()
+        self.used |= used
+        self.shard.add(zeros(self.held_numel, self.unit.dtype, self.unit.device))
+        for index in used:
+            grad_left(self.unit.params[index])
+
+    def _recycle(self) -> None:
+        if self.shard is not None:
+            self.recycle(self, self.shard.clear())
+
+    # ---- values from outside -------------------------------------------------------------------------------------------------
+
+    def note_versions(self) -> None:
+        """The full parameters are what the shards are."""
+        self.taken.clear()
+        self.versions = [param._version for param in self.unit.params]
+        self.pointers = [param.data_ptr() for param in self.unit.params]
+
+    def _written(self) -> list[int]:
+        """Numbers of the parameters that somebody but zk has written, in order."""
+        with torch.no_grad():
+            written = self._adopt_replaced()
+        params = self.unit.params
+        return sorted(written | self.taken | {i for i, version in enumerate(self.versions) if params[i]._version != version})
+
+    def _adopt_replaced(self) -> set[int]:
+        """Make parameters that were given other memory, or lie in it otherwise (``param.data = ...``), views of ``full`` again, with their values.
+
+        Returns their numbers.
+
+        RuntimeError for one that has another dtype or shape, or is elsewhere.
+        """
+        unit, full = self.unit, self.full
+        found, start, size = set[int](), full.data_ptr(), full.element_size()
+        for index, param in enumerate(unit.params):
+            offset, numel = self.layout.offsets[index], self.layout.numels[index]
+            is_alike, strides = param.dtype == full.dtype and param.numel() == numel, strides_of(param.shape, unit.orders.get(index))
+            if is_alike and (not numel or (param.data_ptr() == start + offset * size and param.stride() == strides)):
+                continue
+            if not is_alike or param.device != full.device:
+                raise RuntimeError(
+                    f"parameter {unit.names[index]!r} was moved or converted after ZeroOptimizer took it (model.to(), .half() or a new "
+                    ".data); move the model first, then wrap it, and use dtype= to convert"
+                )
+            place = unit.shaped(index, full[self.layout.whole(index)])
+            place.copy_(param.detach().clone())  # it may lie where it goes to
+            param.data = place
+            found.add(index)
+        return found
+
+    def is_changed(self) -> bool:
+        """Check whether the full parameters differ from the shards. On all ranks."""
+        if any(param._version != version for param, version in zip(self.unit.params, self.versions, strict=True)):
+            return True
+        if not self.taken:
+            return False
+        source = self.home.whole()
+        same = torch.equal(self.full[self.held].to(source.device), source)
+        self.home.release()
+        differ = torch.tensor([float(not same)])  # here; what was written may lie in another rank's slice
+        self.comm.all_reduce(differ)
+        return bool(differ.item())
+
+    def written_since(self, versions: Sequence[int] | None) -> bool:
+        """Tell if anybody but zk wrote parameters where they are: since zk did, or since they had these ``versions``."""
+        if self.is_partitioned:
+            return False  # what is written there is handed over by zk.gather
+        with self.counting:
+            return [param._version for param in self.unit.params] != (self.versions if versions is None else versions)
+
+    def watch(self) -> None:
+        """Note from now on whether somebody shares the parameters' memory, and whose ``data`` are used where writes to them have to be found."""
+        self.sharers = self._count_sharers()
+        if not self.is_partitioned and self.shard is not None and self.shard.has_copies:
+            self.watches_data = True
+            for param in self.unit.params:
+                redress(param)
+
+    def _count_sharers(self) -> int:
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def is_shared(self) -> bool:
+        """Check that somebody holds a tensor in the memory of full parameters (``data``, ``detach()``, a state_dict)."""
+        return not self.is_partitioned and self._count_sharers() > self.sharers
+
+    def take_data(self, param: nn.Parameter) -> None:
+        """Note that the ``data`` of a parameter are used, and may be written without a trace."""
+        self.taken.add(next(index for index, other in enumerate(self.unit.params) if other is param))
+
+    def adopt_writes(self) -> None:
+        """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""
+        if self.is_partitioned:
+            return
+        written = self._written()
+        now = [param._version for param in self.unit.params]
+        if not self.is_shared:  # else they may be written again
+            self.taken.clear()
+        if self.shard is not None:
+            self.shard.adopt([self.mine(index) for index in written])
+        self.versions = now
+
+    def keep_written(self, indices: Sequence[int]) -> None:
+        """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
+        self.comm.broadcast(self.index, self.full)
+        if self.is_partitioned:
+            self.home.write(self.full[self.held])
+            self.note_versions()
+        if self.shard is not None:
+            self.shard.adopt([self.mine(index) for index in indices])
+
+    def republish(self) -> None:
+        """The slice was written from outside, and is where it rests: it becomes what all ranks use."""
+        self.refresh()
+        self.transfer.follow(self.publish())
+
+    def rewritten(self) -> None:
+        """All parameters have other values now, and masters agree with them."""
+        torch.autograd.graph.increment_version(self.unit.params)
+        if not self.is_partitioned:
+            self.versions = [param._version for param in self.unit.params]
+
+    def overwrite(self, values: Mapping[int, Callable[[], Tensor]]) -> None:
+        """Replace parameters, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
+        self.arrive()
+        if self.shard is None:
+            self.pin()
+            for index, make in values.items():
+                self.full[self.layout.whole(index)] = self.unit.flat(index, make())
+            if self.is_partitioned:
+                self.home.write(self.full[self.held])
+            self.unpin()
+            return
+        self.adopt_writes()
+        self.settle()
+        for index, make in values.items():
+            mine, piece = self.layout.part(index, self.held)
+            self.shard.set_master(mine, self.unit.flat(index, make())[piece])
+        self.republish()
+
+    def whole_of(self, read: Callable[[slice], Tensor]) -> Tensor:
+        """The whole flat buffer (layout.numel,) of something that each rank holds a slice of; a collective where there are several ranks."""
+        mine = read(slice(0, self.held_numel))
+        if mine.numel() == self.layout.numel:
+            return mine
+        full = torch.empty(self.layout.numel, dtype=mine.dtype, device=mine.device)
+        self.comm.all_gather(self.index, full, mine.contiguous()).wait()
+        return full
+
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """Copies of the parameters in full precision, with what the user has written."""
+        self.adopt_writes()
+        self.pin()
+        exact = self.whole_of(self.shard.get_master) if self.shard is not None else self.full
+        return {param: self.unit.shaped(index, exact[self.layout.whole(index)]).clone() for index, param in enumerate(self.unit.params)}
+
+    # ---- optimizer state -----------------------------------------------------------------------------------------------------
+
+    def export_state(self, own_part: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``."""
+        state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        if self.shard is None:
+            return state
+        readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(self.shard.get_state, name) for name in self.shard.names}
+        if self.shard.has_master:
+            readers["master"] = self.shard.get_master
+        if own_part:
+            from zk.checkpoint.dcp import part_of  # with all of DTensor
+        for name, read in readers.items():
+            full = None if own_part else self.whole_of(read)
+            for index, step in sorted(self.steps.items()):
+                param = self.unit.params[index]
+                entry = state.setdefault(param, {"step": torch.tensor(float(step))})
+                entry[name] = part_of(self, index, read) if full is None else self.unit.shaped(index, full[self.layout.whole(index)])
+        if not readers:
+            for index, step in sorted(self.steps.items()):
+                state[self.unit.params[index]] = {"step": torch.tensor(float(step))}
+        return state
+
+    def show_state(self, index: int, name: str) -> Tensor:
+        """The state ``name`` of one parameter, as a tensor of the user's: what it becomes counts. On all ranks, but for ``step``."""
+        shown = self.shown_state.setdefault(index, {})
+        if name not in shown:
+            assert self.shard is not None
+            read = functools.partial(self.shard.get_state, name)
+            if name == "step":
+                shown[name] = torch.tensor(float(self.steps.get(index, 0)))
+            elif self.is_whole:
+                shown[name] = self.unit.shaped(index, read(self.mine(index))).clone()
+            else:
+                shown[name] = self.unit.shaped(index, self.whole_of(read)[self.layout.whole(index)]).clone()
+        return shown[name]
+
+    def check_state_names(self, index: int, names: Iterable[str]) -> None:
+        """KeyError for a name that is not one of this optimizer's states."""
+        known = ("step", *self.shard.names) if self.shard is not None else ()
+        for name in names:
+            if name not in known:
+                raise KeyError(
+                    f"the state of {self.unit.names[index]!r} is {', '.join(known) or 'nothing, as it is frozen'}; got {name!r}: keep what is "
+                    "your own in a dictionary of your own"
+                )
+
+    def replace_state(self, index: int, name: str, value: Any) -> None:
+        """The state ``name`` of one parameter becomes what ``value`` is until ``keep_state``."""
+        self.check_state_names(index, (name,))
+        if value is None:  # torch's SGD begins so
+            self.forget_state(index)
+            return
+        value = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        if value.numel() != 1 if name == "step" else value.shape != self.unit.params[index].shape:
+            raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(self.unit.params[index].shape)}; got {tuple(value.shape)}")
+        self.shown_state.setdefault(index, {})[name] = value
+        self.steps.setdefault(index, int(name == "momentum_buffer"))  # which the first step makes where there is none
+
+    def keep_state(self) -> None:
+        """Put the states that were shown on their tier, with what the user has made of them."""
+        shown, self.shown_state = self.shown_state, {}
+        for index, state in shown.items():
+            mine, piece = self.layout.part(index, self.held)
+            for name, value in state.items():
+                if name == "step":
+                    self.steps[index] = int(value)
+                elif self.shard is not None:
+                    self.shard.set_state(name, mine, self.unit.flat(index, value.detach())[piece])
+
+    def forget_state(self, index: int) -> None:
+        """Parameter ``index`` becomes as before its first step; its master stays."""
+        self.steps.pop(index, None)
+        self.shown_state.pop(index, None)
+        if self.shard is not None:
+            mine = self.mine(index)
+            for name in self.shard.names:
+                self.shard.set_state(name, mine, torch.zeros(mine.stop - mine.start))
+
+    def import_plan(self, index: int, saved: Mapping[str, Any]) -> list[Callable[[], None]]:
+        """Check that one parameter's saved state fits, and give the writes that load it."""
+        shard, name, param = self.shard, self.unit.names[index], self.unit.params[index]
+        if shard is None:
+            raise ValueError(f"the state holds entries for {name!r}, which is frozen here")
+        mine, piece = self.layout.part(index, self.held)
+        if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
+            return [functools.partial(self.forget_state, index)]
+        unknown = saved.keys() - {"step", "master", *shard.names}
+        if unknown and not set(shard.names) & saved.keys():
+            raise ValueError(f"the state of {name!r} is {', '.join(('step', *shard.names))}; got {', '.join(sorted(unknown))}")
+        step = saved.get("step", 1)
+        if isinstance(step, str) or not float(step) >= 0 or float(step) % 1:
+            raise ValueError(f"the step of {name!r} is {step!r}, and no count of steps")
+        writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(index, int(step))]
+        for key in [*shard.names, "master"]:
+            value = saved.get(key)
+            if key == "master":
+                if value is None or not shard.has_master:
+                    continue
+            elif value is None:
+                if key == "momentum_buffer":
+                    continue  # torch keeps None there before the first step
+                raise ValueError(f"the state of {name!r} has no {key!r}; it has {sorted(saved)}")
+            if hasattr(value, "full_tensor"):  # a DTensor
+                from zk.checkpoint.dcp import values_of
+
+                value = values_of(value, self, index)
+            if value.is_meta or not value.is_floating_point():
+                raise ValueError(f"{key!r} of {name!r} is {value.dtype} on {value.device}; real floating point values are needed, in memory")
+            if tuple(value.shape) == tuple(param.shape):
+                value = self.unit.flat(index, value.detach())[piece]
+            elif tuple(value.shape) != (mine.stop - mine.start,):
+                raise ValueError(
+                    f"{key!r} of {name!r} has shape {tuple(value.shape)}; this parameter is {tuple(param.shape)} and this rank holds "
+                    f"{mine.stop - mine.start} elements of it"
+                )
+            if key == "master":
+                writes.append(lambda value=value: shard.set_master(mine, value))  # type: ignore[misc]
+            else:
+                writes.append(lambda key=key, value=value: shard.set_state(key, mine, value))  # type: ignore[misc]
+        return writes
