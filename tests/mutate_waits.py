@@ -65,7 +65,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes, by_write=True)"): (
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),
-    ("zk/parallel/released.py", "_use", "entry[2].wait()"): "a unit that is gone has no update in flight: the thread's job keeps it, and an error does",
+    ("zk/parallel/released.py", "_use", "entry[2].wait()"): (
+        "a unit that is gone has no update in flight: the thread's job keeps it, and an error does"
+    ),
     ("zk/checkpoint/load.py", "_fill", "held.params.settle()"): (
         "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
         "the host the collective reads that memory, and nothing here can hold it up"

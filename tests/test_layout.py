@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zk.parallel.layout import ALIGN, Layout
+from zk.units import ALIGN, Layout
 
 layouts = st.builds(Layout.of, st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.integers(1, 9))
 

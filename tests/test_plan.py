@@ -25,7 +25,6 @@ from tests.world import run_world
 from zk.cli import app
 from zk.events import Event
 from zk.offload.streams import Joined
-from zk.parallel.layout import Layout
 from zk.plan import report
 from zk.plan.choose import as_dict, as_python, consider, footprint, largest, plan, shown
 from zk.plan.picture import draw
@@ -34,7 +33,7 @@ from zk.plan.speed import Machine, length, step_of
 from zk.precision import stored_dtypes
 from zk.testing.devices import CPU, pretend
 from zk.train.gpt import GPT, GPTConfig
-from zk.units import find_units
+from zk.units import Layout, find_units
 
 GIB = 1 << 30
 ROOT = Path(__file__).parent.parent

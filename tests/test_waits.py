@@ -40,9 +40,8 @@ from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer
-from zk.parallel.layout import Layout
 from zk.store import UnitStore
-from zk.units import Unit
+from zk.units import Layout, Unit
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)

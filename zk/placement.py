@@ -13,8 +13,7 @@ from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.state import state_fields
 from zk.offload.tiers import CHUNKS_IN_MEMORY, Needs, place
-from zk.parallel.layout import Layout
-from zk.units import Unit
+from zk.units import Layout, Unit
 
 
 @dataclasses.dataclass

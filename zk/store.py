@@ -27,10 +27,11 @@ from zk.offload.tiers import ResidentFields
 from zk.offload.transfer import Transfer
 from zk.owners import Gradients, hold
 from zk.parallel.comm import Group, Solo
-from zk.parallel.layout import Layout
 from zk.parallel.released import Released, Watched, grad_gone, grad_left, mark, redress, stand_in, unmark
 from zk.timeline import phase
-from zk.units import Unit, strides_of
+from zk.units import Layout, Unit, strides_of
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
 def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str], Tensor] | None) -> Tensor:
@@ -88,6 +89,7 @@ class UnitStore:
         self.unit, self.index, self.layout, self.comm, self.transfer = unit, index, layout, comm, transfer
         self.param_tier, self.held, self.home, self.uploads, self.on_use = param_tier, held, home, uploads, on_use
         self.held_numel: int = held.stop - held.start
+        self.is_whole = self.held_numel == layout.numel  # this rank's slice is everything
         self.owner: weakref.ref[Any] | None = None  # the ZeroOptimizer
         self.lock = threading.RLock()  # several threads may want the parameters at once
         self.counting = threading.Lock()  # while versions change; never held while waiting
@@ -149,11 +151,6 @@ class UnitStore:
     def mine(self, index: int) -> slice:
         """The elements of this rank's slice that are of parameter ``index``."""
         return self.layout.part(index, self.held)[0]
-
-    @property
-    def is_whole(self) -> bool:
-        """Tell if this rank's slice is everything."""
-        return self.held_numel == self.layout.numel
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -407,7 +404,7 @@ class UnitStore:
             if grad is None:
                 continue
             in_python, in_torch = sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined]
-            memory = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)  # type: ignore[attr-defined]
+            memory = _use_count(grad.untyped_storage()._cdata)
             # (shown, grad and the argument of getrefcount; the storage asked for is one more)
             if in_python > 3 or in_torch > 1 or memory > 2:
                 return False
@@ -482,18 +479,11 @@ class UnitStore:
         self.versions = [param._version for param in self.unit.params]
         self.pointers = [param.data_ptr() for param in self.unit.params]
 
+    @torch.no_grad()
     def _written(self) -> list[int]:
-        """Numbers of the parameters that somebody but zk has written, in order."""
-        with torch.no_grad():
-            written = self._adopt_replaced()
-        params = self.unit.params
-        return sorted(written | self.taken | {i for i, version in enumerate(self.versions) if params[i]._version != version})
+        """Numbers of the parameters that somebody but zk has written, in order.
 
-    def _adopt_replaced(self) -> set[int]:
-        """Make parameters that were given other memory, or lie in it otherwise (``param.data = ...``), views of ``full`` again, with their values.
-
-        Returns their numbers.
-
+        Those that were given other memory, or lie in it otherwise (``param.data = ...``), become views of ``full`` again, with their values.
         RuntimeError for one that has another dtype or shape, or is elsewhere.
         """
         unit, full = self.unit, self.full
@@ -512,7 +502,7 @@ class UnitStore:
             place.copy_(param.detach().clone())  # it may lie where it goes to
             param.data = place
             found.add(index)
-        return found
+        return sorted(found | self.taken | {i for i, version in enumerate(self.versions) if unit.params[i]._version != version})
 
     def is_changed(self) -> bool:
         """Check whether the full parameters differ from the shards. On all ranks."""
@@ -536,19 +526,16 @@ class UnitStore:
 
     def watch(self) -> None:
         """Note from now on whether somebody shares the parameters' memory, and whose ``data`` are used where writes to them have to be found."""
-        self.sharers = self._count_sharers()
+        self.sharers = _use_count(self.full.untyped_storage()._cdata)
         if not self.is_partitioned and self.shard is not None and self.shard.has_copies:
             self.watches_data = True
             for param in self.unit.params:
                 redress(param)
 
-    def _count_sharers(self) -> int:
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)  # type: ignore[attr-defined, no-any-return]
-
     @property
     def is_shared(self) -> bool:
         """Check that somebody holds a tensor in the memory of full parameters (``data``, ``detach()``, a state_dict)."""
-        return not self.is_partitioned and self._count_sharers() > self.sharers
+        return not self.is_partitioned and _use_count(self.full.untyped_storage()._cdata) > self.sharers
 
     def take_data(self, param: nn.Parameter) -> None:
         """Note that the ``data`` of a parameter are used, and may be written without a trace."""

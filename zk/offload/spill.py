@@ -21,9 +21,8 @@ from zk.events import COMPLETED, Event, Ticket
 from zk.memory import staging
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, File, Request, round_up
-from zk.offload.transfer import Arrival, Transfer
+from zk.offload.transfer import Arrival, Transfer, evenly
 from zk.offload.worker import Worker
-from zk.parallel.layout import evenly
 from zk.timeline import phase
 
 P = ParamSpec("P")

@@ -15,11 +15,18 @@ from torch import Tensor
 from zk.events import Event
 from zk.offload.pinned import Arena, Record
 from zk.offload.streams import Link
-from zk.parallel.layout import evenly
 from zk.timeline import phase
 
 # elements of one piece: 16 MiB in 16 bits, large enough for the full speed of a link, small enough that the update soon has its first
 PIECE_NUMEL = 1 << 23
+
+
+def evenly(start: int, stop: int, most: int, multiple: int) -> list[slice]:
+    """Elements ``start`` to ``stop`` in slices of about one size, a ``multiple``, and at most about ``most``."""
+    numel = stop - start
+    size = -(-numel // max(1, -(-numel // most)))
+    size = -(-size // multiple) * multiple or multiple
+    return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 def pieces_of(start: int, stop: int) -> list[slice]:

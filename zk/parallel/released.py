@@ -65,10 +65,6 @@ def _stays(func: Callable[..., Tensor], param: Tensor, args: Any, kwargs: Any) -
         return func(like, *args, **kwargs) is like
 
 
-def _own_class(param: nn.Parameter) -> type[nn.Parameter]:
-    return param.own_class if isinstance(param, _GradElsewhere) else type(param)  # type: ignore[return-value]
-
-
 def _keeper_of(param: nn.Parameter) -> Gradients | None:
     """Keeper of the gradient of ``param``, once that has left."""
     holder = holder_of(param)
@@ -143,11 +139,12 @@ class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _as_itself(param: nn.Parameter) -> Iterator[None]:
-    stand_in, param.__class__ = type(param), _own_class(param)  # type: ignore[assignment]
+    role = type(param)
+    stand_in([param], None)
     try:
         yield
     finally:
-        param.__class__ = stand_in  # type: ignore[assignment]
+        param.__class__ = role  # type: ignore[assignment]
 
 
 class Released(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
@@ -194,22 +191,17 @@ def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Par
     return role if kind is nn.Parameter else type(f"{role.__name__}{kind.__name__}", (role, kind), {"own_class": kind})
 
 
-def _dress(param: nn.Parameter, role: type[nn.Parameter] | None) -> None:
-    """Give the parameter the class for ``role``; None: its own."""
-    own = _own_class(param)
-    param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
-
-
-def stand_in(params: Sequence[nn.Parameter], role: type[nn.Parameter]) -> None:
-    """Give a unit's parameters the class for ``role``: Released, as they have no memory, or Watched, as they are full."""
+def stand_in(params: Sequence[nn.Parameter], role: type[nn.Parameter] | None) -> None:
+    """Give parameters the class for ``role``: Released, as they have no memory, or Watched, as they are full; None: their own."""
     for param in params:
-        _dress(param, role)
+        own = param.own_class if isinstance(param, _GradElsewhere) else type(param)
+        param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, holder: Holder, update: Ticket | None = None) -> None:
     """Let every use of the parameter's values go to its holder: it waits for the ``update`` and calls ``unmark``, or raises."""
     hold(param, holder, update)
-    _dress(param, Updating)
+    stand_in([param], Updating)
 
 
 def _use(param: nn.Parameter) -> None:
@@ -233,7 +225,7 @@ def unmark(param: nn.Parameter) -> None:
 
 def _dress_full(param: nn.Parameter) -> None:
     """Give the parameter the class that it has while it is full."""
-    _dress(param, Watched if _watches_data(param) or _gradients_of(param) is not None else None)
+    stand_in([param], Watched if _watches_data(param) or _gradients_of(param) is not None else None)
 
 
 def is_released(param: Tensor) -> bool:
@@ -262,7 +254,7 @@ def grad_left(param: nn.Parameter) -> None:
     """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
     if not isinstance(param, _GradElsewhere) and _keeper_of(param) is not None:
-        _dress(param, Watched)
+        stand_in([param], Watched)
 
 
 def grad_is_away(param: nn.Parameter) -> bool:
@@ -274,13 +266,13 @@ def grad_is_away(param: nn.Parameter) -> bool:
 def ask_elsewhere(param: nn.Parameter) -> None:
     """Ask for a gradient that is not in torch's own place from now on."""
     if not isinstance(param, _GradElsewhere) and own_grad(param) is None and _keeper_of(param) is not None:
-        _dress(param, Watched)
+        stand_in([param], Watched)
 
 
 def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
     """Give the parameter its own class for a forward, as code from torch.compile goes by the class; ``False``: the forward has ended."""
     if whether and isinstance(param, Watched):
-        _dress(param, None)
+        stand_in([param], None)
     elif not whether and not isinstance(param, Released):
         _dress_full(param)
 
