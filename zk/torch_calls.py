@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zk.owners import owner_of
 from zk.parallel.released import own_grad
-
-if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
 
 
 @functools.cache
@@ -71,7 +68,7 @@ def _put_before(name: str, ours: Callable[..., Any]) -> None:
     inner.cell_contents = functools.partial(ours, inner.cell_contents)
 
 
-def _owner_of_all(params: list[Tensor]) -> ZeroOptimizer | None:
+def _owner_of_all(params: list[Tensor]) -> Any:
     """The ZeroOptimizer that trains these parameters, all that it trains, and no others with a gradient; None for anything else."""
     owner = next((owner for param in params if (owner := owner_of(param)) is not None and _is_trained(owner, param)), None)
     if owner is None:
@@ -82,7 +79,7 @@ def _owner_of_all(params: list[Tensor]) -> ZeroOptimizer | None:
     return owner if all((owner_of(param) is owner and _is_trained(owner, param)) or param.grad is None for param in params) else None
 
 
-def _is_trained(owner: ZeroOptimizer, param: Tensor) -> bool:
+def _is_trained(owner: Any, param: Tensor) -> bool:
     return owner.units[param][0].shard is not None  # type: ignore[index]
 
 
