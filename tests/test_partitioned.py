@@ -102,6 +102,16 @@ def few_units_are_gathered_at_a_time() -> None:
     optimizer.close()
 
 
+def what_backward_does_not_read_is_not_gathered_for_it() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = wrap(model, prefetch=0)
+    loss = model(torch.arange(3)).sum()
+    before = optimizer.metrics()["gathers"]
+    loss.backward()
+    assert optimizer.metrics()["gathers"] - before == 1, "of the first linear layer; the embedding's gradient needs no values of it"
+    optimizer.close()
+
+
 def gather_reads_and_writes() -> None:
     torch.manual_seed(0)
     model = GPT()
@@ -314,6 +324,7 @@ def own_state_goes_back_in() -> None:
 CASES = (
     bytes_match_the_formulas,
     few_units_are_gathered_at_a_time,
+    what_backward_does_not_read_is_not_gathered_for_it,
     gather_reads_and_writes,
     state_dict_of_the_model_is_whole,
     a_released_parameter_is_an_error_outside_and_a_gather_inside,

@@ -114,11 +114,11 @@ class GradReducer:
                 self.task = task
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
             store = self.stores[position]
-            if not store.arrived:
-                store.expected = sum(p.requires_grad for p in store.unit.params)
-            grad = own_grad(param)
-            self.unfinished = True
-            hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
+            grad, self.unfinished = own_grad(param), True
+            with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
+                if not store.arrived:
+                    store.expected = sum(p.requires_grad for p in store.unit.params)
+                hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
             if grad is not None and hooked and grad_is_away(param):
                 raise RuntimeError(
                     f"a hook of parameter {store.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it "

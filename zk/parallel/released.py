@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PROPERTIES = frozenset((
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
     "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "retains_grad", "_backward_hooks", "output_nr", "is_mps",
-    "is_xpu", "is_sparse_csr", "is_mkldnn",
+    "is_xpu", "is_sparse_csr", "is_mkldnn", "_post_accumulate_grad_hooks",
 ))  # fmt: skip
 _METHODS = frozenset((
     "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
