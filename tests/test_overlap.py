@@ -552,7 +552,8 @@ def test_a_piece_is_updated_while_the_one_before_is_still_on_its_way_up() -> Non
 # ---- errors and ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_beside_training_raises_in_it_with_its_traceback_and_can_be_mended() -> None:
+@pytest.mark.parametrize("hears", ("synchronize", "step"))
+def test_what_fails_beside_training_raises_in_it_with_its_traceback_and_can_be_mended(hears: str) -> None:
     model, optimizer = make()
     train(model, optimizer, steps=2)
     saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
@@ -568,7 +569,7 @@ def test_what_fails_beside_training_raises_in_it_with_its_traceback_and_can_be_m
         loss_of(model, batch(2)).backward()
         optimizer.step()
         with pytest.raises(ArithmeticError, match="the third slice") as caught:
-            optimizer.synchronize()
+            getattr(optimizer, hears)()
         assert "failing" in [entry.name for entry in caught.traceback]
         with pytest.raises(RuntimeError, match=r"half-way .*the third slice.* the model's forward is refused"):
             loss_of(model, batch(3))  # nothing goes on with half an update
