@@ -198,7 +198,7 @@ class _Finder(ast.NodeVisitor):
             source = self._source(value)
             if source in ("event", "uploaded", "copied") or re.match(r".*\.events\[.*\]$", source):
                 self._add(value, COMPLETED, f"return {source}")
-            elif "publish()" in source or source == "reached()":
+            elif "publish()" in source or source == "reached()" or source.startswith("self.comm.all_gather("):
                 self._add(value, f"({source}, {COMPLETED})[1]", f"return {source}")
         self.generic_visit(node)
 
