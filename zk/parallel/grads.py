@@ -1,7 +1,7 @@
 """Gradients on their way from backward to each unit's reduced slice: grad -> flatten -> reduce.
 
 A gradient leaves ``param.grad`` as soon as autograd has it. When those of a unit are complete, one launch moves them into the unit's flat
-bucket, in their own 16 bits (in host memory each one moves at once, while the cache has it); a second one of the same parameter before the
+bucket, in their own 16 bits (in host memory a large one moves at once, while the cache has it); a second one of the same parameter before the
 next step is added in fp32. Then the bucket is reduced over ranks
 while backward goes on. Reductions are started in one order on all ranks, that of the first backward on the first rank, so an order that
 differs costs overlap, not correctness. On a device both kernels measure what they write, so that the norm need not read it again.
@@ -27,6 +27,8 @@ from zk.store import UnitStore
 
 # reductions in flight at once: one being summed while the next one's bytes travel
 _IN_FLIGHT = 2
+# bytes of a gradient that stays in the cache until its unit's others have come
+_SMALL = 1 << 16
 
 
 def stats_on(device: torch.device) -> Tensor | None:
@@ -157,7 +159,7 @@ class GradReducer:
         store.waiting[index] = grad
         store.unreduced.add(index)
         grad_left(param)
-        if grad.device.type == "cpu":
+        if grad.device.type == "cpu" and grad.nbytes >= _SMALL:
             self.flatten(store)
 
     def flatten(self, store: UnitStore) -> None:

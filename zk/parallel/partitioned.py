@@ -48,7 +48,7 @@ def _on_grads(tensors: Sequence[Tensor], call: Callable[..., None]) -> None:
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
     found = []
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -197,7 +197,7 @@ class Partition:
             self._use(store)
         blocks = [store.index for store in units if self.model not in store.unit.anchors] if torch.is_grad_enabled() else []
         # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
-        inputs = [t for t in _tensors((args, kwargs)) if t.grad_fn is not None] if blocks else []
+        inputs = [t for given in (*args, *kwargs.values()) for t in _tensors(given) if t.grad_fn is not None] if blocks else []
         if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
             _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks))
 
@@ -227,7 +227,8 @@ class Partition:
                 f"the parameters of unit {store.unit.name!r} are needed, and the optimizer that holds them is closed; close it after the last "
                 "backward"
             )
-        self.prefetcher.used(store.index, store.state is not State.RELEASED)
+        if store.lease is not None:  # else nothing is moved
+            self.prefetcher.used(store.index, store.state is not State.RELEASED)
         store.gather()
         store.is_borrowed |= self.makes_graph
 
