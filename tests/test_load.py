@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import zk
 from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
-from zk.checkpoint import files, manifest
+from zk.checkpoint import files, folders
 from zk.checkpoint.files import CheckpointError, Written
 from zk.offload import nvme, spill
 from zk.store import UnitStore
@@ -113,7 +113,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any], list[dict[str, Any]]]
     for part, name, words in zip(head.get("parts") or [], names, said, strict=False):
         (folder / name).write_text(json.dumps(words))
         part.update(Written.of_bytes(name, (folder / name).read_bytes()).as_json() | {"name": part.get("name")})
-    (folder / "manifest.json").write_bytes(manifest.sealed(head))
+    (folder / "manifest.json").write_bytes(folders.sealed(head))
 
 
 # ---- found before a byte changes -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import zk
 from tests.world import run_world
 from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
-from zk.checkpoint.manifest import sealed
+from zk.checkpoint.folders import sealed
 from zk.tiled_linear import pieces_of
 from zk.units import flat_of, order_of, shaped_of
 

@@ -403,8 +403,8 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
     claim = folders.Claim()
     beside = folders.beside(final, folders.begin(final, claim))
     try:
-        writer = Writer(beside / manifest.rank_files(0, 1)[0], entries, {"format": "pt"})
-        try:
+        writer = Writer(beside / folders.rank_files(0, 1)[0], entries, {"format": "pt"})
+        with folders.undone(writer.abort):
             for param in params:
                 for kind, elements in param.kinds.items():
                     for part in elements():
@@ -413,9 +413,6 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
             for value in buffers.values():
                 writer.add(value)
             written = writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
         folders.say(beside, 0, 1, written, pieces, buffers, None)
         folders.publish(beside, final, head, 1)
     except BaseException:

@@ -5,7 +5,6 @@ Elements go from file to file: memory does not grow with the model, and neither 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, write_durably
+from zk.checkpoint.folders import undone
 from zk.checkpoint.load import Stored, find, readers_of
 from zk.checkpoint.manifest import Manifest, Weight, sources_of
 
@@ -60,19 +60,21 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    try:
+    with undone(shutil.rmtree, beside, ignore_errors=True):
         with readers_of(manifest) as readers:
             stored = Stored(sources_of(manifest), readers)
             for name, shard in files.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
-                with _writing(beside / name, shard, metadata) as writer:
+                writer = Writer(beside / name, shard, metadata)
+                with undone(writer.abort):
                     for entry in shard:
                         if entry.key not in weights:
                             writer.add(readers[manifest.ranks[0]["file"]].read(f"buffer/{entry.key}"))
                             continue
                         for values in _row_by_row(stored, weights[entry.key]):
                             writer.add(_rounded(values, entry))
+                    writer.finish()
         total = sum(entry.nbytes for entry in entries)
         if len(files) > 1:
             weight_map = {entry.key: name for name, shard in files.items() for entry in shard}
@@ -85,9 +87,6 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
             out.rmdir()
         beside.rename(out)
         sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
     return Exported([out / name for name in files], len(entries), total, tied)
 
 
@@ -131,17 +130,6 @@ def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
-
-
-@contextlib.contextmanager
-def _writing(path: Path, entries: Sequence[Entry], metadata: dict[str, str]) -> Iterator[Writer]:
-    writer = Writer(path, entries, metadata)
-    try:
-        yield writer
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _rounded(values: Tensor, entry: Entry) -> Tensor:

@@ -18,16 +18,33 @@ import secrets
 import shutil
 import socket
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zk.checkpoint import manifest
 from zk.checkpoint.files import Written, check_regular, sync_folder, write_durably
 from zk.logs import rank_log
 
 LATEST = "latest"
 LOCK = ".lock"
+MANIFEST = "manifest.json"
+
+
+def rank_files(rank: int, world: int) -> tuple[str, str]:
+    """The names of one rank's tensors, and of what it says of them."""
+    stem = f"rank-{rank:05d}-of-{world:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
+
+
+def crc_of(head: Mapping[str, Any]) -> str:
+    """The CRC-32 of a manifest."""
+    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def sealed(head: Mapping[str, Any]) -> bytes:
+    """The manifest's file: ``head`` and its own CRC-32."""
+    return json.dumps({**head, "crc32": crc_of(head)}, indent=1).encode()
 
 
 def place_of(root: Path, step: int) -> Path:
@@ -63,19 +80,29 @@ def begin(final: Path, claim: Claim) -> str:
     return token
 
 
+@contextlib.contextmanager
+def undone(undo: Callable[..., object], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Call ``undo`` with the arguments if what is done inside fails, also by Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        undo(*args, **kwargs)
+        raise
+
+
 def say(
     folder: Path, rank: int, world: int, written: Written, pieces: Sequence[Sequence[Any]], buffers: Iterable[str], random: dict[str, Any] | None
 ) -> None:
     """Write what a rank says of its file: (unit, kind, start, stop, key) of every piece, names of buffers, and its random numbers."""
     said = {"rank": rank, "file": written.name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": random}
-    write_durably(folder / manifest.rank_files(rank, world)[1], json.dumps(said, separators=(",", ":")).encode())
+    write_durably(folder / rank_files(rank, world)[1], json.dumps(said, separators=(",", ":")).encode())
 
 
 def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> None:
     """``folder`` has all that ranks write: add the manifest, give it its final name, and let ``latest`` name it."""
     parts, files = [], []
     for rank in range(world):
-        name = manifest.rank_files(rank, world)[1]
+        name = rank_files(rank, world)[1]
         data = (folder / name).read_bytes()
         parts.append(Written.of_bytes(name, data).as_json())
         try:
@@ -83,7 +110,7 @@ def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> N
         except ValueError as error:
             raise OSError(errno.EIO, f"the drive has not kept what was written ({error})", str(folder / name)) from error
     number = 1 + max(map(_number, whole(final.parent)), default=0)
-    write_durably(folder / manifest.MANIFEST, manifest.sealed({"finished": number, **head, "parts": parts, "files": files}))
+    write_durably(folder / MANIFEST, sealed({"finished": number, **head, "parts": parts, "files": files}))
     sync_folder(folder)
     replaced = final.with_name(f".{final.name}.replaced")  # where a checkpoint is while another one of the same step takes its place
     if final.exists():
@@ -96,7 +123,7 @@ def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> N
 
 def _number(folder: Path) -> int:
     """The number of checkpoints that had been finished in its folder with this one; 0 where that is not known."""
-    with open(folder / manifest.MANIFEST, "rb") as file:
+    with open(folder / MANIFEST, "rb") as file:
         begins = re.match(rb'\s*{\s*"finished": (\d{1,9}),', file.read(100))  # and may be long
     return int(begins[1]) if begins else 0
 
@@ -106,7 +133,7 @@ def whole(root: Path) -> list[Path]:
     found = {folder.name: folder for folder in root.glob("step-*")}
     for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
         found.setdefault(folder.name[1:].removesuffix(".replaced"), folder)
-    there = [(_number(folder), name, folder) for name, folder in found.items() if (folder / manifest.MANIFEST).exists()]
+    there = [(_number(folder), name, folder) for name, folder in found.items() if (folder / MANIFEST).exists()]
     return [folder for _, _, folder in sorted(there)]
 
 
@@ -115,7 +142,7 @@ def latest(root: Path) -> Path | None:
     with contextlib.suppress(OSError, ValueError):
         check_regular(root / LATEST)
         name = (root / LATEST).read_text().strip()
-        if name.startswith("step-") and name == Path(name).name and (root / name / manifest.MANIFEST).exists():
+        if name.startswith("step-") and name == Path(name).name and (root / name / MANIFEST).exists():
             return root / name
     return next(reversed(whole(root)), None)
 

@@ -24,7 +24,7 @@ from zk.checkpoint.manifest import (
     Source,
     Weight,
     check_random_state,
-    gaps,
+    gap,
     kinds_of,
     names_of_groups,
     revived,
@@ -279,9 +279,9 @@ def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
         for part in opened.origin(held, index)
     }
     for (name, kind), numel in needed.items():
-        lacking = gaps(opened.sources.get((name, kind), ()), numel)
-        if lacking:
-            raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0][0]} to {lacking[0][1]})")
+        lacking = gap(opened.sources.get((name, kind), ()), numel)
+        if lacking is not None:
+            raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0]} to {lacking[1]})")
     buffers = dict(save.buffers_of(optimizer))
     if sorted(buffers) != manifest.ranks[0]["buffers"]:
         raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import random
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular
+from zk.checkpoint.folders import MANIFEST, crc_of
 from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 FORMAT = "zk checkpoint"
 VERSION, WITH_ORDERS = 1, 2  # that some parameters lie in memory in an order of their own: a reader that does not know it would mix them up
-MANIFEST = "manifest.json"
-
-
-def rank_files(rank: int, world: int) -> tuple[str, str]:
-    """The names of one rank's tensors, and of what it says of them."""
-    stem = f"rank-{rank:05d}-of-{world:05d}"
-    return f"{stem}.safetensors", f"{stem}.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,15 +92,6 @@ def plain(value: Any, what: str) -> Any:
     raise TypeError(f"{what} is a {type(value).__name__}; a checkpoint keeps what JSON can hold: numbers, strings, lists, dicts")
 
 
-def _crc32(head: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
-
-
-def sealed(head: Mapping[str, Any]) -> bytes:
-    """The manifest's file: ``head`` and its own CRC-32."""
-    return json.dumps({**head, "crc32": _crc32(head)}, indent=1).encode()
-
-
 def revived(value: Any) -> Any:
     """Undo ``plain``, but for tuples, which are lists now."""
     if isinstance(value, list):
@@ -132,12 +116,6 @@ def tied_names(optimizer: ZeroOptimizer) -> dict[str, str]:
     return {name: own[param] for name, param in everywhere if param in own and own[param] != name}
 
 
-def _model_config(optimizer: ZeroOptimizer) -> str | None:
-    """The config.json of models that have one, as those of Hugging Face."""
-    write = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)
-    return str(write()) if callable(write) else None
-
-
 def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """The part of a manifest that is the same on all ranks."""
     groups = []
@@ -145,6 +123,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
         groups.append({**options, "params": names})
     tiles = pieces_of(optimizer.model)
+    config = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)  # of models of Hugging Face
     return {
         "format": FORMAT,
         "version": WITH_ORDERS if any(held.unit.orders for held in optimizer.held) else VERSION,
@@ -156,7 +135,7 @@ def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         "groups": groups,
         "units": [of_unit(held, tiles) for held in optimizer.held],
         "tied": tied_names(optimizer),
-        "model_config": _model_config(optimizer),
+        "model_config": str(config()) if callable(config) else None,
     }
 
 
@@ -243,8 +222,8 @@ class Manifest:
             raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a zk checkpoint")
         if head.get("version") not in (VERSION, WITH_ORDERS):
             raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads versions {VERSION} and {WITH_ORDERS}")
-        if head.pop("crc32", None) != _crc32(head):
-            raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {_crc32(head)}; it was damaged, or edited")
+        if head.pop("crc32", None) != crc_of(head):
+            raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {crc_of(head)}; it was damaged, or edited")
         try:
             files = [Written.of_json(entry) for entry in head["files"]]
             parts = [Written.of_json(entry) for entry in head["parts"]]
@@ -325,13 +304,11 @@ def sources_of(manifest: Manifest) -> dict[tuple[str, str], list[Source]]:
     return found
 
 
-def gaps(sources: Sequence[Source], numel: int) -> list[tuple[int, int]]:
-    """Elements that no source has."""
-    missing, position = [], 0
+def gap(sources: Sequence[Source], numel: int) -> tuple[int, int] | None:
+    """The first elements that no source has: (first, behind the last)."""
+    position = 0
     for source in sources:
         if source.start > position:
-            missing.append((position, source.start))
+            return position, source.start
         position = max(position, source.stop)
-    if position < numel:
-        missing.append((position, numel))
-    return missing
+    return (position, numel) if position < numel else None

@@ -231,16 +231,13 @@ class Save:
                 entries.append(Entry(key, piece.dtype, (piece.elements.stop - piece.elements.start,)))
                 pieces.append([part.unit, piece.kind, piece.elements.start, piece.elements.stop, key])
         entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in self.buffers.items()]
-        writer = Writer(self.beside / manifest.rank_files(self.rank, self.world)[0], entries, {"format": "pt"})
-        try:
+        writer = Writer(self.beside / folders.rank_files(self.rank, self.world)[0], entries, {"format": "pt"})
+        with folders.undone(writer.abort):
             for position, part in enumerate(self.parts):
                 self._write_part(part, writer, self.parts[position + 1] if position + 1 < len(self.parts) else None)
             for value in self.buffers.values():
                 writer.add(value)
             written = writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
         folders.say(self.beside, self.rank, self.world, written, pieces, self.buffers, self.random)
 
     def _write_part(self, part: Part, writer: Writer, following: Part | None) -> None:
