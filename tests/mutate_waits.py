@@ -68,7 +68,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/parallel/released.py", "_use", "entry[2].wait()"): (
         "a unit that is gone has no update in flight: the thread's job keeps it, and an error does"
     ),
-    ("zk/checkpoint/load.py", "_fill", "held.params.settle()"): (
+    ("zk/checkpoint/load.py", "_fill", "held.settle()"): (
         "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
         "the host the collective reads that memory, and nothing here can hold it up"
     ),

@@ -99,7 +99,7 @@ def _clip_norm(
     owner = _owner_of_all(params) if float(norm_type) == 2.0 and max_norm > 0 else None
     if owner is None:
         return of_torch(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm = owner.clip_grad_norm_(float(max_norm))
+    norm: Tensor = owner.clip_grad_norm_(float(max_norm))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True asks for an error; the step would be skipped")
     return norm

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zk.parallel.comm import Group
 from zk.units import flat_of, inverse_of, shaped_of
-
-if TYPE_CHECKING:
-    from zk.store import UnitStore
 
 _MESHES: weakref.WeakKeyDictionary[Group, DeviceMesh] = weakref.WeakKeyDictionary()
 _ATEN = torch.ops.aten
@@ -75,7 +72,7 @@ class Place:
     comm: Group
 
     @classmethod
-    def of(cls, held: UnitStore, index: int) -> Place:
+    def of(cls, held: Any, index: int) -> Place:
         assert isinstance(held.comm, Group)
         pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.world))
         return cls(held.unit.params[index].shape, held.unit.orders.get(index), tuple(pieces), held.index, held.comm)
@@ -205,14 +202,14 @@ class Part(DTensor):
         return f"Part(elements {self.place.mine.start} to {self.place.mine.stop} of {tuple(self.place.shape)}: {self._local_tensor})"
 
 
-def part_of(held: UnitStore, index: int, read: Callable[[slice], Tensor]) -> Part:
+def part_of(held: Any, index: int, read: Callable[[slice], Tensor]) -> Part:
     """This rank's elements of what ``read`` gives for parameter ``index``, in fp32."""
     values = read(held.mine(index)).cpu().numpy()
     # by way of numpy: the same memory, as a storage that begins there; DTensor's own address, which is 0, would be counted from the storage's begin
     return Part.make(torch.from_numpy(values), Place.of(held, index))
 
 
-def values_of(value: DTensor, held: UnitStore, index: int) -> Tensor:
+def values_of(value: DTensor, held: Any, index: int) -> Tensor:
     """The values in ``value`` for parameter ``index``: this rank's elements of a Part that is cut alike, else all of it (a collective)."""
     if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index)):
         return value._local_tensor

@@ -39,7 +39,7 @@ from zk.tiled_linear import pieces_of
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
+    from zk.checkpoint.manifest import Training
     from zk.store import UnitStore
 
 Sources = dict[tuple[str, str], list[Source]]  # (parameter's name, kind) -> where its elements are
@@ -57,7 +57,7 @@ def find(path: Path) -> Path:
     return found
 
 
-def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
+def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
     with _checking(optimizer, path) as folder:
         opened = _opened(optimizer, folder)
@@ -84,7 +84,7 @@ def load(optimizer: ZeroOptimizer, path: Path, scheduler: Any) -> Any:
     return revived(manifest.head["extra"])
 
 
-def load_model(optimizer: ZeroOptimizer, path: Path) -> None:
+def load_model(optimizer: Training, path: Path) -> None:
     """Take over parameters and buffers alone, whatever the groups are, into an optimizer that keeps no state. All ranks call it."""
     assert not any(held.shard.names for held in optimizer.held if held.shard is not None)
     with _checking(optimizer, path) as folder:
@@ -103,7 +103,7 @@ def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _checking(optimizer: ZeroOptimizer, path: Path) -> Iterator[Path]:
+def _checking(optimizer: Training, path: Path) -> Iterator[Path]:
     """The folder of the checkpoint that all ranks read, to be checked inside. What is wrong on one rank is a CheckpointError on all of them."""
     comm, what = optimizer.comm, f"checking {path}"
     with save.together(comm, what):
@@ -167,7 +167,7 @@ class _Opened:
         return [alike] if alike is not None else self.weights[self.whole(held.unit.names[index])].parts
 
 
-def _opened(optimizer: ZeroOptimizer, folder: Path) -> _Opened:
+def _opened(optimizer: Training, folder: Path) -> _Opened:
     """The content of a checkpoint, after this rank's share of its files was checked."""
     manifest = Manifest.read(folder)
     for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
@@ -176,13 +176,13 @@ def _opened(optimizer: ZeroOptimizer, folder: Path) -> _Opened:
     return _Opened(manifest, sources_of(manifest), tiles, manifest.weights(tiles))
 
 
-def names_without_tiles(optimizer: ZeroOptimizer) -> dict[str, str]:
+def names_without_tiles(optimizer: Training) -> dict[str, str]:
     """The name of each parameter -> the name of the weight that it is, or is a tile of."""
     tiles = pieces_of(optimizer.model)
     return {name: tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
 
 
-def _fill_all(optimizer: ZeroOptimizer, opened: _Opened) -> None:
+def _fill_all(optimizer: Training, opened: _Opened) -> None:
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
     manifest = opened.manifest
     with readers_of(manifest) as readers:
@@ -214,7 +214,7 @@ def _check_pieces(manifest: Manifest, readers: Mapping[str, Reader]) -> None:
             raise CheckpointError(f"{manifest.folder / piece.file} has {has} where the manifest has {wanted}")
 
 
-def _check_options(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
+def _check_options(optimizer: Training, manifest: Manifest) -> None:
     """Check that groups, loss scale and counters are of the kind that is here: a step would fail on them, or go another way."""
     where = manifest.folder / "manifest.json"
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, manifest.head["groups"], strict=True)):
@@ -229,7 +229,7 @@ def _check_options(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     check_scale_and_counters(manifest.head, str(where))
 
 
-def _check(optimizer: ZeroOptimizer, opened: _Opened) -> dict[str, int]:
+def _check(optimizer: Training, opened: _Opened) -> dict[str, int]:
     """Check that the checkpoint has all that this optimizer holds; return the step count of every parameter."""
     _check_model(optimizer, opened)
     manifest, whole = opened.manifest, opened.whole
@@ -256,7 +256,7 @@ def _check(optimizer: ZeroOptimizer, opened: _Opened) -> dict[str, int]:
     return steps
 
 
-def _check_model(optimizer: ZeroOptimizer, opened: _Opened) -> None:
+def _check_model(optimizer: Training, opened: _Opened) -> None:
     """Check that every element that this optimizer holds is there, of a model with the same weights and buffers."""
     manifest, where = opened.manifest, opened.manifest.folder / "manifest.json"
     shapes = {name: weight.shape for name, weight in opened.weights.items()}
@@ -391,11 +391,8 @@ def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
 
     if held.shard is None:
         mine = values("param", base, held.held.stop, held.unit.dtype)
-        if held.is_partitioned:
-            held.settle()
-            held.home.write(mine)
-        else:
-            held.full[held.held].copy_(mine)
+        held.settle()
+        held.home.write(mine)
         return
     held.settle()
     for number, chunk in enumerate(held.shard.chunks):

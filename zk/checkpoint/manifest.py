@@ -6,9 +6,9 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,11 +20,44 @@ from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 
 if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from zk.checkpoint.folders import Claim
+    from zk.config import ZeroConfig
+    from zk.offload.rules import Rule
+    from zk.offload.tiers import Tier
+    from zk.offload.transfer import Transfer
+    from zk.parallel.comm import Group, Solo
+    from zk.precision import LossScaler
     from zk.store import UnitStore
 
 FORMAT = "zk checkpoint"
 VERSION, WITH_ORDERS = 1, 2  # that some parameters lie in memory in an order of their own: a reader that does not know it would mix them up
+
+
+class Training(Protocol):
+    """A ZeroOptimizer, as far as checkpoints are made of it."""
+
+    model: nn.Module
+    inner: torch.optim.Optimizer
+    param_groups: list[dict[str, Any]]
+    rule: Rule
+    config: ZeroConfig
+    device: torch.device
+    comm: Solo | Group
+    held: list[UnitStore]
+    units: dict[nn.Parameter, tuple[UnitStore, int]]
+    tiers: dict[str, Tier]
+    transfer: Transfer
+    scaler: LossScaler
+    counters: dict[str, int]
+    claim: Claim
+
+    def metrics(self) -> dict[str, float]: ...
+    def update_order(self) -> tuple[list[int], bool]: ...
+    def replacing(self, what: str, kinds: Collection[str] = ...) -> AbstractContextManager[None]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,20 +136,20 @@ def revived(value: Any) -> Any:
     return value
 
 
-def names_of_groups(optimizer: ZeroOptimizer) -> list[list[str]]:
+def names_of_groups(optimizer: Training) -> list[list[str]]:
     """The parameters of each group."""
     names = {param: held.unit.names[index] for param, (held, index) in optimizer.units.items()}
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def tied_names(optimizer: ZeroOptimizer) -> dict[str, str]:
+def tied_names(optimizer: Training) -> dict[str, str]:
     """Other names of tied parameters: name -> the name that its unit has."""
     own = {param: held.unit.names[index] for param, (held, index) in optimizer.units.items()}
     everywhere = optimizer.model.named_parameters(remove_duplicate=False)
     return {name: own[param] for name, param in everywhere if param in own and own[param] != name}
 
 
-def of_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
+def of_optimizer(optimizer: Training) -> dict[str, Any]:
     """The part of a manifest that is the same on all ranks."""
     groups = []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):

@@ -37,8 +37,8 @@ from zk.parallel.presence import Board
 from zk.timeline import phase
 
 if TYPE_CHECKING:
+    from zk.checkpoint.manifest import Training
     from zk.offload.pipeline import Task
-    from zk.optimizer import ZeroOptimizer
     from zk.store import UnitStore
 
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
@@ -84,24 +84,18 @@ class Part:
         if self.held.shard is not None:
             with self.held.shard.opened(self.chunk) as fields:
                 yield fields
-        elif self.held.is_partitioned:
+        else:
             home = self.held.home
             yield home.open(home.chunks[self.chunk])
             home.close(home.chunks[self.chunk], changed=False)
-        else:
-            yield {"param": self.held.full[self.held.held]}
 
 
 def _chunks(held: UnitStore) -> Sequence[slice]:
     """Of this rank's slice of the unit."""
-    if held.shard is not None:
-        return held.shard.chunks
-    if held.is_partitioned:
-        return held.home.chunks
-    return [slice(0, held.held_numel)]
+    return held.home.chunks if held.shard is None else held.shard.chunks
 
 
-def parts_of(optimizer: ZeroOptimizer) -> list[Part]:
+def parts_of(optimizer: Training) -> list[Part]:
     """All that this rank writes, in the order in which the next update changes it."""
     order, backwards = optimizer.update_order()
     parts = []
@@ -122,7 +116,7 @@ def parts_of(optimizer: ZeroOptimizer) -> list[Part]:
     return parts[::-1] if backwards else parts
 
 
-def buffers_of(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Tensor]]:
+def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
     """Buffers that state_dict() has, by name, once each; and parameters that came to the model after the optimizer was made, such as averages."""
     for prefix, module in optimizer.model.named_modules():
         for name, param in module._parameters.items():
@@ -144,7 +138,7 @@ class Save:
         scheduler, extra, keep: as for ZeroOptimizer.save_checkpoint.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None) -> None:
+    def __init__(self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None) -> None:
         self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
         self.claim = optimizer.claim
@@ -428,7 +422,7 @@ def refuse(error: BaseException, quiet: bool) -> None:
     rank_log.warning("a checkpoint was not saved, and training goes on: %s", error)
 
 
-def room_for_copies(optimizer: ZeroOptimizer) -> int:
+def room_for_copies(optimizer: Training) -> int:
     """Bytes of host memory that copies may take for one save."""
     room = free_nbytes(torch.device("cpu")) // 4
     if "nvme" in optimizer.tiers:
