@@ -161,7 +161,8 @@ def test_torchrun_starts_again_after_a_killed_rank_and_ends_with_the_same_model(
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(free_port())]
     arguments = [str(tmp_path / "killed.py"), *command(tmp_path / "b", *more)[2:]]
     done = subprocess.run([*launch, *arguments], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
-    assert done.returncode == 0 and "rank 1 ended" in done.stdout and "resume    after step" in done.stdout, done.stdout[-3000:]
+    # the agent's SIGTERM may end rank 0 before it says who has gone: what it says then is test_rank_killed.py's
+    assert done.returncode == 0 and "resume    after step" in done.stdout, done.stdout[-3000:]
     assert all(rank.communicate()[1] == "" for rank in unbroken)
     left, right = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert all(bool((left[name] == right[name]).all()) for name in left)
