@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Variants: plain, tied, unused, frozen, checkpointed, checkpointed_reentrant, sometimes, elsewhere."""
+    """Variants: plain, tied, unused, frozen, unfreezing, checkpointed, checkpointed_reentrant, sometimes, elsewhere."""
 
     def __init__(self, variant: str = "plain", width: int = WIDTH, layers: int = 2) -> None:
         super().__init__()
@@ -43,9 +43,12 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
         if variant in ("unused", "sometimes"):
             self.branch = nn.Linear(width, width)
-        if variant == "frozen":
+        if variant in ("frozen", "unfreezing"):
             for param in [*self.tokens.parameters(), *self.blocks[1].parameters(), self.blocks[0].qkv.weight]:
                 param.requires_grad_(False)
+        if variant == "unfreezing":  # from values that all precisions have: what is frozen keeps no others
+            for param in self.parameters():
+                param.data = torch.where(param.abs() < 1e-3, 0, param).bfloat16().float()
         if self.norm.weight.device.type != "meta":
             self.to(DEVICE)
 

@@ -63,7 +63,16 @@ def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
 
 
+def is_trained(name: str, step: int) -> bool:
+    """The plan of the variant "unfreezing": more of a unit, then everything, then a block less, and everything again."""
+    begins_frozen = name.startswith(("tokens.", "blocks.1.", "blocks.0.qkv."))
+    return (not begins_frozen, not begins_frozen or name.startswith("blocks.1.up."), True, not name.startswith("blocks.0."), True)[min(step, 4)]
+
+
 def forward(model: nn.Module, ids: Tensor, step: int) -> Tensor:
+    if getattr(model, "variant", "") == "unfreezing":
+        for name, param in model.named_parameters():
+            param.requires_grad_(is_trained(name, step))
     return loss_of(model, ids, branch=step % 3 == 1) if getattr(model, "variant", "") == "sometimes" else loss_of(model, ids)
 
 

@@ -218,9 +218,10 @@ def test_a_drive_that_does_not_answer_ends_in_a_bounded_wait(tmp_path: Path, fau
     optimizer = wrap(model, tmp_path)
     step(model, optimizer)
     nvme = optimizer.tiers["nvme"]
-    assert isinstance(nvme, NVMeTier) and nvme.spill.file is not None
-    nvme.spill.file.wait()  # for what was asked ahead of the next step
-    nvme.spill.file.timeout_s = 0.2
+    assert isinstance(nvme, NVMeTier)
+    ((_, file),) = nvme.spill.files
+    file.wait()  # for what was asked ahead of the next step
+    file.timeout_s = 0.2
     faults.answers.clear()
     with pytest.raises(TimeoutError, match=r"the (read|write) of \d+ bytes at offset \d+ of .*state\.bin has not ended after 0\.2 s"):
         step(model, optimizer)

@@ -29,6 +29,7 @@ EXTRA = [
         (
             ("checkpointed_reentrant", {}),
             ("sometimes", {}),
+            ("unfreezing", {}),
             ("elsewhere", {"accumulation": 2}),
             ("plain", {"optimizer": "Adam"}),
             ("plain", {"optimizer": "SGD"}),
@@ -68,6 +69,7 @@ NVME = [
             ("plain", {"accumulation": 3}),
             ("tied", {}),
             ("frozen", {}),
+            ("unfreezing", {}),
             ("checkpointed", {"prefetch": 3}),
             ("sometimes", {"dtype": "fp32"}),
             ("elsewhere", {"prefetch": 0}),
@@ -100,7 +102,7 @@ OVERLAPPED = [
     Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True)
     for stage, (accumulation, model, tier, overlap) in itertools.product(
         (0, 1, 2, 3),
-        ((1, "plain", "host", True), (3, "checkpointed", "host", False), (1, "tied", "nvme", True)),
+        ((1, "plain", "host", True), (3, "checkpointed", "host", False), (1, "tied", "nvme", True), (1, "unfreezing", "nvme", True)),
     )
 ]
 

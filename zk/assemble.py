@@ -49,7 +49,7 @@ class _Room:
 
 
 class Assembly(Placement):
-    """Places all units, then holds them one by one.
+    """Places units, then holds them one by one; and others later, which are trained from then on.
 
     Args:
         config, comm, rule, num_threads: the optimizer's.
@@ -76,28 +76,35 @@ class Assembly(Placement):
             "device": MemoryTier("device", device, self.on_device, transfer, worker),
             "host": MemoryTier("host", torch.device("cpu"), "host", transfer, worker),
         }
-        self.rooms: list[_Room] = []
+        self.units: list[Unit] = []
+        self.rooms: dict[int, _Room] = {}  # of those that are about to be held, by the id of the unit
+        self.room: Mapping[str, int] | None = None  # of each tier, as it was before anything was placed; the same on all ranks
 
-    def place(self, units: Sequence[Unit]) -> None:
-        """Choose every unit's tiers, and take all room on the drive and all page-locked memory."""
-        config = self.config
+    def place(self, units: Sequence[Unit], given_up: Sequence[Unit] = ()) -> None:
+        """Choose the tiers of each of these units, and take all room on the drive and all page-locked memory, where others are given up."""
+        config, others = self.config, [unit for unit in self.units if not any(unit is other for other in given_up)]
+        self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         is_auto = "auto" in (config.param_tier, config.optimizer_tier)
-        placed = self.tiers_of(units, self.device, ranks_here(self.comm.world), self._agreed_rooms() if is_auto else None)
-        if any(tier == "nvme" for param_tier, parts in placed for tier in (param_tier, *(name for name, _ in parts))):
+        ranks = ranks_here(self.comm.world)
+        if self.room is None:
+            self.room = self._agreed_rooms() if is_auto else rooms(config, self.device, ranks)
+        placed = self.tiers_of([*others, *units], self.device, ranks, self.room)[len(others) :]
+        if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts in placed):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
         for unit, (param_tier, names) in zip(units, placed, strict=True):
-            self.rooms.append(self._room(unit, param_tier, names))
+            self.rooms[id(unit)] = self._room(unit, param_tier, names)
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
                 "compute; remove it, or set optimizer_tier='host'"
             )
-        if not self.transfer.joined:
+        if not self.transfer.joined and self.transfer.arena is None:  # which grows with what comes later
             self.transfer.arena = Arena(self.transfer.link, sum(self._crossing(units)))
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.create()
+        self.units = [*others, *units]
 
     def _agreed_rooms(self) -> dict[str, int]:
         """The least that any rank has: all divide their state alike, as they publish and gather it in one order, and over one backend."""
@@ -128,8 +135,9 @@ class Assembly(Placement):
     def _crossing(self, units: Sequence[Unit]) -> Iterator[int]:
         """Bytes of each block of host memory that copies to or from the device need."""
         written = 0  # the largest gradient on its way to the drive
-        for unit, room in zip(units, self.rooms, strict=True):
-            nbytes, size = self.slice_numel(unit, 1) * unit.dtype.itemsize, unit.dtype.itemsize
+        for unit in units:
+            room, size = self.rooms[id(unit)], unit.dtype.itemsize
+            nbytes = self.slice_numel(unit, 1) * size
             partitioned = self.partitions(room.param_tier.name)
             if partitioned and isinstance(room.param_tier, NVMeTier):
                 continue  # counted below
@@ -143,17 +151,17 @@ class Assembly(Placement):
                 if part.tier.memory == "host" and (room.param_tier.memory == "device" or not partitioned):
                     yield round_up(part.numel * size)  # the parameters, to be uploaded
         yield 2 * round_up(written)
-        homes = [room.home.piece.nbytes for room in self.rooms if room.home is not None]
+        homes = [room.home.piece.nbytes for room in self.rooms.values() if room.home is not None]
         yield self.reads_ahead * max(homes, default=0)
 
     @property
     def updates_elsewhere(self) -> bool:
-        """Tell if some optimizer state is not in the device's memory."""
-        return any(part.tier.name == "nvme" or part.tier.memory != self.on_device for room in self.rooms for part in room.parts)
+        """Tell if some optimizer state of what is about to be held is not in the device's memory."""
+        return any(part.tier.name == "nvme" or part.tier.memory != self.on_device for room in self.rooms.values() for part in room.parts)
 
     def hold(self, index: int, unit: Unit, partition: Partition, reducer: GradReducer) -> UnitStore:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
-        layout, room, numel = self.layout(unit), self.rooms[index], self.slice_numel(unit, 1)
+        layout, room, numel = self.layout(unit), self.rooms.pop(id(unit)), self.slice_numel(unit, 1)
         initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
         self.comm.broadcast(index, initial)
         for param in unit.params:

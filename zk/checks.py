@@ -146,11 +146,6 @@ def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], ru
         for name, param in zip(unit.unit.names, unit.unit.params, strict=True):
             if unit.shard is not None and param not in grouped:
                 raise ValueError(f"parameter {name!r} is in no param_group any more; to stop training it set requires_grad=False")
-            if unit.shard is None and param in grouped and param.grad is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen when ZeroOptimizer was made and has a gradient now; unfreeze before, "
-                    "or close(gather=True) this optimizer and make a new one"
-                )
     for group in groups:
         check_group(units, group, rule)
 
@@ -159,7 +154,7 @@ def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any
     """That there is room for the state that the group's options ask for."""
     for param in group["params"]:
         if param not in units:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group, before a step")
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group")
         shard = units[param].shard
         missing = set(rule.state_names(group)) - set(shard.names) if shard is not None else None
         if missing:

@@ -173,6 +173,8 @@ def export(
         done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
+    if done.not_there:
+        typer.echo(f"{done.not_there} frozen parameters are not in the checkpoint (save_checkpoint(frozen=False)), nor here")
     for name, kept in done.tied.items():
         typer.echo(f"{name} is tied to {kept}, and written once (safetensors.torch.load_model knows)")
 

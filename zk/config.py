@@ -199,7 +199,8 @@ class ZeroConfig:
     """Refuse, before anything is moved, what cannot fit in the memory that is free; False where more will be free than it seems: parameters
     that never get a gradient, or other programs that are about to end."""
     units: Sequence[str | type[nn.Module]] | None = None
-    """Modules that travel as one unit, by name or class; None: the blocks of the model's ModuleLists."""
+    """Modules that travel as one unit, by name or class, each without those in it that are named too; None: the blocks of the model's
+    ModuleLists."""
 
     def __new__(cls, **fields: Any) -> ZeroConfig:
         known = [field.name for field in dataclasses.fields(cls)]

@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zk import kernels
 from zk.assemble import Assembly
-from zk.checkpoint import load, save
+from zk.checkpoint import base, load, save
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
@@ -50,7 +50,7 @@ from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_
 from zk.store import UnitStore
 from zk.tiled_linear import pieces_of
 from zk.torch_calls import watch_torch
-from zk.units import find_units
+from zk.units import Unit, find_units
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
@@ -115,6 +115,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
+        self.forward_order: dict[int, None] = {}  # of units, with overlap_step
+        self.handles: list[RemovableHandle] = []
         self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
         self.max_norm = self.config.clip_grad_norm
         self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
@@ -164,15 +166,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
         config, device = self.config, self.device
-        moved = config.device is not None or self._built  # masters of a model that was held before are where their tier is
-        number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        units = find_units(self.model, number, self.stored, config.units, device, moved)
-        params = {
-            name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
-            for unit in units
-            for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
-        }
-        self.comm.name_units([unit.name for unit in units], params)
+        units = self._found()
+        self._name(list(enumerate(units)))
         self._agree()
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
@@ -180,31 +175,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if config.check_memory and not self._built:
             case = Case(self.model, self.stored, units, self.inner, device, self.transfer.joined, self.comm.world)
             refuse_what_cannot_fit(case, config, self.comm)
-        assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
-        self.tiers = assembly.tiers
-        assembly.place(units)
+        self.assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
+        self.tiers = self.assembly.tiers
+        self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
         self.partition = Partition(self.model, config.prefetch, weakly(self._written))
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
-        in_backward = assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
+        in_backward = self.assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
         # the update publishes from its own thread: all of it comes before the next reduction, so every rank launches both in one order
         before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
         self._place_buffers(device)
-        for index, unit in enumerate(units):
-            held = assembly.hold(index, unit, self.partition, self.grads)
-            self.held.append(held)
-            for position, param in enumerate(unit.params):
-                self.units[param] = (held, position)
-            held.owner = weakref.ref(self)
-            trim()
         self.grads.loss_scale = weakly(self._loss_scale)
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
-        for held in self._trained:
-            held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
+        for unit in units:
+            self._hold(unit, len(self.held))
         computes = weakly(self.gradients.computes)
-        self.handles = [self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads)))]
+        self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))))
         self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
         self.handles.append(self.model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True))
         ends_save = weakly(self._end_save)
@@ -217,35 +205,66 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.handles.append(self.model.register_forward_pre_hook(Hook(calls.begin), prepend=True))
             self.handles.append(self.model.register_forward_hook(Hook(calls.end), always_call=True))
             self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
-            cast = CastPart(config.dtype, calls)
-            for part in self.model.modules():  # for model.forward(x), model.encode(x), and layers one by one
-                if part is not self.model and any(param.dtype == config.dtype for param in part.parameters()):
-                    self.handles.append(part.register_forward_pre_hook(cast, with_kwargs=True))
+            self.cast, self.casting = CastPart(config.dtype, calls), weakref.WeakSet[nn.Module]((self.model,))
+            self._cast_inputs()
             if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
-        if self.partition.stores:
-            self.partition.attach()
-            if len(units) == 1 and self.partition.by_storage:
-                log.warning(
-                    "all parameters of the model are in one unit, %r, and are gathered at once: stage 3 saves memory between steps only. Name "
-                    "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
-                    units[0].name,
-                )
-        if config.overlap_step:
-            self._watch_forward()
-        refuses_mixed = weakly(self._check_whole)  # before anything is gathered for it
-        self.handles.append(self.model.register_forward_pre_hook(Hook(lambda *_: refuses_mixed("the model's forward")), prepend=True))
-        self.handles += [*self.grads.handles, *self.partition.handles]
-        self._finalizer = weakref.finalize(self, _remove, self.handles)  # an optimizer that is dropped takes no gradients away any more
+        self.partition.attach()
+        if len(units) == 1 and self.partition.by_storage:
+            log.warning(
+                "all parameters of the model are in one unit, %r, and are gathered at once: stage 3 saves memory between steps only. Name "
+                "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
+                units[0].name,
+            )
+        self._note_frozen()
+        # before anything is gathered for it
+        self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))
+        # an optimizer that is dropped takes no gradients away any more
+        self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
         self._finalizer.atexit = False
 
-    def _watch_forward(self) -> None:
-        """See in which order forward uses the units, and let each wait for its own update."""
-        self.forward_order: dict[int, None] = {}
-        uses = weakly(self._forward_uses)
-        for number, held in enumerate(self.held):
-            for anchor in held.unit.anchors:
-                self.handles.append(anchor.register_forward_pre_hook(Hook(functools.partial(uses, number))))
+    def _found(self) -> list[Unit]:
+        """The units of the model as it is now."""
+        number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        return find_units(self.model, number, self.stored, self.config.units, self.device, self.config.device is not None)
+
+    def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
+        """Agree with the other ranks on units that are about to be held, each as its number."""
+        names = [store.unit.name for store in self.held]
+        for number, unit in numbered:
+            names[number : number + 1] = [unit.name]
+        params = {
+            name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
+            for _, unit in numbered
+            for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
+        }
+        self.comm.name_units(names, params)
+
+    def _hold(self, unit: Unit, number: int) -> None:
+        """Move a unit's parameters into its store, as this number."""
+        held, is_another = self.assembly.hold(number, unit, self.partition, self.grads), number == len(self.held)
+        self.held[number : number + 1] = [held]
+        for position, param in enumerate(unit.params):
+            self.units[param] = (held, position)
+        held.owner = weakref.ref(self)
+        if held.shard is not None:
+            held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
+        if self.config.overlap_step and is_another:  # see in which order forward uses the units, and let each wait for its own update
+            uses = functools.partial(weakly(self._forward_uses), number)
+            self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
+        trim()
+
+    def _cast_inputs(self) -> None:
+        """Cast what layers are given, for model.forward(x), model.encode(x), and layers one by one."""
+        for part in self.model.modules():
+            if part not in self.casting and any(param.dtype == self.config.dtype for param in part.parameters()):
+                self.casting.add(part)
+                self.handles.append(part.register_forward_pre_hook(self.cast, with_kwargs=True))
+
+    def _before_forward(self, *_: Any) -> None:
+        self._check_whole("the model's forward")
+        if torch._C._current_graph_task_id() == -1:
+            self._train_unfrozen()
 
     def _forward_uses(self, number: int, *_: Any) -> None:
         self.forward_order[number] = None
@@ -266,34 +285,89 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     overwrite(buffer, values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the model that no group has yet. Only before the first step."""
+        """Add a group of parameters of the model that no group has yet: frozen ones, or new ones of an adapter. On all ranks, between steps."""
         if not self._built:
             super().add_param_group(param_group)
             return
-        self._end_save()
-        if self.counters["steps"] or any(held.used for held in self.held):
-            raise RuntimeError("add_param_group comes after the first step or backward: flat buffers are laid out by then; add groups before")
-        before = len(self.param_groups)
+        before, config = len(self.param_groups), self.config
         try:
             with save.together(self.comm, "add_param_group()"):
                 super().add_param_group(param_group)
-                check_params(self.model, self.param_groups, self.stored, self.config.device is not None)
+                assert config.dtype is None or isinstance(config.dtype, torch.dtype)
+                stored = stored_dtypes(self.model, config.dtype, config.keep_dtype or (), config.cast_buffers)
+                check_params(self.model, self.param_groups, stored, config.device is not None)
+                check_aliases(self.model)
             self._agree()
         except BaseException:
             del self.param_groups[before:]
             raise
-        self._rebuild()
+        added = set(self.param_groups[-1]["params"])
+        self.stored = stored
+        new = [
+            unit.part(indices, unit.trained, unit.name)
+            for unit in self._found()
+            if (indices := [index for index, param in enumerate(unit.params) if param not in self.units])
+        ]
+        self.unfreeze([param for param in added if param in self.units and param.requires_grad], new)
 
-    def _rebuild(self) -> None:
-        """Lay everything out again for the groups as they are now, keeping masters."""
-        masters = {param: master for held in self.held for param, master in held.masters().items()}
-        self._finalizer()
-        self._close_memory()
-        self.worker = Worker("zk update")
-        for param, master in masters.items():
-            param.data = master
-        self.held, self.units = [], {}
-        self._build()
+    @torch.no_grad()
+    def unfreeze(self, params: Collection[nn.Parameter], new: Sequence[Unit] = ()) -> None:
+        """Give frozen parameters what training needs, and hold ``new`` units too. On all ranks.
+
+        The store of a frozen unit is given up for one of what stays frozen, and one of what is trained now.
+        """
+        chosen = set(params)
+        self._end_save()
+        self._finish_update()
+        self.partition.reset()
+        given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.params)]
+        moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
+        taken, numbers = {store.unit.name for store in self.held}, itertools.count(len(self.held))
+        for store, unit in itertools.zip_longest(given_up, [store.unit for store in given_up] + list(new)):
+            trained = [index for index, param in enumerate(unit.params) if store is None or param in chosen]
+            frozen = [index for index in range(len(unit.params)) if index not in trained]
+            name = unit.name
+            if store is None or frozen:
+                name = next(name for count in itertools.count(1) if (name := f"{unit.name} ({count})" if count > 1 else unit.name) not in taken)
+                taken.add(name)
+            parts = [(store.index, unit.part(frozen, False, unit.name))] if store is not None and frozen else []
+            number = next(numbers) if store is None or frozen else store.index
+            moves.append((store, [*parts, (number, unit.part(trained, store is not None or unit.trained, name))]))
+        numbered = [entry for _, entries in moves for entry in entries]
+        self._name(numbered)
+        with save.together(self.comm, "making room for what is trained from now on"):
+            self.assembly.place([unit for _, unit in numbered], [store.unit for store in given_up])
+        self.grads.in_backward |= self.comm.world == 1 and self.assembly.updates_elsewhere
+        given_up.clear()  # each one's memory is freed when its parameters are elsewhere
+        try:
+            while moves:
+                store, entries = moves.pop(0)
+                if store is not None:
+                    store.pin()
+                    self.partition.remove(store)
+                for number, unit in entries:
+                    self._hold(unit, number)
+        except BaseException as error:
+            self.comm.fail(error)
+            self._tear(error)
+            raise
+        for held in self._trained:
+            held.kept |= {index for index, param in enumerate(held.unit.params) if param in chosen and own_grad(param) is not None}
+        self.partition.attach()
+        if self.config.dtype is not None:
+            self._cast_inputs()
+        self._note_frozen()
+
+    def _note_frozen(self) -> None:
+        """Note which parameters of the groups are not trained now: they may be later."""
+        self.frozen = [param for group in self.param_groups for param in group["params"] if self.units[param][0].shard is None]
+
+    def _train_unfrozen(self) -> None:
+        """Train what user code has unfrozen."""
+        with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
+            unfrozen = [param for param in self.frozen if param.requires_grad]
+        if unfrozen:
+            self.unfreeze(unfrozen)
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
@@ -455,8 +529,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
         check_groups(self.held, self.param_groups, self.rule)
-        for held, used in zip(self._trained, self.grads.finish(), strict=True):
-            held.used |= used
+        self._train_unfrozen()
+        self.grads.finish()
         self.gradients.put_back()
         self.partition.reset()
 
@@ -466,8 +540,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         if not self.grads.settled or not keep:
             check_groups(self.held, self.param_groups, self.rule)
-            for held, used in zip(self._trained, self.grads.finish(keep), strict=True):
-                held.used |= used
+            self.grads.finish(keep)
         self._clip()
 
     @torch.no_grad()
@@ -529,7 +602,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return order + [number for number in trained if number not in self.forward_order], False
         if "nvme" in self.tiers:  # there and back again: what is still in memory comes first
             return trained, self.counters["steps"] % 2 == 1
-        return [trained[position] for position in self.grads.order], False  # in which gradients have left
+        return [self.grads.stores[position].index for position in self.grads.order], False  # in which gradients have left
 
     def _update_now(self, tasks: dict[int, Task]) -> None:
         """Update in this thread."""
@@ -697,7 +770,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         with save.together(self.comm, "load_state_dict()"):
-            plan = self._import_plan(state_dict)
+            params = self._saved_params(state_dict)
+        frozen = [param for key, param in params.items() if key in state_dict["state"] and self.units[param][0].shard is None]
+        if frozen:
+            self.unfreeze(frozen)  # as they had been when it was saved
+        with save.together(self.comm, "load_state_dict()"):
+            plan: list[Callable[[], None]] = []
+            for key, param in params.items():
+                held, index = self.units[param]
+                if key in state_dict["state"]:
+                    plan += held.import_plan(index, state_dict["state"][key])
+                elif index in held.steps:
+                    plan.append(functools.partial(held.forget_state, index))
         for held in self._trained:
             held.shown_state.clear()
         self._end_update()
@@ -722,8 +806,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _import_plan(self, state_dict: dict[str, Any]) -> list[Callable[[], None]]:
-        """The writes that load a state, after checking that it fits."""
+    def _saved_params(self, state_dict: dict[str, Any]) -> dict[int, nn.Parameter]:
+        """The parameter of each key of a state, after checking that its groups and options fit."""
         if not {"state", "param_groups"} <= set(state_dict):
             raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
         if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
@@ -742,15 +826,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_options(number, group, saved, "the state")
             check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, self.rule)
-        params = dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
-        plan: list[Callable[[], None]] = []
-        for key, param in params.items():
-            held, index = self.units[param]
-            if key in state_dict["state"]:
-                plan += held.import_plan(index, state_dict["state"][key])
-            elif index in held.steps:
-                plan.append(functools.partial(held.forget_state, index))
-        return plan
+        return dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
 
     def _weights_come(self, *given: Any) -> None:
         self._misfits: list[str] = given[-1]  # the list in which torch collects what does not fit
@@ -769,6 +845,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         keep: int | None = None,
         async_save: bool = False,
         on_save_error: str = "raise",
+        frozen: bool = True,
     ) -> Path | None:
         """Write all that training goes on from into ``directory/step-NNNNNNNN``; returns that folder. On all ranks, between two steps.
 
@@ -783,6 +860,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             async_save: return at once, and write in the background. What is saved is the state as it is now: an update that comes to a part
                 that is not written yet copies it, or waits. ``synchronize()``, ``close()`` and the next save wait for the end.
             on_save_error: what to do where the drive refuses or has no room: "raise", or "warn" to log it and go on; the result is None then.
+            frozen: False leaves frozen parameters out. Such a checkpoint is loaded over the base that it was trained over, and no other: it has
+                their SHA-256, for which they are read once (and again after they were written).
 
         Raises:
             OSError: if the drive refuses or has no room; what fails on one rank raises on all. With ``async_save`` it is the next step()
@@ -803,8 +882,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.adopt_writes()  # what the user wrote since the last step
         self.partition.reset()
         quiet = on_save_error == "warn"
+        digests = None if frozen else base.digests(self)
         with save.together(self.comm, f"saving into {directory}"):
-            begun = save.Save(self, Path(directory), scheduler, extra, keep)
+            begun = save.Save(self, Path(directory), scheduler, extra, keep, digests)
         if async_save:
             if self.saver is None:
                 self.saver = save.Saver(self.comm)
@@ -1024,8 +1104,8 @@ def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: option if name == "params" else value(option) for name, option in group.items()}
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
+def _remove(*handles: list[RemovableHandle]) -> None:
+    for handle in itertools.chain(*handles):
         handle.remove()
 
 

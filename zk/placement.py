@@ -27,9 +27,13 @@ class Placement:
     joined: bool
 
     def __post_init__(self) -> None:
-        self.group_of = {param: group for group in self.groups for param in group["params"]}
+        self.regroup()
         self.on_device = "host" if self.joined else "device"
         self.layouts: dict[int, tuple[Unit, Layout]] = {}  # by the id of the unit, which is kept with it
+
+    def regroup(self) -> None:
+        """Take the groups as they are now."""
+        self.group_of = {param: group for group in self.groups for param in group["params"]}
 
     def memory_of(self, tier: str) -> str:
         """The memory in which the content of a tier is worked on."""

@@ -109,6 +109,7 @@ class UnitStore:
         self.pointers: list[int] = []  # to their memory, of a unit that is partitioned
         self.taken: set[int] = set()  # parameters whose ``data`` somebody may have written
         self.sharers = 0  # tensors in the memory of full parameters, of zk's own
+        self.digests: dict[str, str] | None = None  # of frozen parameters, as they are (zk/checkpoint/base.py)
         # the gradient on its way out of backward (zk/parallel/grads.py)
         self.waiting: dict[int, Tensor] = {}  # gradients of parameters, which go into the bucket together
         self.bucket: Tensor | None = None  # (layout.numel,) this rank's gradients, not yet reduced; anything where there is none
@@ -546,6 +547,7 @@ class UnitStore:
         if self.is_partitioned:
             return
         written = self._written()
+        self.digests = None if written else self.digests
         now = [param._version for param in self.unit.params]
         if not self.is_shared:  # else they may be written again
             self.taken.clear()
@@ -555,6 +557,7 @@ class UnitStore:
 
     def keep_written(self, indices: Sequence[int]) -> None:
         """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
+        self.digests = None
         self.comm.broadcast(self.index, self.full)
         if self.is_partitioned:
             self.home.write(self.full[self.held])
@@ -564,6 +567,7 @@ class UnitStore:
 
     def republish(self) -> None:
         """The slice was written from outside, and is where it rests: it becomes what all ranks use."""
+        self.digests = None
         self.refresh()
         self.transfer.follow(self.publish())
 
@@ -576,6 +580,7 @@ class UnitStore:
     def overwrite(self, values: Mapping[int, Callable[[], Tensor]]) -> None:
         """Replace parameters, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
         self.arrive()
+        self.digests = None
         if self.shard is None:
             self.pin()
             for index, make in values.items():
@@ -689,8 +694,7 @@ class UnitStore:
     def import_plan(self, index: int, saved: Mapping[str, Any]) -> list[Callable[[], None]]:
         """Check that one parameter's saved state fits, and give the writes that load it."""
         shard, name, param = self.shard, self.unit.names[index], self.unit.params[index]
-        if shard is None:
-            raise ValueError(f"the state holds entries for {name!r}, which is frozen here")
+        assert shard is not None
         mine, piece = self.layout.part(index, self.held)
         if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
             return [functools.partial(self.forget_state, index)]

@@ -89,6 +89,12 @@ class Unit:
     def numel(self) -> int:
         return sum(param.numel() for param in self.params)
 
+    def part(self, indices: Sequence[int], trained: bool, name: str) -> Unit:
+        """A unit of some of the parameters alone."""
+        orders = {new: self.orders[index] for new, index in enumerate(indices) if index in self.orders}
+        params, names = [self.params[index] for index in indices], [self.names[index] for index in indices]
+        return dataclasses.replace(self, name=name, params=params, names=names, trained=trained, orders=orders)
+
     def flat(self, index: int, value: Tensor) -> Tensor:
         """Lay out ``value``, shaped as parameter ``index``, as it lies in a flat buffer: (numel,), a view where it is laid out so."""
         return flat_of(value, self.orders.get(index))
@@ -138,7 +144,7 @@ def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
-    """The outermost modules that ``wanted`` names, by path or by class; ValueError for an entry that matches nothing."""
+    """The modules that ``wanted`` names, by path or by class, inner ones first; ValueError for an entry that matches nothing."""
     names = {entry for entry in wanted if isinstance(entry, str)}
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
     matched = [(path, module) for path, module in model.named_modules() if path and (path in names or isinstance(module, classes))]
@@ -147,9 +153,7 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
     missing += [cls.__name__ for cls in classes if not any(isinstance(module, cls) for _, module in matched)]
     if missing:
         raise ValueError(f"units: the model has no module {', '.join(map(repr, missing))}; names are those of model.named_modules()")
-    for path, module in matched:
-        if not any(path.startswith(f"{other}.") for other in found):
-            yield path, module
+    return sorted(matched, key=lambda entry: -entry[0].count("."))
 
 
 def find_units(
@@ -166,7 +170,8 @@ def find_units(
         model: any module.
         groups: the parameters that the optimizer updates, and the index of each one's group: members of a group lie side by side.
         stored: the dtype that each parameter will have; None keeps their own.
-        wanted: names or classes of the modules that become units; None takes the blocks of the model's outermost ModuleLists.
+        wanted: names or classes of the modules that become units, each without those inside of it; None takes the blocks of the model's
+            outermost ModuleLists.
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]

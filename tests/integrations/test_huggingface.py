@@ -315,6 +315,8 @@ def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path) -> None:
         got, want = (weights(tmp_path / name / f"checkpoint-{step}") for name in ("zk", "plain"))
         assert want and all("lora" in name for name in want)
         assert_same_weights(got, want)
+        head = json.loads(next((tmp_path / "zk" / f"checkpoint-{step}" / "zk").glob("*/manifest.json")).read_text())
+        assert [unit["trained"] for unit in head["units"]] == [bool(unit["kinds"]) for unit in head["units"]]  # the base is left out
 
 
 # ---- the plain Trainer ---------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class Exported:
     num_tensors: int
     nbytes: int
     tied: dict[str, str]  # name that is left out -> name of the same tensor
+    not_there: int  # frozen parameters that the checkpoint has not
 
 
 def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_nbytes: int = 5 * 10**9) -> Exported:
@@ -42,8 +43,9 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
         dtype: of all parameters (masters are rounded once); None keeps each in the precision it was trained in. Buffers stay as they are.
         shard_nbytes: a file is closed before it gets larger than this, if it has more than one tensor.
 
-    A tied weight is written once; the header of its file says which other names it has. Raises CheckpointError for a checkpoint that is not
-    whole, ValueError if ``out`` is in use or a value does not fit in ``dtype``; nothing is left of ``out`` then.
+    A tied weight is written once; the header of its file says which other names it has. Frozen parameters that the checkpoint was saved
+    without are not there. Raises CheckpointError for a checkpoint that is not whole, ValueError if ``out`` is in use or a value does not fit
+    in ``dtype``; nothing is left of ``out`` then.
     """
     if shard_nbytes < 1:
         raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
@@ -52,7 +54,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     manifest = Manifest.read(find(checkpoint))
     for written in manifest.files:
         check_file(manifest.folder, written)
-    weights = manifest.weights()
+    all_weights = manifest.weights()
+    weights = {name: weight for name, weight in all_weights.items() if not any(part.sha256 for part in weight.parts)}
     entries = _entries(manifest, weights, dtype)
     files = shards(entries, shard_nbytes)
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
@@ -87,7 +90,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
             out.rmdir()
         beside.rename(out)
         sync_folder(out.parent)
-    return Exported([out / name for name in files], len(entries), total, tied)
+    return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights))
 
 
 def _row_by_row(stored: Stored, weight: Weight) -> Iterator[Tensor]:

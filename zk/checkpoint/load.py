@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zk.checkpoint import folders, save
+from zk.checkpoint import base, folders, save
 from zk.checkpoint.files import CheckpointError, Reader, check_file
 from zk.checkpoint.manifest import (
     Manifest,
@@ -66,6 +66,13 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         random = manifest.ranks[optimizer.comm.rank]["random"] if optimizer.comm.rank < len(manifest.ranks) else None  # an import has none
         if random is not None:
             check_random_state(random)
+    _check_base(optimizer, opened)
+    held_in = {param: optimizer.units[param] for group in optimizer.param_groups for param in group["params"]}
+    frozen = [param for param, (held, index) in held_in.items() if held.shard is None and steps[held.unit.names[index]]]
+    if frozen:
+        optimizer.unfreeze(frozen)  # as they had been when it was saved
+        with save.together(optimizer.comm, f"checking {manifest.folder}"):
+            steps = _check(optimizer, opened)
     with optimizer.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
         _fill_all(optimizer, opened)
         for held in optimizer.held:
@@ -90,6 +97,7 @@ def load_model(optimizer: Training, path: Path) -> None:
     with _checking(optimizer, path) as folder:
         opened = _opened(optimizer, folder)
         _check_model(optimizer, opened)
+    _check_base(optimizer, opened)
     with optimizer.replacing(f"loading {opened.manifest.folder}"):
         _fill_all(optimizer, opened)
 
@@ -272,12 +280,21 @@ def _check_model(optimizer: Training, opened: _Opened) -> None:
             raise CheckpointError(f"{where}: the tiles of {weight.name!r} are not all there, or lie over each other")
     # each part once, however many tiles are read from it
     needed = {
-        (part.name, kind): math.prod(part.shape)
+        (part.name, saved): math.prod(part.shape)
         for held in optimizer.held
         for index in range(len(held.unit.names))
         for kind in kinds_of(held)
         for part in opened.origin(held, index)
+        if (saved := part.as_kind(kind)) is not None
     }
+    trained = {held.unit.names[index]: held.shard is not None for held in optimizer.held for index in range(len(held.unit.names))}
+    for weight in opened.weights.values():
+        for part in weight.parts:
+            if part.sha256 and trained.get(part.name, True):
+                raise CheckpointError(
+                    f"{where}: parameter {part.name!r} was frozen and is left out (save_checkpoint(frozen=False)); here it is "
+                    f"{'trained' if part.name in trained else 'cut otherwise'}: freeze it until the checkpoint is loaded"
+                )
     for (name, kind), numel in needed.items():
         lacking = gap(opened.sources.get((name, kind), ()), numel)
         if lacking is not None:
@@ -294,6 +311,18 @@ def _check_model(optimizer: Training, opened: _Opened) -> None:
             if entry is None or entry.shape != tuple(buffer.shape) or entry.dtype.is_floating_point != buffer.is_floating_point():
                 saved = "not there" if entry is None else f"{entry.dtype} {entry.shape}"
                 raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {buffer.dtype} {tuple(buffer.shape)} in this model")
+
+
+def _check_base(optimizer: Training, opened: _Opened) -> None:
+    """Check that what was left out of a checkpoint, as it was frozen, is the same here. On all ranks."""
+    left_out = {part.name: part.sha256 for weight in opened.weights.values() for part in weight.parts if part.sha256}
+    here = base.digests(optimizer) if left_out else {}
+    others = [name for name, sha256 in left_out.items() if here[name] != sha256]
+    if others:
+        raise CheckpointError(
+            f"{opened.manifest.folder} was saved without its frozen parameters, over another base: {others[0]!r} and {len(others) - 1} more of "
+            f"{len(left_out)} had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
+        )
 
 
 @contextlib.contextmanager
@@ -358,7 +387,7 @@ class Stored:
 
 def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
     """Put this rank's elements of one unit in their place."""
-    base = held.held.start
+    begins = held.held.start
 
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
     def cut_anew(index: int, kind: str) -> Tensor:
@@ -383,15 +412,24 @@ def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
         for index in range(len(held.unit.params)):
             whole = held.layout.whole(index)
             begin, end = max(start, whole.start), min(stop, whole.stop)
-            if begin < end:
-                for position, found in runs(index, kind, begin - whole.start, end - whole.start):
+            saved = opened.origin(held, index)[0].as_kind(kind)
+            if begin < end and saved is not None:
+                for position, found in runs(index, saved, begin - whole.start, end - whole.start):
                     at = whole.start + position - start
                     flat[at : at + found.numel()] = found
         return flat
 
     if held.shard is None:
-        mine = values("param", base, held.held.stop, held.unit.dtype)
+        stays = [index for index in range(len(held.unit.params)) if opened.origin(held, index)[0].sha256]
+        if len(stays) == len(held.unit.params):
+            return
+        mine = values("param", begins, held.held.stop, held.unit.dtype)
         held.settle()
+        if stays:
+            before = held.home.whole()
+            for index in stays:
+                mine[held.mine(index)] = before[held.mine(index)].cpu()
+            held.home.release()
         held.home.write(mine)
         return
     held.settle()
@@ -400,6 +438,6 @@ def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
             for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
                 here = slice(start - chunk.start, stop - chunk.start)
-                exact = {kind: values(kind, base + start, base + stop, torch.float32) for kind in kinds_of(held)}
+                exact = {kind: values(kind, begins + start, begins + stop, torch.float32) for kind in kinds_of(held)}
                 held.shard.put(fields, here, exact)
     held.shard.upload()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
 import random
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from zk.store import UnitStore
 
 FORMAT = "zk checkpoint"
-VERSION, WITH_ORDERS = 1, 2  # that some parameters lie in memory in an order of their own: a reader that does not know it would mix them up
+VERSION = 3  # since 2 parameters may lie in memory in an order of their own; since 3 frozen ones may be left out, and random states are packed
 
 
 class Training(Protocol):
@@ -57,6 +59,7 @@ class Training(Protocol):
 
     def metrics(self) -> dict[str, float]: ...
     def update_order(self) -> tuple[list[int], bool]: ...
+    def unfreeze(self, params: Collection[nn.Parameter]) -> None: ...
     def replacing(self, what: str, kinds: Collection[str] = ...) -> AbstractContextManager[None]: ...
 
 
@@ -72,8 +75,12 @@ class Piece:
     file: str
 
 
-def of_unit(held: UnitStore, tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of."""
+def of_unit(held: UnitStore, tiles: Mapping[str, Any] | None = None, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of.
+
+    ``digests``: of frozen parameters, which are left out then.
+    """
+    is_left_out = held.shard is None and digests is not None
 
     def more(index: int, name: str) -> dict[str, Any]:
         """Entries that only some parameters have: the order of their dimensions in memory, and the weight that a tile is a piece of."""
@@ -81,12 +88,14 @@ def of_unit(held: UnitStore, tiles: Mapping[str, Any] | None = None) -> dict[str
         found: dict[str, Any] = {} if order is None else {"order": list(order)}
         if tile is not None:
             found["whole"] = {"name": tile.whole, "shape": list(tile.shape), "place": [[cut.start, cut.stop] for cut in tile.place]}
+        if is_left_out and digests is not None:
+            found["sha256"] = digests[name]
         return found
 
     return {
         "name": held.unit.name,
         "trained": held.shard is not None,
-        "kinds": kinds_of(held),
+        "kinds": [] if is_left_out else kinds_of(held),
         "params": [
             {
                 "name": name,
@@ -149,8 +158,8 @@ def tied_names(optimizer: Training) -> dict[str, str]:
     return {name: own[param] for name, param in everywhere if param in own and own[param] != name}
 
 
-def of_optimizer(optimizer: Training) -> dict[str, Any]:
-    """The part of a manifest that is the same on all ranks."""
+def of_optimizer(optimizer: Training, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The part of a manifest that is the same on all ranks; ``digests`` as for ``of_unit``."""
     groups = []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):
         options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
@@ -159,14 +168,14 @@ def of_optimizer(optimizer: Training) -> dict[str, Any]:
     config = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)  # of models of Hugging Face
     return {
         "format": FORMAT,
-        "version": WITH_ORDERS if any(held.unit.orders for held in optimizer.held) else VERSION,
+        "version": VERSION,
         "optimizer": type(optimizer.inner).__name__,
         "world": optimizer.comm.world,
         "stage": optimizer.config.stage,
         "counters": dict(optimizer.counters),
         "loss_scale": optimizer.scaler.state_dict(),
         "groups": groups,
-        "units": [of_unit(held, tiles) for held in optimizer.held],
+        "units": [of_unit(held, tiles, digests) for held in optimizer.held],
         "tied": tied_names(optimizer),
         "model_config": str(config()) if callable(config) else None,
     }
@@ -177,19 +186,36 @@ def random_state(device: torch.device) -> dict[str, Any]:
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
-        "python": [version, list(state), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None,
+        "python": [version, _packed(state, np.uint32), gauss],
+        "numpy": [kind, _packed(keys, np.uint32), int(position), int(has_gauss), float(cached)],
+        "torch": _packed(torch.get_rng_state(), np.uint8),
+        "cuda": _packed(torch.cuda.get_rng_state(device), np.uint8) if device.type == "cuda" else None,
     }
+
+
+def _packed(numbers: Any, dtype: type[np.generic]) -> str:
+    """A list of numbers, of which there are many, as text."""
+    return base64.b64encode(zlib.compress(np.asarray(numbers, dtype=dtype).tobytes())).decode()
+
+
+def _unpacked(text: Any, dtype: type[np.generic]) -> Any:
+    """Undo ``_packed``. Lists of numbers, as checkpoints had until version 2, are taken too."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).tolist()
+    except zlib.error as error:
+        raise ValueError(f"a random state cannot be read: {error}") from error
 
 
 def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, Tensor, Tensor | None]:
     """The states that python, numpy, torch and a GPU take, from what ``random_state`` gave."""
     version, numbers, gauss = state["python"]
     kind, keys, *rest = state["numpy"]
-    gpu = None if state["cuda"] is None else torch.tensor(state["cuda"], dtype=torch.uint8)
-    return (version, tuple(numbers), gauss), (kind, np.array(keys, dtype=np.uint32), *rest), torch.tensor(state["torch"], dtype=torch.uint8), gpu
+    numbers, keys = (_unpacked(packed, np.uint32) for packed in (numbers, keys))
+    host = torch.tensor(_unpacked(state["torch"], np.uint8), dtype=torch.uint8)
+    gpu = None if state["cuda"] is None else torch.tensor(_unpacked(state["cuda"], np.uint8), dtype=torch.uint8)
+    return (version, tuple(numbers), gauss), (kind, np.array(keys, dtype=np.uint32), *rest), host, gpu
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -220,6 +246,15 @@ class Saved:
     place: tuple[slice, ...] | None  # of a tile: its rows and columns in the weight
     kinds: tuple[str, ...]
     steps: int
+    sha256: str = ""  # of one that was left out, as it was frozen
+
+    def as_kind(self, kind: str) -> str | None:
+        """The kind that has the values of ``kind``, where one of both sides has it frozen: its values are the master. None: there are none."""
+        if self.sha256:
+            return None
+        if kind in self.kinds or self.kinds != ("param",):
+            return self.kinds[0] if kind == "param" else kind
+        return "param" if kind == "master" else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,8 +288,8 @@ class Manifest:
         head = _json(folder / MANIFEST)
         if head.get("format") != FORMAT:
             raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a zk checkpoint")
-        if head.get("version") not in (VERSION, WITH_ORDERS):
-            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads versions {VERSION} and {WITH_ORDERS}")
+        if head.get("version") not in range(1, VERSION + 1):
+            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads versions 1 to {VERSION}")
         if head.pop("crc32", None) != crc_of(head):
             raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {crc_of(head)}; it was damaged, or edited")
         try:
@@ -286,7 +321,7 @@ class Manifest:
                 else:
                     whole, whole_shape = name, shape
                 weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
-                weight.parts.append(Saved(name, shape, order, place, tuple(unit["kinds"]), param["steps"]))
+                weight.parts.append(Saved(name, shape, order, place, tuple(unit["kinds"]), param["steps"], param.get("sha256", "")))
         return found
 
 

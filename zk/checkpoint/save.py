@@ -136,18 +136,21 @@ class Save:
     Args:
         root: the folder of all checkpoints.
         scheduler, extra, keep: as for ZeroOptimizer.save_checkpoint.
+        digests: of frozen parameters, which are left out then.
     """
 
-    def __init__(self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None) -> None:
+    def __init__(
+        self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None, digests: Mapping[str, str] | None = None
+    ) -> None:
         self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
         self.claim = optimizer.claim
-        self.head = manifest.of_optimizer(optimizer)
+        self.head = manifest.of_optimizer(optimizer, digests)
         self.head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
         self.head["scheduler_type"] = type(scheduler).__name__ if scheduler is not None else None
         self.head["extra"] = manifest.plain(extra, "extra")
         self.random = manifest.random_state(optimizer.device)
-        self.parts = parts_of(optimizer)
+        self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
         self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}
         self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
         self.unread: dict[int, Unread] = {}

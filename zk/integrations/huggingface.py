@@ -172,7 +172,8 @@ class ZeroTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.zero is not None
-        self.zero.save_checkpoint(Path(output_dir, FOLDER))
+        is_adapter = self._names_to_save() is not None  # whose base stays as it is, where it came from
+        self.zero.save_checkpoint(Path(output_dir, FOLDER), frozen=not is_adapter)
         if self.args.should_save:
             if self._export_next:
                 _export(Path(output_dir, FOLDER), Path(output_dir))

@@ -6,6 +6,7 @@ A piece is asked for ahead (``fetch``), opened when it is needed (``open`` waits
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -64,40 +65,48 @@ class Traffic:
 
 
 class Spill:
-    """One rank's file on the NVMe tier. Space is handed out once, from the start of the file on.
+    """One rank's bytes on the NVMe tier. Space is handed out once, from the first byte on.
 
     Args:
-        open_file: opens a file of so many bytes, of which pieces are read that begin at the offsets given; called when all space is asked
-            for, in ``create``.
+        open_file: opens a file of so many bytes, of which pieces are read that begin at the offsets given; called in ``create``, for all
+            space that was asked for since the last time.
     """
 
     def __init__(self, open_file: Callable[[int, Iterable[int]], File]) -> None:
         self.open_file = open_file
         self.lock = threading.RLock()  # of all buffers: training and the update beside it both move pieces
-        self.file: File | None = None
-        self.nbytes = 0
-        self.starts: set[int] = set()  # of pieces
+        self.files: list[tuple[int, File]] = []  # each with the offset of its first byte, in order
+        self.nbytes = self.created = 0  # handed out, and in files
+        self.starts: set[int] = set()  # of pieces that are in no file yet
         self.traffic = Traffic()
         self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write in flight)
         self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of ``nbytes`` bytes of the file, whole pages."""
-        assert self.file is None, "space is handed out before the file is created"
+        """The offset of ``nbytes`` bytes, whole pages, which exist after the next ``create``."""
         offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes)
         self.starts.add(offset)
         return offset
 
     def create(self) -> None:
-        """Create the file, with room for all that was reserved; OSError if the drive has not so much."""
-        self.file = self.open_file(self.nbytes, self.starts)
+        """Create a file with room for all that was reserved since the last one; OSError if the drive has not so much."""
+        nbytes, starts = self.nbytes - self.created, {start - self.created for start in self.starts}
+        self.nbytes, self.starts = self.created, set()
+        if nbytes or not self.files:
+            self.files.append((self.created, self.open_file(nbytes, starts)))
+            self.nbytes = self.created = self.created + nbytes
+
+    def _place(self, offset: int) -> tuple[File, int]:
+        """The file that has the byte at ``offset``, and where."""
+        first, file = next(entry for entry in reversed(self.files) if entry[0] <= offset)
+        return file, offset - first
 
     def read(self, buffer: Tensor, offset: int) -> Request:
         """Start to fill ``buffer``, after any write in flight to the same bytes."""
         self._after_writes(offset, buffer.nbytes)
-        assert self.file is not None
-        return self.file.read_async(buffer, offset)
+        file, start = self._place(offset)
+        return file.read_async(buffer, start)
 
     def write(self, buffer: Tensor, offset: int, by: Buffers) -> Request:
         """Start to write ``buffer``, after any write in flight to the same bytes. What other buffers have of these is out of date."""
@@ -105,8 +114,8 @@ class Spill:
             if others is not by:
                 others.drop(offset, offset + buffer.nbytes)
         self._after_writes(offset, buffer.nbytes, by_write=True)
-        assert self.file is not None
-        request = self.file.write_async(buffer, offset)
+        file, start = self._place(offset)
+        request = file.write_async(buffer, start)
         self.writes[offset] = (offset + buffer.nbytes, request)
         return request
 
@@ -159,9 +168,10 @@ class Spill:
         return sum(buffers.touched for buffers in self.buffers)
 
     def close(self) -> None:
-        """Wait for what is in flight and close the file."""
-        if self.file is not None:
-            self.file.close()
+        """Wait for what is in flight and close the files."""
+        with contextlib.ExitStack() as closing:
+            for _, file in self.files:
+                closing.callback(file.close)
 
 
 def _locked(method: Callable[P, R]) -> Callable[P, R]:

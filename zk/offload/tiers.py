@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -235,10 +235,17 @@ class NVMeTier:
     def __init__(self, paths: Sequence[str], rank: int, ahead: int, checksum: bool, transfer: Transfer, worker: Worker) -> None:
         self.ahead, self.transfer, self.worker = ahead, transfer, worker
         self.scratch = Scratch(paths, rank)
-        self.spill = Spill(lambda nbytes, starts: File(self.scratch.paths("state"), nbytes, checksum=checksum, cuts=starts))
+        self.checksum = checksum
+        self.spill = Spill(self._file)
+        self.buffers: dict[str, Buffers] = {}  # by what they are for
+        # what has no buffers yet
         self.stores: list[FileFields] = []
         self.homes: list[FileParams] = []
         self.all_grads: list[FileGrads] = []
+
+    def _file(self, nbytes: int, starts: Iterable[int]) -> File:
+        name = f"state-{len(self.spill.files)}" if self.spill.files else "state"
+        return File(self.scratch.paths(name), nbytes, checksum=self.checksum, cuts=starts)
 
     def chunks(self, start: int, stop: int) -> list[slice]:
         """Slices that are moved, and worked on, at once."""
@@ -264,31 +271,39 @@ class NVMeTier:
         return self.all_grads[-1]
 
     def create(self) -> None:
-        """Take the room on the drive, and buffers in host memory. OSError if there is not enough room."""
+        """Take the room on the drive that was asked for since the last time, and buffers in host memory. OSError if there is not enough room."""
+        (stores, homes, all_grads), (self.stores, self.homes, self.all_grads) = (self.stores, self.homes, self.all_grads), ([], [], [])
         self.spill.create()
-        states = Buffers(self.spill, max((store.largest for store in self.stores), default=0), CHUNKS_IN_MEMORY)
-        params = Buffers(self.spill, max((home.largest for home in self.homes), default=0), CHUNKS_IN_MEMORY)
         crossing = staging if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
-        whole = Buffers(self.spill, max((home.piece.nbytes for home in self.homes), default=0), self.ahead, crossing)
-        largest = max((chunk.stop - chunk.start for grads in self.all_grads for chunk in grads.chunks), default=0)
-        parts = Buffers(self.spill, largest * torch.float32.itemsize, CHUNKS_IN_MEMORY)
-        grads_out = Buffers(self.spill, max((grads.numel for grads in self.all_grads), default=0) * torch.float32.itemsize, 2)
-        for store in self.stores:
+        states = self._buffers("states", [store.largest for store in stores], CHUNKS_IN_MEMORY)
+        params = self._buffers("params", [home.largest for home in homes], CHUNKS_IN_MEMORY)
+        whole = self._buffers("whole params", [home.piece.nbytes for home in homes], self.ahead, crossing)
+        chunks = [chunk.stop - chunk.start for grads in all_grads for chunk in grads.chunks]
+        parts = self._buffers("chunks of gradients", [numel * torch.float32.itemsize for numel in chunks], CHUNKS_IN_MEMORY)
+        gradients = self._buffers("gradients", [grads.numel * torch.float32.itemsize for grads in all_grads], 2)
+        for store in stores:
             store.buffers = states
-        for home in self.homes:
+        for home in homes:
             home.buffers, home.whole_buffers = params, whole
-        for grads in self.all_grads:
-            grads.whole, grads.parts = grads_out, parts
+        for grads in all_grads:
+            grads.whole, grads.parts = gradients, parts
+
+    def _buffers(self, use: str, sizes: Sequence[int], count: int, memory: Callable[[int], Tensor] = staging) -> Buffers:
+        """Buffers for pieces of these sizes: those that there are, if they are large enough."""
+        nbytes = max(sizes, default=0)
+        if use not in self.buffers or self.buffers[use].nbytes < nbytes:
+            self.buffers[use] = Buffers(self.spill, nbytes, count, memory)
+        return self.buffers[use]
 
     def metrics(self) -> dict[str, float]:
         """Pieces fetched, the share that was there when needed, milliseconds of waiting for the drive, and bytes moved, since the start."""
-        traffic, file = self.spill.traffic, self.spill.file
+        traffic, files = self.spill.traffic, [file for _, file in self.spill.files]
         return {
             "fetches": traffic.fetches,
             "fetch_hit_rate": traffic.hits / max(1, traffic.fetches),
             "stall_ms": traffic.stall_ms,
-            "fetched_nbytes": file.read_nbytes if file else 0,
-            "evicted_nbytes": file.written_nbytes if file else 0,
+            "fetched_nbytes": sum(file.read_nbytes for file in files),
+            "evicted_nbytes": sum(file.written_nbytes for file in files),
         }
 
     def close(self) -> None:

@@ -84,7 +84,11 @@ class GradReducer:
         for index, param in enumerate(store.unit.params):
             # weak, as the parameter would keep alive what keeps it alive
             take = torch.compiler.disable(functools.partial(weakly(self.take_grad), position, index))
-            self.handles.append(param.register_post_accumulate_grad_hook(take))
+            requires_grad = param.requires_grad
+            with torch.no_grad():
+                param.requires_grad_(True)  # only then torch takes a hook, which then stays
+                self.handles.append(param.register_post_accumulate_grad_hook(take))
+                param.requires_grad_(requires_grad)
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -310,8 +314,8 @@ class GradReducer:
         store.kept.clear()
 
     @torch.no_grad()
-    def finish(self, keep: bool = False) -> list[set[int]]:
-        """Reduce whatever is left. Returns, for each unit, which parameters have a gradient on any rank.
+    def finish(self, keep: bool = False) -> None:
+        """Reduce whatever is left. What has a gradient on any rank is ``used`` from then on.
 
         ``keep``: gradients in their own place stay there.
         """
@@ -337,7 +341,8 @@ class GradReducer:
         self.forget()
         self.flushed = True
         is_used = iter(flags[len(left) :])
-        return [{index for index in range(len(store.unit.params)) if next(is_used)} for store in self.stores]
+        for store in self.stores:
+            store.used |= {index for index in range(len(store.unit.params)) if next(is_used)}
 
     def forget(self) -> None:
         """Drop gradients that are not reduced yet, and all memory of a backward that was interrupted."""

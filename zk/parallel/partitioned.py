@@ -1,6 +1,6 @@
 """Parameters that exist only while in use (stage 3): gather -> compute -> release.
 
-One ladder: UnitStore holds one unit and its state; Partition holds the model's hooks and decides when each unit is needed.
+UnitStore holds one unit and its state; Partition holds the model's hooks and decides when each unit is needed.
 A forward of a unit's module gathers it before and releases it after. In backward there are two signals. Autograd unpacks a saved parameter:
 gather its unit, and ask for the next. The gradient of a module's inputs is complete: release. So no order of backward can meet memory that
 was released, and a unit that backward does not read (an embedding) is not gathered for it.
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,45 +56,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def state_dict_hooks(
-    units: list[UnitStore], by_storage: Mapping[int, UnitStore], written: Callable[[UnitStore, list[int]], None]
-) -> list[RemovableHandle]:
-    """Make ``state_dict()`` and ``load_state_dict()`` of the model and its parts work, on all ranks: each unit is gathered meanwhile.
-
-    What ``state_dict()`` returns is a copy; ``written(store, indices)`` keeps what was loaded.
-    """
+def owned(stores: Sequence[UnitStore]) -> dict[nn.Module, list[tuple[UnitStore, list[int]]]]:
+    """The parameters that are each module's own: their stores, and their numbers there."""
     owners: dict[nn.Module, list[tuple[UnitStore, list[int]]]] = {}
-    for store in units:
+    for store in stores:
         for anchor in store.unit.anchors:
             for module in anchor.modules():
                 own = [index for index, param in enumerate(store.unit.params) if any(param is p for p in module._parameters.values())]
                 if own and not any(other is store for other, _ in owners.get(module, ())):
                     owners.setdefault(module, []).append((store, own))
-
-    def gather(module: nn.Module, *_: Any) -> None:
-        for store, _own in owners[module]:
-            store.pin()
-
-    def copy(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata in by_storage:
-                state[key] = value.detach().clone()
-        for store, _own in owners[module]:
-            store.unpin()
-
-    def keep(module: nn.Module, *_: Any) -> None:
-        for store, own in owners[module]:
-            written(store, own)
-            store.unpin()
-
-    before, copied, kept = Hook(gather), Hook(copy), Hook(keep)
-    handles: list[RemovableHandle] = []
-    for module in owners:
-        handles.append(module.register_state_dict_pre_hook(before))
-        handles.append(module.register_state_dict_post_hook(copied))
-        handles.append(module.register_load_state_dict_pre_hook(before))
-        handles.append(module.register_load_state_dict_post_hook(kept))
-    return handles
+    return owners
 
 
 class Partition:
@@ -114,6 +85,7 @@ class Partition:
         self.asked: list[UnitStore] = []  # ahead of use, oldest first
         self.by_index: dict[int, UnitStore] = {}
         self.by_module: dict[nn.Module, list[UnitStore]] = {}  # what a forward of the module uses
+        self.owners: dict[nn.Module, list[tuple[UnitStore, list[int]]]] = {}  # and what its state_dict() does
         self.handles: list[RemovableHandle] = []
         self.entered: list[nn.Module] = []  # modules whose forward is in progress
         self.thread = 0  # in which they are
@@ -133,24 +105,55 @@ class Partition:
             self.by_storage[store.full.untyped_storage()._cdata] = store
         self.by_index[store.index] = store
 
+    def remove(self, store: UnitStore) -> None:
+        """Watch a unit no more."""
+        self.stores = [other for other in self.stores if other is not store]
+        self.by_storage.pop(store.full.untyped_storage()._cdata, None)
+
     def attach(self) -> None:
-        """Put hooks on the modules; again after ``add``."""
-        self.detach()
-        self.handles += state_dict_hooks(self.stores, self.by_storage, self.written)
-        self.by_module = {self.model: []}
+        """Put hooks on the modules that have none; again after ``add`` and ``remove``."""
+        before, after = Hook(self._before), Hook(self._after)
+        by_module: dict[nn.Module, list[UnitStore]] = {self.model: []} if self.stores else {}
         for store in self.stores:
             for anchor in store.unit.anchors:
-                self.by_module.setdefault(anchor, []).append(store)
-        before, after = Hook(self._before), Hook(self._after)
-        for module in self.by_module:
+                by_module.setdefault(anchor, []).append(store)
+        for module in [module for module in by_module if module not in self.by_module]:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
+        gather, copy, keep = Hook(self._gather_own), Hook(self._copy_own), Hook(self._keep_own)
+        owners = owned(self.stores)
+        for module in [module for module in owners if module not in self.owners]:
+            self.handles.append(module.register_state_dict_pre_hook(gather))
+            self.handles.append(module.register_state_dict_post_hook(copy))
+            self.handles.append(module.register_load_state_dict_pre_hook(gather))
+            self.handles.append(module.register_load_state_dict_post_hook(keep))
+        self.by_module, self.owners = by_module, owners
 
     def detach(self) -> None:
         """Remove all hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+    # ---- state_dict() and load_state_dict() of the model and its parts, on all ranks ------------------------------------------
+
+    def _gather_own(self, module: nn.Module, *_: Any) -> None:
+        for store, _own in self.owners[module]:
+            store.pin()
+
+    def _copy_own(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata in self.by_storage:
+                state[key] = value.detach().clone()
+        for store, _own in self.owners[module]:
+            store.unpin()
+
+    def _keep_own(self, module: nn.Module, *_: Any) -> None:
+        for store, own in self.owners[module]:
+            self.written(store, own)
+            store.unpin()
+
+    # ---- what comes next -----------------------------------------------------------------------------------------------------
 
     def _ask(self, index: int) -> None:
         """Start to gather a unit. Of what was asked for and has not been used when its turn was over, the pass has taken another way."""
