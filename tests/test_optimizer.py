@@ -678,8 +678,7 @@ def test_a_model_moved_after_wrapping_is_noticed() -> None:
 
 def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
     sparse = nn.Embedding(5, 3, sparse=True)
-    optimizer = zk.ZeroOptimizer(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="sparse=False"):
+    with zk.ZeroOptimizer(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1)), pytest.raises(TypeError, match="sparse=False"):
         sparse(torch.tensor([1])).sum().backward()
 
 

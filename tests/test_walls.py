@@ -30,7 +30,7 @@ BESIDE |= {"stash", "tiled_matmul"}
 
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
-    "core": (10_175, 74_100),  # 130 and 1,585 for what is unfrozen, or new, and trained later
+    "core": (10_215, 74_450),  # 145 and 1,590 for what is unfrozen, or new, and trained later; 25 and 345 for experts
     "beside the core": (3_105, 23_455),  # 5 and 10 for what the export leaves out, and says
     "checkpoint": (2_890, 23_380),  # 130 and 1,090 for checkpoints without what is frozen, and for loading what was unfrozen
     "plan": (1_405, 12_485),

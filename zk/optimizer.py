@@ -226,7 +226,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _found(self) -> list[Unit]:
         """The units of the model as it is now."""
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        return find_units(self.model, number, self.stored, self.config.units, self.device, self.config.device is not None)
+        moved = self.config.device is not None
+        experts = self.config.stage < 3 or self.comm.world == 1  # else ranks that choose different ones would not gather alike
+        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts)
 
     def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
         """Agree with the other ranks on units that are about to be held, each as its number."""
@@ -321,18 +323,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finish_update()
         self.partition.reset()
         given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.params)]
-        moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
         taken, numbers = {store.unit.name for store in self.held}, itertools.count(len(self.held))
-        for store, unit in itertools.zip_longest(given_up, [store.unit for store in given_up] + list(new)):
-            trained = [index for index, param in enumerate(unit.params) if store is None or param in chosen]
-            frozen = [index for index in range(len(unit.params)) if index not in trained]
-            name = unit.name
-            if store is None or frozen:
-                name = next(name for count in itertools.count(1) if (name := f"{unit.name} ({count})" if count > 1 else unit.name) not in taken)
-                taken.add(name)
-            parts = [(store.index, unit.part(frozen, False, unit.name))] if store is not None and frozen else []
-            number = next(numbers) if store is None or frozen else store.index
-            moves.append((store, [*parts, (number, unit.part(trained, store is not None or unit.trained, name))]))
+
+        def another(unit: Unit) -> tuple[int, Unit]:
+            """The unit under a name and a number that no other has."""
+            names = (f"{unit.name} ({count})" if count > 1 else unit.name for count in itertools.count(1))
+            name = next(name for name in names if name not in taken)
+            taken.add(name)
+            return next(numbers), dataclasses.replace(unit, name=name)
+
+        moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
+        for store in given_up:
+            unit = store.unit
+            trained = [index for index, param in enumerate(unit.params) if param in chosen]
+            frozen = [index for index, param in enumerate(unit.params) if param not in chosen]
+            part = unit.part(trained, True, unit.name)
+            if frozen:
+                moves.append((store, [(store.index, unit.part(frozen, False, unit.name)), another(part)]))
+            else:
+                moves.append((store, [(store.index, part)]))
+        moves += [(None, [another(unit)]) for unit in new]
         numbered = [entry for _, entries in moves for entry in entries]
         self._name(numbered)
         with save.together(self.comm, "making room for what is trained from now on"):
@@ -341,10 +351,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         given_up.clear()  # each one's memory is freed when its parameters are elsewhere
         try:
             while moves:
-                store, entries = moves.pop(0)
-                if store is not None:
-                    store.pin()
-                    self.partition.remove(store)
+                before, entries = moves.pop(0)
+                if before is not None:
+                    before.pin()
+                    self.partition.remove(before)
                 for number, unit in entries:
                     self._hold(unit, number)
         except BaseException as error:
@@ -352,7 +362,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._tear(error)
             raise
         for held in self._trained:
-            held.kept |= {index for index, param in enumerate(held.unit.params) if param in chosen and own_grad(param) is not None}
+            for index, param in enumerate(held.unit.params):
+                if param in chosen and own_grad(param) is not None:
+                    held.kept.add(index)
         self.partition.attach()
         if self.config.dtype is not None:
             self._cast_inputs()
@@ -360,7 +372,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _note_frozen(self) -> None:
         """Note which parameters of the groups are not trained now: they may be later."""
-        self.frozen = [param for group in self.param_groups for param in group["params"] if self.units[param][0].shard is None]
+        self.frozen = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if self.units[param][0].shard is None
+        ]
 
     def _train_unfrozen(self) -> None:
         """Train what user code has unfrozen."""

@@ -143,6 +143,20 @@ def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
             yield from _blocks(child, child_path)
 
 
+# elements of the smallest member of a list inside of a block that is a unit of its own
+_SMALLEST = 1 << 12
+
+
+def _experts(block: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
+    """The members of each ModuleList inside of a block whose members are all alike: mostly only some of them are called."""
+    for name, module in block.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        kinds = {(type(member), tuple(param.shape for param in member.parameters())) for member in module}
+        if len(kinds) == 1 and sum(param.numel() for param in module[0].parameters()) >= _SMALLEST:
+            yield from ((f"{path}.{name}.{index}", member) for index, member in enumerate(module))
+
+
 def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
     """The modules that ``wanted`` names, by path or by class, inner ones first; ValueError for an entry that matches nothing."""
     names = {entry for entry in wanted if isinstance(entry, str)}
@@ -163,6 +177,7 @@ def find_units(
     wanted: Sequence[str | type[nn.Module]] | None = None,
     device: torch.device | None = None,
     moved: bool = False,
+    experts: bool = False,
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -173,9 +188,12 @@ def find_units(
         wanted: names or classes of the modules that become units, each without those inside of it; None takes the blocks of the model's
             outermost ModuleLists.
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
+        experts: members of ModuleLists inside of blocks are units too, where they are alike.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
+    if experts and wanted is None:
+        blocks = [entry for path, block in blocks for entry in (*_experts(block, path), (path, block))]
     owner: dict[int, str] = {}  # id of a module -> path of the block it is part of
     for path, block in (*tiles, *blocks):  # a tile is a block of its own, wherever it is
         for module in block.modules():

@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable, Sequence
 
 _LONGEST = 1 << 14  # uses that are remembered at most, should no backward ever end the recording
+_STEADY = 8  # passes in a row that use a unit, after one that did not, until it is asked for ahead again
 
 
 class Prefetcher:
     """Follows the order of use seen last time and asks for the units that come next.
 
     A use that is not the expected one costs nothing but its own wait: the position is looked up again further on in the order.
+    A unit that only some passes use (an expert) is not asked for ahead of use, as its bytes would mostly be moved for nothing.
 
     Args:
         ask: called with a unit's number, starts to gather it if it is not there.
@@ -22,6 +24,7 @@ class Prefetcher:
     def __init__(self, ask: Callable[[int], None], fetch: Callable[[int], None], ahead: int) -> None:
         self.ask, self.fetch, self.ahead = ask, fetch, ahead
         self.orders: dict[str, Sequence[int]] = {}
+        self.doubtful: dict[str, dict[int, int]] = {}  # by mode: units, and the passes that have to use each first
         self.mode = "train"
         self.seen: list[int] = []
         self.position = 0
@@ -49,9 +52,9 @@ class Prefetcher:
         self._look_ahead(order, {unit})
 
     def _look_ahead(self, order: Sequence[int], known: set[int]) -> None:
-        following = []
+        following, doubtful = [], self.doubtful.get(self.mode, {})
         for unit in itertools.islice(order, self.position, self.position + 4 * (2 * self.ahead + 1)):
-            if unit not in known:
+            if unit not in known and unit not in doubtful:
                 known.add(unit)
                 following.append(unit)
         for unit in following[: self.ahead]:
@@ -61,12 +64,16 @@ class Prefetcher:
 
     def between_passes(self) -> None:
         """No pass is in progress: fetch what the next training pass begins with."""
-        order = self.orders.get("train", ())
+        order, doubtful = self.orders.get("train", ()), self.doubtful.get("train", {})
         for unit in dict.fromkeys(order[: 2 * self.ahead + 1]) if self.ahead else ():
-            self.fetch(unit)
+            if unit not in doubtful:
+                self.fetch(unit)
 
     def end(self) -> None:
         """The pass is over: what was seen is what to expect next time."""
         if self.seen:
+            seen, expected = set(self.seen), set(self.orders.get(self.mode, self.seen))
+            doubtful = {unit: left - 1 for unit, left in self.doubtful.get(self.mode, {}).items() if left > 1}
+            self.doubtful[self.mode] = doubtful | dict.fromkeys(seen ^ expected, _STEADY)
             self.orders[self.mode] = tuple(self.seen)
         self.seen, self.position = [], 0

@@ -1,0 +1,163 @@
+"""Mixtures of experts: an expert that is not called is not fetched, gathered or updated."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zk
+
+pytestmark = pytest.mark.usefixtures("torch_engine")
+
+WIDTH, INNER, NUM = 32, 96, 8
+EXPERT = 2 * WIDTH * INNER + INNER + WIDTH  # elements
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Each token goes to the best of its experts, of those that are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(NUM))
+        self.open = list(range(NUM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).reshape(-1, WIDTH)
+        weights = torch.softmax(self.gate(flat)[:, self.open], dim=-1)
+        best, chosen = weights.max(dim=-1)
+        out = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            expert = self.experts[self.open[number]]
+            out = out.index_add(0, rows, expert(flat[rows]) * best[rows, None])
+        return x + out.view_as(x)
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def open(self, *experts: int) -> None:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.open = list(experts)
+
+
+def make() -> Mixture:
+    torch.manual_seed(0)
+    return Mixture()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0, tokens: int = 12) -> list[float]:
+    losses = []
+    for seed in range(start, start + steps):
+        loss = model(torch.randn(2, tokens // 2, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2-beside": {"stage": 2, "overlap_step": True},
+    "2-nvme": {"stage": 2, "optimizer_tier": "nvme"},
+    "3-host": {"stage": 3, "param_tier": "host"},
+    "3-nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "3-nvme-far": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "prefetch": 3},
+}
+
+
+def wrapped(model: nn.Module, setting: str, folder: Path, **more: Any) -> zk.ZeroOptimizer:
+    options = {**SETTINGS[setting], **more, **({"nvme_path": folder} if "nvme" in setting else {})}
+    return zk.ZeroOptimizer(model, adamw(model), **options)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_experts_train_as_in_plain_torch(setting: str, tmp_path: Path) -> None:
+    model, plain = make(), make()
+    other = adamw(plain)
+    with wrapped(model, setting, tmp_path) as optimizer:
+        assert sum(".experts." in store.unit.name for store in optimizer.held) == 2 * NUM
+        for start, experts in enumerate((range(NUM), (0, 1), (2, 5, 7), range(NUM))):
+            model.open(*experts)
+            plain.open(*experts)
+            assert train(model, optimizer, 3, 3 * start, 4) == train(plain, other, 3, 3 * start, 4)
+        optimizer.synchronize()
+        with zk.gather(model.parameters()):
+            assert [name for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True) if not torch.equal(got, want)] == []
+
+
+@pytest.mark.parametrize("setting", ("3-nvme", "3-nvme-far"))
+def test_only_experts_in_use_are_fetched(setting: str, tmp_path: Path) -> None:
+    """Bytes of a step, against those where nothing is asked for ahead of use: others in each step, and the same in each step."""
+
+    def fetched(prefetch: int, changes: bool) -> float:
+        model, draw = make(), random.Random(0)
+        with wrapped(model, setting, tmp_path, prefetch=prefetch) as optimizer:
+            for step in range(12):
+                if step == 4:
+                    optimizer.synchronize()
+                    before = optimizer.metrics()["fetched_nbytes"]
+                model.open(*(sorted(draw.sample(range(NUM), 2)) if changes else (2, 5)))
+                train(model, optimizer, 1, step)
+            optimizer.synchronize()
+            return (optimizer.metrics()["fetched_nbytes"] - before) / 8
+
+    for changes in (True, False):
+        nbytes, needed = fetched(SETTINGS[setting].get("prefetch", 1), changes), fetched(0, changes)
+        assert 0.9 * needed <= nbytes <= 1.1 * needed, (changes, nbytes, needed)
+    state = 4 * 2 + 4 * 2 + 4 * 2 + 4  # per element: parameters for forward, backward; twice more for the update; moments, gradient
+    assert needed <= 1.1 * state * 2 * 2 * EXPERT + 60 * 4096  # the rest is small, and each piece begins on a page
+
+
+def test_lists_of_other_things_stay_in_their_block() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(64, 64), nn.LayerNorm(64)])  # as in T5: not alike
+            self.small = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.one = nn.ModuleList([nn.Linear(128, 128)])
+
+    model = nn.Sequential(Mixed(), Mixed())
+    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
+        assert [store.unit.name for store in optimizer.held] == ["0", "1"]
+
+
+def test_units_that_are_named_lie_within_each_other() -> None:
+    model = make()
+    with zk.ZeroOptimizer(model, adamw(model), stage=3, param_tier="host", units=[Block, "blocks.0.experts.3", nn.LayerNorm]) as optimizer:
+        held = {store.unit.name: store.unit.names for store in optimizer.held}
+        assert list(held) == ["blocks.0.norm", "blocks.0", "blocks.0.experts.3", "blocks.1.norm", "blocks.1", "rest"]
+        assert held["blocks.0.experts.3"] == [f"blocks.0.experts.3.{name}.{kind}" for name in ("up", "down") for kind in ("weight", "bias")]
+        assert len(held["blocks.0"]) == 1 + 7 * 4 and len(held["blocks.1"]) == 1 + 8 * 4
+        plain = copy.deepcopy(make())
+        assert train(model, optimizer, 3) == train(plain, adamw(plain), 3)
