@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from zk.owners import owner_of
+from zk.owners import inner_tensors, owner_of
 from zk.store import UnitStore
 
 
@@ -22,7 +22,8 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
 
     Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
     """
-    wanted = [params] if isinstance(params, nn.Parameter) else list(params)
+    given = [params] if isinstance(params, nn.Parameter) else list(params)
+    wanted = [tensor for param in given for _, tensor in inner_tensors(param)]
     held: dict[int, tuple[UnitStore, list[int]]] = {}
     for param in wanted:
         owner = owner_of(param)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zk.materialize import can_make, device_of
 from zk.offload.rules import Rule
-from zk.owners import owner_of
+from zk.owners import inner_tensors, is_wrapper, owner_of
 from zk.parallel.released import is_released
 from zk.store import UnitStore
 
@@ -50,10 +50,12 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already:
             )
 
 
-def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], stored: Mapping[Tensor, torch.dtype], moved: bool) -> None:
+def check_params(
+    model: nn.Module, groups: Sequence[dict[str, Any]], stored: Mapping[Tensor, torch.dtype], device: torch.device | None
+) -> None:
     """Every trained parameter is the model's, will be ``stored`` in a dtype that zk trains, and shares memory with no other.
 
-    All parameters are on one device, if they are not ``moved`` to one.
+    All parameters are on one device, if they are not moved to ``device``.
     """
     names = {param: name for name, param in model.named_parameters()}
     for index, group in enumerate(groups):
@@ -66,13 +68,23 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], stored: Map
             name = names[param]
             if nn.parameter.is_lazy(param):
                 raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model before wrapping it")
+            if param.requires_grad and is_wrapper(param):
+                raise ValueError(
+                    f"parameter {name!r} is a {type(param).__name__}, and zk trains plain tensors only: freeze it, and train an adapter over it"
+                )
             if param.requires_grad and stored[param] not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
                     f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, convert it, or pass dtype= (which casts "
                     "fp64, fp32, bf16 and fp16 but for what keep_dtype= names)"
                 )
-    check_one_device(names, moved)
-    free: dict[Tensor, str] = {param: name for param, name in names.items() if owner_of(param) is None}
+    check_one_device(names, device is not None)
+    for param, name in names.items():
+        if device is not None and param.device != device and is_wrapper(param):
+            raise ValueError(
+                f"parameter {name!r} is a {type(param).__name__} on {param.device}, and cannot be moved to {device} without a copy; quantize the "
+                "model where it computes"
+            )
+    free = {tensor: label for param, name in names.items() if owner_of(param) is None for label, tensor in inner_tensors(param, name)}
     for param, other in _sharing(free, free):
         raise ValueError(
             f"parameters {free[param]!r} and {free[other]!r} share memory but are two Parameter objects, so they would drift apart; tie them by "
@@ -82,7 +94,8 @@ def check_params(model: nn.Module, groups: Sequence[dict[str, Any]], stored: Map
 
 def check_aliases(model: nn.Module) -> None:
     """No buffer or attribute of a module is a view of a parameter: parameters move to other memory, and it would keep the old values."""
-    params: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    params = {tensor: label for name, param in model.named_parameters() for label, tensor in inner_tensors(param, name)}
+    wrappers = set(filter(is_wrapper, model.parameters()))
     others: dict[Tensor, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -91,7 +104,9 @@ def check_aliases(model: nn.Module) -> None:
             if name in ("_parameters", "_buffers"):
                 continue
             for leaf in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,):
-                if isinstance(leaf, Tensor) and leaf not in params and f"{name}_orig" not in module._parameters:  # (spectral_norm makes it anew)
+                if not isinstance(leaf, Tensor) or leaf in params or leaf in wrappers:
+                    continue
+                if f"{name}_orig" not in module._parameters:  # (spectral_norm makes it anew)
                     others[leaf] = prefix + name
     for param, other in _sharing(params, others):
         raise ValueError(
@@ -102,7 +117,7 @@ def check_aliases(model: nn.Module) -> None:
 
 def _extent(tensor: Tensor) -> tuple[str, int, int] | None:
     """The device, and the bytes there from the first element to the last; None where it has no memory."""
-    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or not tensor.numel() or is_released(tensor):
+    if is_wrapper(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or not tensor.numel() or is_released(tensor):
         return None
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
@@ -153,6 +168,8 @@ def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], ru
 def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any], rule: Rule) -> None:
     """That there is room for the state that the group's options ask for."""
     for param in group["params"]:
+        if is_wrapper(param):
+            continue
         if param not in units:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group")
         shard = units[param].shard

@@ -40,7 +40,7 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.owners import held_params, owner_of
+from zk.owners import held_params, inner_tensors, is_wrapper, owner_of, rebuilt
 from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
 from zk.parallel.partitioned import Partition
@@ -105,12 +105,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
             self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
-            check_params(model, self.param_groups, self.stored, self.config.device is not None)
+            assert self.config.device is None or isinstance(self.config.device, torch.device)
+            check_params(model, self.param_groups, self.stored, self.config.device)
             check_aliases(model)
             if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
                 raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
-            assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         self.num_threads = self.config.num_threads or default_threads()
@@ -297,7 +297,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 assert config.dtype is None or isinstance(config.dtype, torch.dtype)
                 stored = stored_dtypes(self.model, config.dtype, config.keep_dtype or (), config.cast_buffers)
-                check_params(self.model, self.param_groups, stored, config.device is not None)
+                assert config.device is None or isinstance(config.device, torch.device)
+                check_params(self.model, self.param_groups, stored, config.device)
                 check_aliases(self.model)
             self._agree()
         except BaseException:
@@ -376,7 +377,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             param
             for group in self.param_groups
             for param in group["params"]
-            if self.units[param][0].shard is None
+            if param not in self.units or self.units[param][0].shard is None
         ]
 
     def _train_unfrozen(self) -> None:
@@ -384,6 +385,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
             unfrozen = [param for param in self.frozen if param.requires_grad]
         if unfrozen:
+            check_params(self.model, self.param_groups, self.stored, None)
             self.unfreeze(unfrozen)
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
@@ -843,7 +845,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_options(number, group, saved, "the state")
             check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, self.rule)
-        return dict(zip((i for g in saved_groups for i in g["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
+        found: dict[int, nn.Parameter] = {}
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for key, param in zip(saved["params"], group["params"], strict=True):
+                if not is_wrapper(param):
+                    found[key] = param
+        return found
 
     def _weights_come(self, *given: Any) -> None:
         self._misfits: list[str] = given[-1]  # the list in which torch collects what does not fit
@@ -963,17 +970,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finish_update()
         self.partition.reset()
         is_kept = not rank0_only or self.comm.rank == 0
-        full: dict[nn.Parameter, Tensor] = {}
+        full: dict[Tensor, Tensor] = {}
         all_named = dict(self.model.named_parameters(remove_duplicate=False))
         tiles = pieces_of(self.model)
         shown_as = {name: tiles[name].whole if name in tiles else name for name in all_named}
-        chosen = {param for name, param in all_named.items() if names is None or shown_as[name] in names}
+        chosen, coded = set[Tensor](), set[Tensor]()
+        for name, param in all_named.items():
+            if names is None or shown_as[name] in names:
+                inner = [tensor for _, tensor in inner_tensors(param)]
+                chosen.update(inner)
+                coded.update(inner if is_wrapper(param) else ())
         for held in self.held:
             if not chosen.intersection(held.unit.params):
                 continue
             for param, values in held.masters().items():
                 if is_kept:
-                    full[param] = values.to("cpu", wanted or held.unit.dtype).contiguous()
+                    full[param] = values.to("cpu", held.unit.dtype if wanted is None or param in coded else wanted).contiguous()
             held.unpin()
         if not is_kept:
             return {}
@@ -982,8 +994,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if param in full and name in tiles:
                 whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
                 whole[tiles[name].place] = full[param]
-            elif param in full and (names is None or name in names):
-                named[name] = full[param]
+            elif (names is None or name in names) and all(tensor in full for _, tensor in inner_tensors(param)):
+                named[name] = rebuilt(param, full.__getitem__)
         return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
 
     def metrics(self) -> dict[str, float]:

@@ -1,14 +1,46 @@
-"""The unit, and the optimizer, that hold a parameter."""
+"""The unit, and the optimizer, that hold a parameter; and the tensors that hold its bytes, where it is a wrapper around others.
+
+A wrapper subclass (torchao's quantized tensors, say) has no memory of its own. The tensors inside of it are what units lay out and move; the
+wrapper stays the user's object, as its parts get other memory without its noticing.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from zk.events import Ticket
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Check that other tensors hold the bytes of this one. (A DTensor's part is one of several ranks', and no whole parameter.)"""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return False
+    return is_traceable_wrapper_subclass(tensor) and not kind.__module__.startswith("torch.distributed.")
+
+
+def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors that hold the bytes, by name: itself, or what it is a wrapper around, such as "weight.qdata"."""
+    if not is_wrapper(tensor):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from inner_tensors(getattr(tensor, part), f"{name}.{part}")
+
+
+def rebuilt(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor like this one, around what ``make`` gives for each that holds its bytes."""
+    if not is_wrapper(tensor):
+        return make(tensor)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: rebuilt(getattr(tensor, name), make) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined, no-any-return]
 
 
 class Gradients(Protocol):
@@ -59,7 +91,7 @@ def holder_of(param: Tensor) -> Any:
 
 def owner_of(param: Tensor) -> Any:
     """The ZeroOptimizer that holds ``param``, or None."""
-    holder = holder_of(param)
+    holder = holder_of(next(inner_tensors(param))[1])
     return holder.owner() if holder is not None and holder.owner is not None else None
 
 

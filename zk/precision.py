@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zk.config import DynamicLossScale
 from zk.logs import log
+from zk.owners import inner_tensors, is_wrapper
 
 # torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -23,7 +24,8 @@ _CAST = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, under each of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield from inner_tensors(param, name)
     yield from model.named_buffers(remove_duplicate=False)
 
 
@@ -82,6 +84,8 @@ def stored_dtypes(
 ) -> dict[Tensor, torch.dtype]:
     """The dtype that each parameter and buffer has once it is held; all keep their own without ``dtype``."""
     kept = kept_in_dtype(model, keep, cast_buffers) if dtype is not None else set()
+    for param in filter(is_wrapper, model.parameters()):  # its own code knows their dtypes
+        kept.update(inner for _, inner in inner_tensors(param))
     return {
         tensor: dtype if dtype is not None and tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)
     }

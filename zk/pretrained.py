@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zk.checkpoint import save
 from zk.materialize import compute_device, promise
-from zk.owners import owner_of
+from zk.owners import inner_tensors, owner_of
 from zk.store import UnitStore
 from zk.tiled_linear import Piece, pieces_of
 
@@ -103,7 +103,8 @@ def _sources(model: nn.Module, path: str | Path, strict: bool) -> dict[Tensor, _
     names: dict[Tensor, list[str]] = {}  # in the files
     parts: dict[Tensor, Piece] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(pieces[name].whole if name in pieces else name)
+        for label, tensor in inner_tensors(param, name):
+            names.setdefault(tensor, []).append(pieces[name].whole if name in pieces else label)
         if name in pieces:
             parts[param] = pieces[name]
     for module_path, module in model.named_modules(remove_duplicate=False):

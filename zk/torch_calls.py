@@ -80,7 +80,7 @@ def _owner_of_all(params: list[Tensor]) -> Any:
 
 
 def _is_trained(owner: Any, param: Tensor) -> bool:
-    return owner.units[param][0].shard is not None  # type: ignore[index]
+    return param in owner.units and owner.units[param][0].shard is not None
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from zk.owners import inner_tensors
 from zk.tiled_linear import Tile
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
@@ -172,7 +174,7 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
 
 def find_units(
     model: nn.Module,
-    groups: Mapping[nn.Parameter, int],
+    groups: Mapping[Tensor, int],
     stored: Mapping[Tensor, torch.dtype] | None = None,
     wanted: Sequence[str | type[nn.Module]] | None = None,
     device: torch.device | None = None,
@@ -199,11 +201,12 @@ def find_units(
         for module in block.modules():
             owner.setdefault(id(module), path)
     units: dict[tuple[str, bool, torch.dtype, torch.device], Unit] = {}
-    home: dict[nn.Parameter, Unit] = {}
+    home: dict[Tensor, Unit] = {}
     anchors = dict((*blocks, *tiles))
     for module_path, module in model.named_modules(remove_duplicate=False):
         path = owner.get(id(module), "")
-        for name, param in module.named_parameters(recurse=False):
+        own = module.named_parameters(prefix=module_path, recurse=False)
+        for name, param in itertools.chain.from_iterable(inner_tensors(param, name) for name, param in own):
             if param not in home:
                 is_trained = param in groups and param.requires_grad
                 dtype = param.dtype if stored is None else stored[param]
@@ -214,8 +217,8 @@ def find_units(
                     if any(unit.name == label for unit in units.values()):
                         label += f" ({'trained' if is_trained else 'frozen'}, {str(dtype).removeprefix('torch.')})"
                     units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place)
-                units[key].params.append(param)
-                units[key].names.append(f"{module_path}.{name}" if module_path else name)
+                units[key].params.append(param)  # type: ignore[arg-type]
+                units[key].names.append(name)
                 home[param] = units[key]
             anchor = anchors[path] if path else module
             if anchor not in home[param].anchors:

@@ -67,8 +67,12 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         if random is not None:
             check_random_state(random)
     _check_base(optimizer, opened)
-    held_in = {param: optimizer.units[param] for group in optimizer.param_groups for param in group["params"]}
-    frozen = [param for param, (held, index) in held_in.items() if held.shard is None and steps[held.unit.names[index]]]
+    frozen = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            held, index = optimizer.units.get(param, (None, 0))
+            if held is not None and held.shard is None and steps[held.unit.names[index]]:
+                frozen.append(param)
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
         with save.together(optimizer.comm, f"checking {manifest.folder}"):
@@ -287,7 +291,7 @@ def _check_model(optimizer: Training, opened: _Opened) -> None:
         for part in opened.origin(held, index)
         if (saved := part.as_kind(kind)) is not None
     }
-    trained = {held.unit.names[index]: held.shard is not None for held in optimizer.held for index in range(len(held.unit.names))}
+    trained = {name: held.shard is not None for held in optimizer.held for name in held.unit.names}
     for weight in opened.weights.values():
         for part in weight.parts:
             if part.sha256 and trained.get(part.name, True):

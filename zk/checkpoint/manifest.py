@@ -147,7 +147,7 @@ def revived(value: Any) -> Any:
 
 def names_of_groups(optimizer: Training) -> list[list[str]]:
     """The parameters of each group."""
-    names = {param: held.unit.names[index] for param, (held, index) in optimizer.units.items()}
+    names = {param: name for name, param in optimizer.model.named_parameters()}
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 

@@ -32,6 +32,7 @@ from zk.offload.nvme import default_engine
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Worker
+from zk.owners import inner_tensors, is_wrapper
 from zk.parallel.comm import Group, RankError, Solo
 from zk.parallel.presence import Board
 from zk.timeline import phase
@@ -117,10 +118,16 @@ def parts_of(optimizer: Training) -> list[Part]:
 
 
 def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that state_dict() has, by name, once each; and parameters that came to the model after the optimizer was made, such as averages."""
+    """Buffers that state_dict() has, by name, once each; and parameters that came to the model after the optimizer was made, such as averages.
+
+    Another object over a parameter's own memory is no other parameter (PEFT's DoRA makes such of bitsandbytes' codes).
+    """
+    known = {held.full.untyped_storage()._cdata for held in optimizer.held}
     for prefix, module in optimizer.model.named_modules():
         for name, param in module._parameters.items():
-            if param is not None and param not in optimizer.units:
+            if param is None or any(tensor in optimizer.units for _, tensor in inner_tensors(param)):
+                continue
+            if param.is_meta or is_wrapper(param) or param.untyped_storage()._cdata not in known:
                 yield f"{prefix}.{name}" if prefix else name, param.detach()
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zk.hooks import Hook, weakly
+from zk.owners import inner_tensors, is_wrapper, rebuilt
 from zk.parallel.prefetch import Prefetcher
 from zk.store import State, UnitStore
 
@@ -62,7 +63,8 @@ def owned(stores: Sequence[UnitStore]) -> dict[nn.Module, list[tuple[UnitStore, 
     for store in stores:
         for anchor in store.unit.anchors:
             for module in anchor.modules():
-                own = [index for index, param in enumerate(store.unit.params) if any(param is p for p in module._parameters.values())]
+                params = {id(tensor) for param in module._parameters.values() if param is not None for _, tensor in inner_tensors(param)}
+                own = [index for index, param in enumerate(store.unit.params) if id(param) in params]
                 if own and not any(other is store for other, _ in owners.get(module, ())):
                     owners.setdefault(module, []).append((store, own))
     return owners
@@ -143,8 +145,8 @@ class Partition:
 
     def _copy_own(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata in self.by_storage:
-                state[key] = value.detach().clone()
+            if isinstance(value, Tensor) and self._stores_of(value):
+                state[key] = rebuilt(value, lambda tensor: tensor.detach().clone())
         for store, _own in self.owners[module]:
             store.unpin()
 
@@ -209,7 +211,18 @@ class Partition:
             return  # the hook before it failed, or refused this thread
         self.entered.pop()
         in_backward = torch._C._current_graph_task_id() != -1
-        has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(output))
+        with_graph = []
+        if torch.is_grad_enabled():
+            with_graph = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        has_graph = bool(with_graph)
+        # bitsandbytes keeps a view of the codes for backward where autograd does not see it
+        codes = [
+            store.index
+            for store in self.by_module[module]
+            if store.lease is not None and store.unit.dtype.itemsize == 1
+        ]
+        for tensor in with_graph if codes else ():
+            tensor.register_hook(functools.partial(weakly(self._outputs_done), codes))
         for store in self.by_module[module]:
             store.depth -= 1
             is_rest = self.model in store.unit.anchors
@@ -258,28 +271,44 @@ class Partition:
             self.task, self.makes_graph = task, torch.is_grad_enabled()
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)  # type: ignore[attr-defined]
 
+    def _outputs_done(self, indices: Sequence[int], *_: Any) -> None:
+        self._watch_backward()
+        for index in indices:
+            if self.by_index[index].state is not State.GATHERED:
+                self._use(self.by_index[index])
+
     def _inputs_done(self, blocks: Sequence[int], *_: Any) -> None:
         self._watch_backward()
         for index in blocks:
             if not self.by_index[index].depth:
                 self.by_index[index].release()
 
+    def _stores_of(self, tensor: Tensor) -> list[UnitStore]:
+        """The stores in whose full parameters a tensor lies, or those that it is a wrapper around."""
+        if is_wrapper(tensor):
+            return [store for _, part in inner_tensors(tensor) for store in self._stores_of(part)]
+        if tensor.layout is not torch.strided:
+            return []
+        store = self.by_storage.get(tensor.untyped_storage()._cdata)
+        return [store] if store is not None else []
+
     def _pack(self, tensor: Tensor) -> tuple[Any, Any, int]:
-        known = tensor.layout is torch.strided and self.by_storage.get(tensor.untyped_storage()._cdata)
+        known = self._stores_of(tensor)
         # torch asks the innermost hooks only: what is no parameter goes on to those around, and all of it to a checkpoint, which counts them
         if self.below is not None and (not known or self.below[0].__module__ == checkpoint.__name__):
             pack, unpack = self.below
             return unpack, pack(tensor), -1
         # (an output that is kept with its graph, which keeps what it saved, would never be freed)
-        return known or None, tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        return known, tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def _unpack(self, packed: tuple[Any, Any, int]) -> Tensor:
-        store, saved, version = packed
-        if callable(store):
-            return store(saved)  # type: ignore[no-any-return]
+        stores, saved, version = packed
+        if callable(stores):
+            return stores(saved)  # type: ignore[no-any-return]
         tensor: Tensor = saved
-        if store is not None:
+        if stores:
             self._watch_backward()
+        for store in stores:
             if store.state is not State.GATHERED:
                 self._use(store)
         if tensor._version != version:  # torch's own check, which hooks on saved tensors switch off
@@ -287,7 +316,7 @@ class Partition:
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace operation after forward saved it "
                 f"(version {version}, now {tensor._version}); was a parameter written, or step() called, between forward and backward?"
             )
-        if store is not None and torch.is_grad_enabled():
+        for store in stores if torch.is_grad_enabled() else ():
             store.is_borrowed = True
         return tensor
 

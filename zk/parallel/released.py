@@ -188,7 +188,9 @@ class Updating(Released):
 
 @functools.cache
 def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Parameter]:
-    return role if kind is nn.Parameter else type(f"{role.__name__}{kind.__name__}", (role, kind), {"own_class": kind})
+    if kind is nn.Parameter:
+        return role
+    return type(kind.__name__, (role, kind), {"own_class": kind})  # under its own name, as libraries tell "Params4bit" by that
 
 
 def stand_in(params: Sequence[nn.Parameter], role: type[nn.Parameter] | None) -> None:

@@ -1,0 +1,139 @@
+"""Adapters of PEFT over bases in 4 and 8 bits, with the packages that quantize them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zk
+from tests.world import run_world
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("torch_engine"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+KINDS = {"nf4": "bitsandbytes", "int8": "torchao", "float8": "torchao"}
+
+
+@functools.cache
+def base_in(folder: Path) -> Path:
+    """A small model, as it is published: in full precision."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=128)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def quantized(kind: str, folder: Path) -> nn.Module:
+    pytest.importorskip(KINDS[kind])
+    if kind == "nf4":
+        how = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+        )
+    else:
+        quantization = pytest.importorskip("torchao.quantization")
+        how = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig() if kind == "int8" else quantization.Float8WeightOnlyConfig())
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "base", quantization_config=how, device_map="cpu", dtype=torch.float32)
+    return model  # type: ignore[no-any-return]
+
+
+def adapted(kind: str, folder: Path, dora: bool) -> nn.Module:
+    model = quantized(kind, folder)
+    torch.manual_seed(1)
+    # (in eval mode bitsandbytes packs codes anew for CPUs with bf16 arithmetic)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=dora)).train()  # type: ignore[no-any-return]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> list[float]:
+    losses = []
+    for seed in range(start, start + steps):
+        loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_drive(model: nn.Module, folder: Path) -> zk.ZeroOptimizer:
+    drive: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": folder}
+    return zk.ZeroOptimizer(model, adamw(model), stage=3, **drive)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens(9)).logits  # type: ignore[no-any-return]
+
+
+def read_again(kind: str, adapter: Path, folder: Path) -> Tensor:
+    """What plain PEFT computes with an adapter's files over the quantized base."""
+    return logits(peft.PeftModel.from_pretrained(quantized(kind, folder), adapter))
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()
+
+
+def whole_life(case: tuple[str, bool, Path]) -> list[str]:
+    """Train on the drive, save, go on in another optimizer, merge, and give the adapter to plain PEFT: what differs from plain training."""
+    kind, dora, folder = case
+    rank = os.environ.get("RANK", "0")
+    before = digest(folder / "base")
+    plain = adapted(kind, folder, dora)
+    want = train(plain, adamw(plain), 4)
+    plain.save_pretrained(folder / f"plain-{rank}")
+    expected = read_again(kind, folder / f"plain-{rank}", folder)
+
+    model = adapted(kind, folder, dora)
+    with on_drive(model, folder) as optimizer:
+        got = train(model, optimizer, 2)
+        optimizer.save_checkpoint(folder / f"{kind}-{dora}", frozen=False)
+    model = adapted(kind, folder, dora)
+    optimizer = on_drive(model, folder)
+    optimizer.load_checkpoint(folder / f"{kind}-{dora}")
+    got += train(model, optimizer, 2, 2)
+    found = [] if got == want else [f"losses {got} instead of {want}"]
+    with zk.gather(model.parameters()):
+        model.save_pretrained(folder / f"zk-{rank}")
+        merged = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+    found += ["no logits after merging"] * (not logits(merged).isfinite().all())
+    optimizer.close()
+    if not torch.equal(read_again(kind, folder / f"zk-{rank}", folder), expected):
+        found.append("plain PEFT reads another adapter")
+    if digest(folder / "base") != before:
+        found.append("the base's files have changed")
+    return found
+
+
+@pytest.mark.parametrize("dora", (False, True), ids=("lora", "dora"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_over_a_quantized_base_on_the_drive(kind: str, dora: bool, tmp_path: Path) -> None:
+    base_in(tmp_path)
+    assert whole_life((kind, dora, tmp_path)) == []
+
+
+def test_adapters_over_a_quantized_base_over_ranks(tmp_path: Path) -> None:
+    for package in set(KINDS.values()):
+        pytest.importorskip(package)
+    base_in(tmp_path)
+    cases = [(kind, False, tmp_path) for kind in ("nf4", "int8")]
+    assert run_world(2, whole_life, cases) == [[[], []]] * len(cases)
