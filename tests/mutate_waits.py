@@ -314,7 +314,7 @@ def _on_device(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_overlap_device.py")
     if file in ("zk/parallel/comm.py", "zk/store.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
-    if file == "zk/parallel/partitioned.py":
+    if file in ("zk/parallel/partitioned.py", "zk/store.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_step-2")
 
 

@@ -278,6 +278,29 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
             "max_position_embeddings": 2048, "word_embed_proj_dim": 768,
         },
     ),
+    "mixtral-8x7b": (
+        46_702_792_704,
+        {
+            "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        30_532_122_624,
+        {
+            "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "vocab_size": 151936, "num_experts": 128,
+            "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+        },
+    ),
+    "gpt-oss-20b": (
+        20_914_757_184,
+        {
+            "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
+            "attention_bias": True, "tie_word_embeddings": False,
+        },
+    ),
     "bloom-560m": (559_214_592, {"model_type": "bloom", "hidden_size": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 250880}),
 }  # fmt: skip
 
@@ -287,6 +310,37 @@ def test_configs_of_known_models_have_their_number_of_parameters(name: str, tmp_
     num_params, config = CONFIGS[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shape_of(str(tmp_path)).num_params == shape_of(str(tmp_path / "config.json")).num_params == num_params
+
+
+@pytest.mark.parametrize(("name", "active"), (("mixtral-8x7b", 12_879_925_248), ("qwen3-30b-a3b", 3_353_032_704)))
+def test_of_experts_a_token_uses_a_few(name: str, active: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name][1]))
+    shape = shape_of(str(tmp_path))
+    assert shape.num_active == active and shape_of("gpt:125m").num_active == shape_of("gpt:125m").num_params
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu", "80GiB", "--ram", "512GiB", "--nvme", "2TiB", "--json"])
+    found = json.loads(done.stdout)
+    assert found["model"]["num_active"] == active < found["model"]["num_params"] == CONFIGS[name][0]
+    best = found["recommended"]
+    assert best["fits"] and best["nbytes"]["nvme"] + best["nbytes"]["host"] + best["nbytes"]["device"] >= 12 * CONFIGS[name][0]
+
+
+@pytest.mark.parametrize("family", ("Mixtral", "Qwen3Moe", "GptOss"))
+def test_mixtures_of_experts_are_counted_parameter_by_parameter(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=64, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    counted = Shape.of(decoder_of(config.to_dict()), family)
+    real = shape_of_module(model, family)
+    assert counted.units == real.units and counted.num_params == sum(param.numel() for param in model.parameters())
+
+
+def test_experts_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
+    for change, message in (({"mlp_only_layers": [0]}, "take turns"), ({"num_experts_per_tok": 200}, "a token goes to 200 experts")):
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["qwen3-30b-a3b"][1], **change}))
+        with pytest.raises(ValueError, match=message):
+            shape_of(str(tmp_path))
 
 
 def test_the_built_in_gpt_is_counted_parameter_by_parameter() -> None:
@@ -337,8 +391,8 @@ def test_models_that_are_not_understood_are_refused(spec: str, says: str) -> Non
 
 
 def test_configs_that_are_not_understood_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"model_type 'mixtral' is not one of llama.*module:factory"):
-        decoder_of({"model_type": "mixtral"})
+    with pytest.raises(ValueError, match=r"model_type 'mamba' is not one of llama.*module:factory"):
+        decoder_of({"model_type": "mamba"})
     with pytest.raises(ValueError, match="has none of hidden_size"):
         decoder_of({"model_type": "llama"})
     with pytest.raises(ValueError, match="hidden_size must be a number above 0; got '12'"):

@@ -94,7 +94,8 @@ class Unit:
     def part(self, indices: Sequence[int], trained: bool, name: str) -> Unit:
         """A unit of some of the parameters alone."""
         orders = {new: self.orders[index] for new, index in enumerate(indices) if index in self.orders}
-        params, names = [self.params[index] for index in indices], [self.names[index] for index in indices]
+        params = [self.params[index] for index in indices]
+        names = [self.names[index] for index in indices]
         return dataclasses.replace(self, name=name, params=params, names=names, trained=trained, orders=orders)
 
     def flat(self, index: int, value: Tensor) -> Tensor:

@@ -212,7 +212,8 @@ def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, Tensor, Tensor | No
     """The states that python, numpy, torch and a GPU take, from what ``random_state`` gave."""
     version, numbers, gauss = state["python"]
     kind, keys, *rest = state["numpy"]
-    numbers, keys = (_unpacked(packed, np.uint32) for packed in (numbers, keys))
+    numbers = _unpacked(numbers, np.uint32)
+    keys = _unpacked(keys, np.uint32)
     host = torch.tensor(_unpacked(state["torch"], np.uint8), dtype=torch.uint8)
     gpu = None if state["cuda"] is None else torch.tensor(_unpacked(state["cuda"], np.uint8), dtype=torch.uint8)
     return (version, tuple(numbers), gauss), (kind, np.array(keys, dtype=np.uint32), *rest), host, gpu

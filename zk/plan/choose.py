@@ -186,7 +186,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
     """All of it, as JSON can hold it."""
 
     def model(shape: Shape) -> dict[str, Any]:
-        return {"num_params": shape.num_params, "layers": shape.layers, "width": shape.width}
+        return {"num_params": shape.num_params, "num_active": shape.num_active, "layers": shape.layers, "width": shape.width}
 
     def option(one: Option) -> dict[str, Any]:
         return {

@@ -53,7 +53,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     """Print the choices, the best, and the largest model."""
     shape = plan.shape
     width = f", width {shape.width}" if shape.width else ""
-    console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters, {shape.layers} blocks{width}", highlight=False)
+    active = f" ({count(shape.num_active)} for each token)" if shape.num_active < shape.num_params else ""
+    console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}, {shape.layers} blocks{width}", highlight=False)
     console.print(_machine(plan.machine, plan.tokens), highlight=False, style="dim")
     table = _table("each rank", ("stage", "params", "optimizer"), TIERS.values())
     table.padding = (0, 1, 0, 0)

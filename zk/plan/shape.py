@@ -57,6 +57,10 @@ class Decoder:
     head_norms: bool = False  # of queries and keys
     embedding_norm: bool = False
     fused: bool = False  # queries, keys and values are one parameter
+    experts: int = 0  # MLPs of a block, all in one parameter for each of their linear layers
+    active: int = 0  # of them, for one token
+    expert_bias: bool = False  # of experts and router
+    sinks: bool = False  # a logit of each head that attends to nothing
 
     def _norms(self, count: int) -> list[int]:
         return [self.width] * count * (2 if self.norm_bias else 1)
@@ -65,11 +69,27 @@ class Decoder:
         """Elements of each parameter of a block, in ascending order."""
         width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = [queries + 2 * keys] if self.fused else [queries, keys, keys]
-        linears = [(width, out, self.qkv_bias) for out in projections]
-        linears += [(queries, width, self.out_bias), *[(width, self.ffn, self.mlp_bias)] * (2 if self.gated else 1), (self.ffn, width, self.mlp_bias)]
+        linears = [(width, out, self.qkv_bias) for out in projections] + [(queries, width, self.out_bias)]
+        if not self.experts:
+            linears += [*[(width, self.ffn, self.mlp_bias)] * (2 if self.gated else 1), (self.ffn, width, self.mlp_bias)]
         weights = [fan_in * fan_out for fan_in, fan_out, _ in linears]
-        biases = [fan_out for _, fan_out, biased in linears if biased]
+        biases = [fan_out for _, fan_out, biased in linears if biased] + [self.heads] * self.sinks
+        if self.experts:
+            weights.append(self.experts * width)
+            weights += [self.experts * numel for numel in self._expert()]
+        if self.expert_bias:
+            biases += [self.experts, self.experts * 2 * self.ffn, self.experts * width]
         return tuple(sorted(weights + biases + self._norms(2) + [self.head_dim] * (2 if self.head_norms else 0)))
+
+    def _expert(self) -> tuple[int, int]:
+        """Elements of the weights of one expert: into it, which is gated, and out of it."""
+        return 2 * self.width * self.ffn, self.ffn * self.width
+
+    @property
+    def num_idle(self) -> int:
+        """Elements of the experts that a token does not use."""
+        biases = (2 * self.ffn + self.width) * self.expert_bias
+        return self.layers * (self.experts - self.active) * (sum(self._expert()) + biases)
 
     def rest(self) -> tuple[int, ...]:
         """Elements of each parameter outside the blocks, in ascending order."""
@@ -99,11 +119,17 @@ class Shape:
     def of(cls, decoder: Decoder, name: str) -> Shape:
         """The shape of a decoder."""
         units = (Units(decoder.block(), decoder.layers), Units(decoder.rest(), 1, rest=True))
-        return cls(name, units, decoder.width, decoder.ffn * (2 if decoder.gated else 1), decoder.vocab, decoder)
+        ffn = decoder.ffn * (2 if decoder.gated else 1) * max(1, decoder.active)
+        return cls(name, units, decoder.width, ffn, decoder.vocab, decoder)
 
     @property
     def num_params(self) -> int:
         return sum(units.numel for units in self.units)
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that a token uses: all of them but for the experts that it does not go to."""
+        return self.num_params - (self.decoder.num_idle if self.decoder is not None else 0)
 
     @property
     def layers(self) -> int:
@@ -186,6 +212,9 @@ _FAMILIES = {
     "gpt_neox": "layernorm fused",
     "opt": "layernorm tied",
     "bloom": "layernorm fused embedding_norm tied",
+    "mixtral": "gated",
+    "qwen3_moe": "gated head_norms",
+    "gpt_oss": "gated expert_bias sinks",
 }
 
 
@@ -218,17 +247,29 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         raise ValueError(
             f"{where}: model_type {family!r} is not one of {', '.join(_FAMILIES)}; give module:factory, a function that builds the model"
         )
-    options = dict.fromkeys(_FAMILIES[family].split(), True)
+    options: dict[str, Any] = dict.fromkeys(_FAMILIES[family].split(), True)
     if options.pop("layernorm", False):
         options |= _LAYERNORM
     if family in ("llama", "qwen3"):
         options |= dict.fromkeys(("qkv_bias", "out_bias"), bool(config.get("attention_bias"))) | {"mlp_bias": bool(config.get("mlp_bias"))}
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
+        options["experts"] = size("num_local_experts", "num_experts")
+        options["active"] = size("num_experts_per_tok")
+        options["qkv_bias"] = options["out_bias"] = bool(config.get("attention_bias", family == "gpt_oss"))
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ValueError(f"{where}: blocks with experts and blocks without take turns; give module:factory, a function that builds the model")
+        if options["active"] > options["experts"]:
+            raise ValueError(f"{where}: a token goes to {options['active']} experts, and there are {options['experts']}")
     options["tied"] = bool(config.get("tie_word_embeddings", options.get("tied")))
     width = size("hidden_size", "n_embd", "n_embed")
     heads = size("num_attention_heads", "n_head")
     if family == "opt" and config.get("word_embed_proj_dim", width) != width:
         raise ValueError(f"{where}: an OPT whose word_embed_proj_dim is not its hidden_size is not known here; give module:factory")
     positions = size("n_positions", "n_ctx") if family == "gpt2" else 0
+    if family == "qwen3_moe":
+        ffn = size("moe_intermediate_size")
+    else:
+        ffn = size("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
     if family == "opt":
         positions = size("max_position_embeddings") + 2  # the first two rows are for padding
     return Decoder(
@@ -238,7 +279,7 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=width // heads),
         vocab=size("vocab_size"),
-        ffn=size("intermediate_size", "ffn_dim", "n_inner", default=4 * width),
+        ffn=ffn,
         positions=positions,
         **options,
     )

@@ -84,7 +84,7 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
         uploaded = found.sizes["host", "param"] + drive if found.sizes["device", "gathered"] else 0
     updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
     gather = size * shape.num_params * (machine.world - 1) // machine.world  # all parameters to a rank, or all gradients from it
-    operations = shape.num_params * tokens
+    operations = shape.num_active * tokens
     # operations of forward: 2 for each parameter and token. Of backward: 4, and forward again (checkpointing)
     forward = Counter(compute=2 * operations, link=uploaded, disk=drive, ranks=gather * (stage == 3))
     backward = Counter(
