@@ -106,7 +106,8 @@ def test_experts_train_as_in_plain_torch(setting: str, tmp_path: Path) -> None:
     model, plain = make(), make()
     other = adamw(plain)
     with wrapped(model, setting, tmp_path) as optimizer:
-        assert sum(".experts." in store.unit.name for store in optimizer.held) == 2 * NUM
+        num_units = sum(".experts." in store.unit.name for store in optimizer.held)
+        assert num_units == (2 * NUM if optimizer.config.stage == 3 else 0)  # where full parameters stay there is nothing to gain
         for start, experts in enumerate((range(NUM), (0, 1), (2, 5, 7), range(NUM))):
             model.open(*experts)
             plain.open(*experts)

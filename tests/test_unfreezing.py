@@ -208,6 +208,23 @@ def test_what_is_unfrozen_is_found_at_the_step_where_the_model_is_called_in_part
     assert run_world(2, run_in_parts, cases) == [[[], []]] * len(cases)
 
 
+def test_an_evaluation_unfreezes_nothing_and_training_after_it_does(tmp_path: Path) -> None:
+    for setting in ("2-device", "3-nvme"):
+        net = make()
+        with wrapped(net, setting, tmp_path) as optimizer:
+            train(net, optimizer, 1)
+            net.blocks[0].base.requires_grad_(True)
+            units = len(optimizer.held)
+            with torch.inference_mode():
+                net(torch.ones(1, WIDTH))
+            assert len(optimizer.held) == units
+            losses = train(net, optimizer, 3, 1)
+        plain, other = plain_pair()
+        train(plain, other, 1)
+        plain.blocks[0].base.requires_grad_(True)
+        assert train(plain, other, 3, 1) == losses
+
+
 def test_what_is_frozen_has_no_state_until_it_is_trained(tmp_path: Path) -> None:
     net = make()
     with wrapped(net, "2-device", tmp_path) as optimizer:

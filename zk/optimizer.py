@@ -227,7 +227,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The units of the model as it is now."""
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         moved = self.config.device is not None
-        experts = self.config.stage < 3 or self.comm.world == 1  # else ranks that choose different ones would not gather alike
+        # below stage 3 nothing is gathered; over ranks, those that choose different ones would not gather alike
+        experts = self.config.stage == 3 and self.comm.world == 1
         return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts)
 
     def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
@@ -265,7 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _before_forward(self, *_: Any) -> None:
         self._check_whole("the model's forward")
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._train_unfrozen()
 
     def _forward_uses(self, number: int, *_: Any) -> None:
