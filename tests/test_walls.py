@@ -31,7 +31,7 @@ BESIDE |= {"stash", "tiled_matmul"}
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
     # 145 lines and 1,590 tokens for what is unfrozen, or new, and trained later; 25 and 345 for experts; 105 and 770 for wrappers
-    "core": (10_320, 75_225),
+    "core": (10_320, 75_230),
     "beside the core": (3_105, 23_490),  # 5 and 45 for what the export leaves out, and says, and for wrappers
     "checkpoint": (2_900, 23_415),  # 130 and 1,090 for checkpoints without what is frozen, and for loading what was unfrozen
     "plan": (1_445, 12_860),  # 40 and 375 for mixtures of experts
