@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -84,6 +84,11 @@ gpu: $(READY)
 bench-save: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/checkpoint_save.py $(NVME) $(ARGS)
+
+# bytes that a mixture of experts takes from the drive, against those of the experts in use
+bench-experts: $(READY)
+	mkdir -p $(NVME)
+	$(BIN)/python benchmarks/experts.py $(NVME) $(ARGS)
 
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)

@@ -649,7 +649,7 @@ def test_a_write_that_failed_is_told_by_whatever_reads_its_bytes_or_needs_its_bu
     for _ in range(2):
         assert buffers.open(first).eq(7).all(), "the file does not have it, and it is still here"
         buffers.evict(first, changed=False)
-    spill_.file = Prompt()  # type: ignore[assignment]
+    spill_.files = [(0, Prompt())]  # type: ignore[list-item]
     with pytest.raises(OSError, match="no"):  # of the last write to the old file; the one that its buffer needs goes well
         buffers.open(second, read=False)
     buffers.open(second, read=False)

@@ -1,0 +1,82 @@
+"""Bytes that a step fetches from the drive, against those of the experts that it uses.
+
+    python benchmarks/experts.py [FOLDER] [--steps 12]
+
+A model of two blocks, each with so many experts of 131,712 parameters of which every token uses the best of four that are drawn for each step.
+What is needed: for each element in use its parameter for forward, for backward and for the update, two moments and the gradient, in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+
+import torch
+from torch import Tensor, nn
+
+import zk
+
+WIDTH, OPEN, LAYERS = 128, 4, 2
+BYTES = 4 * 3 + 8 + 4  # of each element: parameters three times, moments, gradient
+
+
+class Block(nn.Module):
+    """Each token goes to one expert, of those that are open."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(experts)
+        )
+        self.open = list(range(experts))
+        self.used: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x)[:, self.open].softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        self.used = {self.open[place] for place in chosen.unique().tolist()}
+        for place in chosen.unique().tolist():
+            rows = (chosen == place).nonzero().flatten()
+            out = out.index_add(0, rows, self.experts[self.open[place]](x[rows]) * weight[rows, None])
+        return x + out
+
+
+def measured(experts: int, steps: int, folder: str) -> tuple[float, float, float]:
+    """Bytes fetched in a step, those that are needed, and those of a model that fetches every expert."""
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    model = nn.Sequential(*(Block(experts) for _ in range(LAYERS)))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    total = sum(param.numel() for param in model.parameters())
+    expert = sum(param.numel() for param in model[0].experts[0].parameters())  # type: ignore[index, union-attr]
+    needed = 0
+    with zk.ZeroOptimizer(model, inner, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=folder) as optimizer:
+        for step in range(2 + steps):
+            if step == 2:
+                optimizer.synchronize()
+                before = optimizer.metrics()["fetched_nbytes"]
+            for block in model:
+                block.open = draw.sample(range(experts), OPEN)
+            model(torch.randn(512, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 2:
+                used = sum(len(block.used) for block in model)
+                needed += BYTES * (used * expert + total - LAYERS * experts * expert)
+        optimizer.synchronize()
+        fetched = optimizer.metrics()["fetched_nbytes"] - before
+    return fetched / steps, needed / steps, BYTES * total
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", default=tempfile.gettempdir(), help="on the drive")
+    parser.add_argument("--steps", type=int, default=12)
+    given = parser.parse_args()
+    print("| experts in a block | parameters | fetched in a step | needed | fetched / needed | all of the model |")
+    print("|---:|---:|---:|---:|---:|---:|")
+    for count in (8, 32, 128):
+        got, want, every = measured(count, given.steps, given.folder)
+        print(f"| {count} | {every / BYTES / 1e6:.1f}M | {got / 1e6:.1f} MB | {want / 1e6:.1f} MB | {got / want:.3f} | {every / 1e6:.1f} MB |")
