@@ -128,7 +128,11 @@ def collect() -> None:
                 _, key, block = _managed.pop(address)
                 if _blocks.get(key) is block:  # else a new storage has its address already
                     del _blocks[key]
-                del _starts[bisect.bisect_left(_starts, block.start)], _at[block.start]
+                place = bisect.bisect_left(_starts, block.start)
+                if place < len(_starts) and _starts[place] == block.start:
+                    del _starts[place]
+                if _at.get(block.start) is block:  # else, here too, another one has the address already
+                    del _at[block.start]
                 accounts[block.device].add(-block.taken, block.device)
                 block.check_free()
         finally:
@@ -224,8 +228,8 @@ def find(address: int, nbytes: int) -> Block | None:
     index = bisect.bisect(_starts, address) - 1
     if index < 0:
         return None
-    block = _at[_starts[index]]
-    return block if address + nbytes <= block.start + max(block.nbytes, 1) else None
+    block = _at.get(_starts[index])
+    return block if block is not None and address + nbytes <= block.start + max(block.nbytes, 1) else None
 
 
 def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
