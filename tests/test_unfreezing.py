@@ -77,6 +77,9 @@ class Net(nn.Module):
                 adapter.requires_grad_(other == name)
 
 
+Schedule = Callable[[Net, torch.optim.Optimizer], list[float]]  # trains, and gives the losses
+
+
 def make() -> Net:
     torch.manual_seed(0)
     net = Net()
@@ -119,7 +122,7 @@ def adapters_in_turn(net: Net, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses + train(net, optimizer, 2, 8)
 
 
-def in_plain_torch(schedule: Callable[[Net, torch.optim.Optimizer], list[float]]) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+def in_plain_torch(schedule: Schedule) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     net = make()
     optimizer = adamw(net)
     return schedule(net, optimizer), net.state_dict(), optimizer.state_dict()
@@ -145,11 +148,13 @@ def differences(net: Net, optimizer: zk.ZeroOptimizer, want: dict[str, Tensor], 
     return found
 
 
-def run_in_turn(case: tuple[str, Path]) -> list[str]:
-    losses, want, state = in_plain_torch(adapters_in_turn)
+def run_schedule(case: tuple[Schedule, str, Path]) -> list[str]:
+    """What differs from plain torch."""
+    schedule, setting, folder = case
+    losses, want, state = in_plain_torch(schedule)
     net = make()
-    optimizer = wrapped(net, *case)
-    got = adapters_in_turn(net, optimizer)
+    optimizer = wrapped(net, setting, folder)
+    got = schedule(net, optimizer)
     optimizer.synchronize()
     found = [] if got == losses else [f"losses {got} instead of {losses}"]
     found += differences(net, optimizer, want, state)
@@ -159,12 +164,12 @@ def run_in_turn(case: tuple[str, Path]) -> list[str]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_adapters_that_come_and_go_train_as_in_plain_torch(setting: str, tmp_path: Path) -> None:
-    assert run_in_turn((setting, tmp_path)) == []
+    assert run_schedule((adapters_in_turn, setting, tmp_path)) == []
 
 
 def test_adapters_that_come_and_go_over_ranks(tmp_path: Path) -> None:
-    cases = [(setting, tmp_path) for setting in SETTINGS]  # (the mean of two equal gradients is that gradient)
-    assert run_world(2, run_in_turn, cases) == [[[], []]] * len(cases)
+    cases = [(adapters_in_turn, setting, tmp_path) for setting in SETTINGS]  # (the mean of two equal gradients is that gradient)
+    assert run_world(2, run_schedule, cases) == [[[], []]] * len(cases)
 
 
 def in_parts(net: Net, optimizer: torch.optim.Optimizer, steps: int, start: int) -> list[float]:
@@ -190,22 +195,10 @@ def unfrozen_in_parts(net: Net, optimizer: torch.optim.Optimizer) -> list[float]
     return losses + in_parts(net, optimizer, 3, 4)
 
 
-def run_in_parts(case: tuple[str, Path]) -> list[str]:
-    losses, want, state = in_plain_torch(unfrozen_in_parts)
-    net = make()
-    optimizer = wrapped(net, *case)
-    got = unfrozen_in_parts(net, optimizer)
-    optimizer.synchronize()
-    found = [] if got == losses else [f"losses {got} instead of {losses}"]
-    found += differences(net, optimizer, want, state)
-    optimizer.close()
-    return found
-
-
 def test_what_is_unfrozen_is_found_at_the_step_where_the_model_is_called_in_parts(tmp_path: Path) -> None:
-    cases = [(setting, tmp_path) for setting in SETTINGS]
-    assert [run_in_parts(case) for case in cases] == [[]] * len(cases)
-    assert run_world(2, run_in_parts, cases) == [[[], []]] * len(cases)
+    cases = [(unfrozen_in_parts, setting, tmp_path) for setting in SETTINGS]
+    assert [run_schedule(case) for case in cases] == [[]] * len(cases)
+    assert run_world(2, run_schedule, cases) == [[[], []]] * len(cases)
 
 
 def test_an_evaluation_unfreezes_nothing_and_training_after_it_does(tmp_path: Path) -> None:

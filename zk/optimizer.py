@@ -103,14 +103,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 setattr(self, hooks, getattr(optimizer, hooks))
             self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
-            assert self.config.dtype is None or isinstance(self.config.dtype, torch.dtype)
-            self.stored = stored_dtypes(model, self.config.dtype, self.config.keep_dtype or (), self.config.cast_buffers)
-            assert self.config.device is None or isinstance(self.config.device, torch.device)
-            check_params(model, self.param_groups, self.stored, self.config.device)
-            check_aliases(model)
+            self.stored = self._checked()
             if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
                 raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
 
+            assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         self.num_threads = self.config.num_threads or default_threads()
@@ -172,7 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
-        if config.check_memory and not self._built:
+        if config.check_memory:
             case = Case(self.model, self.stored, units, self.inner, device, self.transfer.joined, self.comm.world)
             refuse_what_cannot_fit(case, config, self.comm)
         self.assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
@@ -222,6 +219,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # an optimizer that is dropped takes no gradients away any more
         self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
         self._finalizer.atexit = False
+
+    def _checked(self) -> dict[Tensor, torch.dtype]:
+        """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
+        dtype, device = self.config.dtype, self.config.device
+        assert dtype is None or isinstance(dtype, torch.dtype)
+        assert device is None or isinstance(device, torch.device)
+        stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
+        check_params(self.model, self.param_groups, stored, device)
+        check_aliases(self.model)
+        return stored
 
     def _found(self) -> list[Unit]:
         """The units of the model as it is now."""
@@ -292,15 +299,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        before, config = len(self.param_groups), self.config
+        before = len(self.param_groups)
         try:
             with save.together(self.comm, "add_param_group()"):
                 super().add_param_group(param_group)
-                assert config.dtype is None or isinstance(config.dtype, torch.dtype)
-                stored = stored_dtypes(self.model, config.dtype, config.keep_dtype or (), config.cast_buffers)
-                assert config.device is None or isinstance(config.device, torch.device)
-                check_params(self.model, self.param_groups, stored, config.device)
-                check_aliases(self.model)
+                stored = self._checked()
             self._agree()
         except BaseException:
             del self.param_groups[before:]

@@ -46,4 +46,4 @@ def digests(optimizer: Training) -> dict[str, str]:
             held.unpin()
         mine |= held.digests
     everywhere = optimizer.comm.exchange(json.dumps(mine), "comparing what is frozen")
-    return {name: digest for said in everywhere for name, digest in json.loads(said or "{}").items()}
+    return {name: digest for said in everywhere for name, digest in json.loads(said).items()}

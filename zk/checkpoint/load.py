@@ -67,12 +67,8 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         if random is not None:
             check_random_state(random)
     _check_base(optimizer, opened)
-    frozen = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            held, index = optimizer.units.get(param, (None, 0))
-            if held is not None and held.shard is None and steps[held.unit.names[index]]:
-                frozen.append(param)
+    here = [(param, *optimizer.units[param]) for param in optimizer.frozen if param in optimizer.units]
+    frozen = [param for param, held, index in here if steps[held.unit.names[index]]]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
         with save.together(optimizer.comm, f"checking {manifest.folder}"):

@@ -55,6 +55,7 @@ class Training(Protocol):
     transfer: Transfer
     scaler: LossScaler
     counters: dict[str, int]
+    frozen: list[nn.Parameter]
     claim: Claim
 
     def metrics(self) -> dict[str, float]: ...

@@ -212,9 +212,9 @@ _FAMILIES = {
     "gpt_neox": "layernorm fused",
     "opt": "layernorm tied",
     "bloom": "layernorm fused embedding_norm tied",
-    "mixtral": "gated",
-    "qwen3_moe": "gated head_norms",
-    "gpt_oss": "gated expert_bias sinks",
+    "mixtral": "gated experts",
+    "qwen3_moe": "gated experts head_norms",
+    "gpt_oss": "gated experts expert_bias sinks",
 }
 
 
@@ -252,7 +252,7 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         options |= _LAYERNORM
     if family in ("llama", "qwen3"):
         options |= dict.fromkeys(("qkv_bias", "out_bias"), bool(config.get("attention_bias"))) | {"mlp_bias": bool(config.get("mlp_bias"))}
-    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if "experts" in options:
         options["experts"] = size("num_local_experts", "num_experts")
         options["active"] = size("num_experts_per_tok")
         options["qkv_bias"] = options["out_bias"] = bool(config.get("attention_bias", family == "gpt_oss"))
