@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from tests.world import run_world
+from zk.parallel.comm import Group
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 
@@ -38,6 +41,8 @@ class Block(nn.Module):
         self.open = list(range(NUM))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.open:
+            return x
         flat = self.norm(x).reshape(-1, WIDTH)
         weights = torch.softmax(self.gate(flat)[:, self.open], dim=-1)
         best, chosen = weights.max(dim=-1)
@@ -52,10 +57,12 @@ class Block(nn.Module):
 class Mixture(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
@@ -75,10 +82,14 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def loss_of(model: nn.Module, seed: int, tokens: int) -> Tensor:
+    return model(torch.randn(2, tokens // 2, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean()  # type: ignore[no-any-return]
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0, tokens: int = 12) -> list[float]:
     losses = []
     for seed in range(start, start + steps):
-        loss = model(torch.randn(2, tokens // 2, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean()
+        loss = loss_of(model, seed, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -138,6 +149,107 @@ def test_only_experts_in_use_are_fetched(setting: str, tmp_path: Path) -> None:
         assert 0.9 * needed <= nbytes <= 1.1 * needed, (changes, nbytes, needed)
     state = 4 * 2 + 4 * 2 + 4 * 2 + 4  # per element: parameters for forward, backward; twice more for the update; moments, gradient
     assert needed <= 1.1 * state * 2 * 2 * EXPERT + 60 * 4096  # the rest is small, and each piece begins on a page
+
+
+# the experts that are open to each of two ranks, step by step: other ones, some of them the same, all, and none to one
+ALL = range(NUM)
+OPEN: list[tuple[Sequence[int], Sequence[int]]] = [((0, 1), (6, 7)), ((3,), (3, 4, 5)), (ALL, ALL), ((2, 5), ()), ((), (1,)), ((7, 0), (0, 1))]
+
+
+def run_apart(case: tuple[str, str, Path]) -> list[str]:
+    """Train with other experts on each rank, and in one process on the batches of both; returns what differs."""
+    kind, setting, folder = case
+    rank = torch.distributed.get_rank()
+    model, plain = make(), make()
+    if kind == "adapted":
+        for name, param in [*model.named_parameters(), *plain.named_parameters()]:
+            param.requires_grad_(name.endswith("bias"))
+    if kind == "tiled":
+        zk.tile_linears(model, 6_000), zk.tile_linears(plain, 6_000)
+    other, found = adamw(plain), []
+    with wrapped(model, setting, folder, **({"units": [Block, Expert, nn.LayerNorm]} if kind == "named" else {})) as optimizer:
+        for step, opened in enumerate(opened for opened in OPEN if all(opened) or kind != "named"):  # (where the norm would rest on one rank)
+            losses = []
+            for peer, numbers in enumerate(opened):
+                plain.open(*numbers)
+                losses.append(loss_of(plain, 2 * step + peer, 8))
+                (losses[-1] / 2).backward()
+            other.step()
+            other.zero_grad()
+            model.open(*opened[rank])
+            loss = loss_of(model, 2 * step + rank, 8)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if loss != losses[rank]:
+                found.append(f"loss {loss.item()} instead of {losses[rank].item()} in step {step}")
+        with torch.no_grad():
+            for each in (model, plain):
+                each.open(*range(4 * rank, 4 * rank + 4))
+            if loss_of(model, 99, 8) != loss_of(plain, 99, 8):
+                found.append("evaluation differs")
+        want = plain.state_dict()
+        found += [name for name, value in model.state_dict().items() if not torch.equal(value, want[name])]
+    return found
+
+
+def test_ranks_that_use_other_experts_train_as_one_process_with_all_batches(tmp_path: Path) -> None:
+    cases = [("plain", setting, tmp_path) for setting in ("2-beside", "3-host", "3-nvme", "3-nvme-far")]
+    cases += [("named", "3-nvme", tmp_path), ("tiled", "3-host", tmp_path), ("adapted", "3-nvme-far", tmp_path)]
+    table = run_world(2, run_apart, cases)
+    assert {case[:2]: rows for case, rows in zip(cases, table, strict=True) if rows != [[], []]} == {}
+
+
+def gathered_nbytes(changes: bool) -> tuple[float, float]:
+    """Bytes gathered in a step after some, and those of the experts that any rank used and of what every token uses, twice."""
+    gather, nbytes, draw = Group.all_gather, 0, random.Random(0)
+
+    def count(self: Group, unit: int, full: Tensor, shard: Tensor) -> Any:
+        nonlocal nbytes
+        nbytes += full.nbytes
+        return gather(self, unit, full, shard)
+
+    model, used = make(), 0
+    with zk.ZeroOptimizer(model, adamw(model), stage=3) as optimizer, pytest.MonkeyPatch.context() as patch:
+        rest = sum(store.full.nbytes for store in optimizer.held if not store.unit.is_expert)
+        for step in range(30):
+            if step == 10:
+                patch.setattr(Group, "all_gather", count)
+            opened = [sorted(draw.sample(range(NUM), 2)) if changes else ((2, 5), (5, 7))[peer] for peer in range(2)]
+            model.open(*opened[torch.distributed.get_rank()])
+            train(model, optimizer, 1, step, 64)
+            used += 2 * (2 * 4 * EXPERT * len({*opened[0], *opened[1]}) + rest) * (step >= 10)
+    return nbytes / 20, used / 20
+
+
+def test_ranks_gather_the_experts_that_some_rank_uses() -> None:
+    for changes, rows in zip((True, False), run_world(2, gathered_nbytes, (True, False)), strict=True):
+        for nbytes, used in rows:
+            assert 0.9 * used <= nbytes <= 1.1 * used, (changes, nbytes, used)
+
+
+def run_alone(where: str) -> str:
+    """Call an expert by itself: on all ranks or on one; or give one rank's block no input with a graph."""
+    rank, model = torch.distributed.get_rank(), make()
+    model.enter.requires_grad_(where != "no graph")
+    with zk.ZeroOptimizer(model, adamw(model), stage=3):
+        try:
+            x = torch.ones(2, 3, WIDTH)
+            if where == "on all ranks" or (where == "on one" and rank == 0):
+                expert = model.blocks[0].experts[3]  # type: ignore[union-attr,index]
+                assert torch.equal(expert(x), make().blocks[0].experts[3](x))  # type: ignore[union-attr,index,operator]
+            model.open(*(() if where == "no graph" and rank else range(NUM)))
+            model(x).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def test_experts_that_ranks_do_not_use_alike_are_an_error_with_names() -> None:
+    alike, one, graph = run_world(2, run_alone, ["on all ranks"])[0], *(run_world(2, run_alone, [where])[0] for where in ("on one", "no graph"))
+    assert alike == ["", ""]
+    assert all("the choice of experts" in text and "ranks diverged" in text for text in one), one
+    assert all("blocks.0" in text and "enable_input_require_grads" in text for text in graph), graph
 
 
 def test_lists_of_other_things_stay_in_their_block() -> None:

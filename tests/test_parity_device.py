@@ -32,7 +32,7 @@ OVERLAPPED = [
     Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True, steps=5)
     for stage, (accumulation, model, tier, overlap) in itertools.product(
         (0, 1, 2, 3),
-        ((1, "sometimes", "host", True), (3, "elsewhere", "host", True), (1, "plain", "host", False), (1, "unfreezing", "nvme", True)),
+        ((1, "experts", "host", True), (3, "elsewhere", "host", True), (1, "plain", "host", False), (1, "unfreezing", "nvme", True)),
     )
 ] + [
     Case(stage=stage, dtype="bf16", tier="auto", params="host" * (stage == 3), overlap_step=True, budgets=(("device_budget", budget),), steps=5)
@@ -52,7 +52,7 @@ IN_STEP = {
         dataclasses.replace(case, steps=3)
         for case in DEVICE_CASES
         if case.dtype == "bf16" and case.optimizer == "AdamW" and (case.accumulation == 1) == (case.model != "elsewhere")
-        and case.model in ("plain", "elsewhere", "sometimes", "frozen", "unfreezing", "checkpointed")
+        and case.model in ("plain", "elsewhere", "sometimes", "frozen", "unfreezing", "checkpointed", "experts_checkpointed")
     ],
 }
 

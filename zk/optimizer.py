@@ -177,12 +177,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
-        self.partition = Partition(self.model, config.prefetch, weakly(self._written))
+        self.partition = Partition(self.model, config.prefetch, weakly(self._written), self.comm)
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = self.assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
         # the update publishes from its own thread: all of it comes before the next reduction, so every rank launches both in one order
         before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
+        self.partition.experts_done = weakly(self.grads.reduce_together)
         self._place_buffers(device)
         self.grads.loss_scale = weakly(self._loss_scale)
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
@@ -234,9 +235,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The units of the model as it is now."""
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         moved = self.config.device is not None
-        # below stage 3 nothing is gathered; over ranks, those that choose different ones would not gather alike
-        experts = self.config.stage == 3 and self.comm.world == 1
-        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts)
+        experts = self.config.stage == 3  # below it nothing is gathered
+        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, self.comm.world if experts else 1)
 
     def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
         """Agree with the other ranks on units that are about to be held, each as its number."""

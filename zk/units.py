@@ -86,10 +86,17 @@ class Unit:
     dtype: torch.dtype  # what the parameters are stored in once zk holds them
     device: torch.device  # where they compute
     orders: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # as of ``order_of``, of parameters that have one
+    # over several ranks, the block around a list of experts, of the experts and of what is left of the block: each rank may use other ones
+    chooser: nn.Module | None = None
 
     @property
     def numel(self) -> int:
         return sum(param.numel() for param in self.params)
+
+    @property
+    def is_expert(self) -> bool:
+        """Tell if the forward of the unit's ``chooser`` may leave the unit out on some ranks."""
+        return self.chooser is not None and self.chooser not in self.anchors
 
     def part(self, indices: Sequence[int], trained: bool, name: str) -> Unit:
         """A unit of some of the parameters alone."""
@@ -173,6 +180,25 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
     return sorted(matched, key=lambda entry: -entry[0].count("."))
 
 
+def _note_choosers(model: nn.Module, units: Mapping[tuple[str, bool, torch.dtype, torch.device], Unit], modules: Mapping[str, nn.Module]) -> None:
+    """Note the chooser of units in a list inside of a block, and of such blocks. ``modules``: of all blocks, experts and tiles, by path."""
+    inside: dict[nn.Module, set[nn.Module]] = {}
+    for (path, *_), unit in units.items():
+        steps = path.split(".")
+        around = [prefix for prefix in (".".join(steps[:count]) for count in range(1, len(steps) + 1)) if prefix in modules]
+        members = [prefix for prefix in around[1:] if not isinstance(modules[prefix], Tile)]
+        if any(isinstance(model.get_submodule(prefix.rpartition(".")[0]), _CONTAINERS) for prefix in members):
+            block = modules[around[0]]
+            if block not in inside:
+                inside[block] = set(block.modules())
+            if inside[block].issuperset(unit.anchors):  # else something outside of the block uses it as well
+                unit.chooser = block
+    for unit in units.values():
+        block = unit.anchors[0]
+        if block in inside and inside[block].issuperset(unit.anchors):
+            unit.chooser = block
+
+
 def find_units(
     model: nn.Module,
     groups: Mapping[Tensor, int],
@@ -181,6 +207,7 @@ def find_units(
     device: torch.device | None = None,
     moved: bool = False,
     experts: bool = False,
+    world: int = 1,
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -192,6 +219,7 @@ def find_units(
             outermost ModuleLists.
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
         experts: members of ModuleLists inside of blocks are units too, where they are alike.
+        world: ranks, which may use other experts each.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
@@ -229,4 +257,6 @@ def find_units(
         unit.params, unit.names = [unit.params[i] for i in order], [unit.names[i] for i in order]
         found = {index: order_of(param) for index, param in enumerate(unit.params)}
         unit.orders = {index: order for index, order in found.items() if order is not None}
+    if world > 1:
+        _note_choosers(model, units, anchors)
     return sorted(units.values(), key=lambda unit: unit.anchors[0] is model)

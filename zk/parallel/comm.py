@@ -45,8 +45,11 @@ from zk.logs import rank_log
 from zk.parallel.presence import Board, Presence, fail, why
 from zk.timeline import note, now_ns, phase, recording
 
-GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES = range(8)
-_VERBS = ("gather", "reduce", "norm", "broadcast", "state", "the check of memory", "the exchange of errors", "the check of options")
+GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES, CHOICE = range(9)
+_VERBS = (
+    "gather", "reduce", "norm", "broadcast", "state", "the check of memory", "the exchange of errors", "the check of options",
+    "the choice of experts",
+)  # fmt: skip
 LOOK_S = 1.0  # in a wait for other ranks, how often to look whether it can still end well
 _LABEL_NBYTES = 120  # of what ranks tell each other when they are in different collectives
 TELL_S = 10.0  # how often to log who is waited for
@@ -93,7 +96,7 @@ class Solo:
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         return
 
-    def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
+    def all_reduce(self, tensor: Tensor, operation: int = NORM, unit: int | None = None) -> None:
         return
 
 
@@ -410,10 +413,11 @@ class Group:
             pending = self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], on_device=on_device)
         pending.wait()
 
-    def all_reduce(self, tensor: Tensor, operation: int = NORM) -> None:
-        """Sum ``tensor`` (host memory) over ranks, in place."""
+    def all_reduce(self, tensor: Tensor, operation: int = NORM, unit: int | None = None) -> None:
+        """Sum ``tensor`` (host memory) over ranks, in place; of a size that follows from the ``unit`` that it is about, if there is one."""
         with self._undivided():
-            label, check = self._announce(operation, -tensor.numel())  # another size would end the process inside gloo
+            about = -tensor.numel() if unit is None else unit  # another size would end the process inside gloo
+            label, check = self._announce(operation, about)
             pending = self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self._of_host, async_op=True)])
         pending.wait()
 

@@ -4,15 +4,17 @@ A gradient leaves ``param.grad`` as soon as autograd has it. When those of a uni
 bucket, in their own 16 bits (in host memory a large one moves at once, while the cache has it); a second one of the same parameter before the
 next step is added in fp32. Then the bucket is reduced over ranks
 while backward goes on. Reductions are started in one order on all ranks, that of the first backward on the first rank, so an order that
-differs costs overlap, not correctness. On a device both kernels measure what they write, so that the norm need not read it again.
+differs costs overlap, not correctness. Blocks with experts, of which each rank may have used other ones, are reduced when their backward is
+complete, where any rank has a gradient. On a device both kernels measure what they write, so that the norm need not read it again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from zk.events import COMPLETED, Awaited, Event
 from zk.hooks import weakly
 from zk.kernels.reference import unchecked
 from zk.memory import zeros
-from zk.parallel.comm import STATE, Group, Solo
+from zk.parallel.comm import REDUCE, STATE, Group, Solo
 from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
 from zk.store import UnitStore
 
@@ -59,7 +61,7 @@ class GradReducer:
     ) -> None:
         self.comm, self.in_backward, self.replicate, self.check, self.follow, self.before = comm, in_backward, replicate, check, follow, before
         self.stores: list[UnitStore] = []
-        self.order: list[int] = []  # positions in units
+        self.order: list[int] = []  # positions in stores
         self.learned = False
         self.completed: list[int] = []
         self.started: set[int] = set()
@@ -146,9 +148,9 @@ class GradReducer:
                 return
             self.flatten(store)
             self.completed.append(position)
-            if self.eager:
+            if self.eager and store.unit.chooser is None:
                 for following in self.order:
-                    if following not in self.started:
+                    if following not in self.started and self.stores[following].unit.chooser is None:
                         if following not in self.completed:
                             break
                         self._reduce(following)
@@ -241,6 +243,38 @@ class GradReducer:
 
     # ---- reduce --------------------------------------------------------------------------------------------------------------
 
+    def reduce_together(self, chooser: nn.Module | None = None) -> None:
+        """Reduce, in backward, what any rank has of the units of a chooser, or of all choosers. On all ranks."""
+        with self.lock:
+            choosers = {position: self.stores[position].unit.chooser for position in self.order}
+            places = [position for position, its in choosers.items() if its is not None and chooser in (None, its)]
+            if self.eager and places:
+                for position in self._left(places)[0]:
+                    self._reduce(position)
+
+    def _left(self, places: Sequence[int], flags: Sequence[float] = ()) -> tuple[list[int], list[bool]]:
+        """Find those of ``places`` of which any rank has a bucket, and give them one precision on all ranks.
+
+        Returns them, and which of the ``flags`` any rank has set.
+        """
+        stores = [self.stores[position] for position in places]
+        for store in stores:
+            self.flatten(store)
+        mine = [[store.bucket is not None, store.wide or store.accumulated, store.accumulated] for store in stores]
+        everywhere = torch.tensor([*itertools.chain.from_iterable(mine), *flags], dtype=torch.float32)
+        self.comm.all_reduce(everywhere, REDUCE)
+        said = [flag > 0 for flag in everywhere.tolist()]
+        left = []
+        for number, (position, store) in enumerate(zip(places, stores, strict=True)):
+            has, wide, accumulated = said[3 * number : 3 * number + 3]
+            if has:
+                left.append(position)
+                store.wide, store.accumulated = wide, accumulated
+                if wide and store.bucket is not None and store.bucket.dtype != torch.float32:
+                    narrow, store.bucket = store.bucket, store.bucket.float()
+                    self._give(narrow)
+        return left, said[3 * len(places) :]
+
     def _reduce(self, position: int) -> None:
         """Start the reduction of a unit's bucket; a unit without gradients takes part with zeros, as other ranks may have some."""
         self.before()
@@ -285,8 +319,10 @@ class GradReducer:
                         ask_elsewhere(param)
             if self.eager:
                 for position in self.order:
-                    if self.stores[position].bucket is not None or (position not in self.started and self.comm.world > 1):
+                    store = self.stores[position]
+                    if store.unit.chooser is None and (store.bucket is not None or (position not in self.started and self.comm.world > 1)):
                         self._reduce(position)
+                self.reduce_together()
                 while self.queue:
                     self._complete()
                 if not self.learned:
@@ -327,20 +363,15 @@ class GradReducer:
                 grad = own_grad(param)
                 if grad is not None:  # assigned by hand
                     self.collect(store, index, param, grad if scale == 1 else grad.float() * scale)
-            self.flatten(store)
-        left = [float(store.bucket is not None) for store in self.stores]  # of no_sync, of a backward that was interrupted, or by hand
         used = [float(index in store.unreduced) for store in self.stores for index in range(len(store.unit.params))]
-        everywhere = torch.tensor(left + used)
-        self.comm.all_reduce(everywhere)
-        flags = [flag > 0 for flag in everywhere.tolist()]
-        for position in self.order:
-            if flags[position]:
-                self._reduce(position)
+        left, flags = self._left(self.order, used)  # of no_sync, of a backward that was interrupted, or by hand
+        for position in left:
+            self._reduce(position)
         while self.queue:
             self._complete()
         self.forget()
         self.flushed = True
-        is_used = iter(flags[len(left) :])
+        is_used = iter(flags)
         for store in self.stores:
             store.used |= {index for index in range(len(store.unit.params)) if next(is_used)}
 

@@ -4,6 +4,7 @@ UnitStore holds one unit and its state; Partition holds the model's hooks and de
 A forward of a unit's module gathers it before and releases it after. In backward there are two signals. Autograd unpacks a saved parameter:
 gather its unit, and ask for the next. The gradient of a module's inputs is complete: release. So no order of backward can meet memory that
 was released, and a unit that backward does not read (an embedding) is not gathered for it.
+Experts of which each rank may call other ones are gathered and released with the block around them (experts.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zk.hooks import Hook, weakly
 from zk.owners import inner_tensors, is_wrapper, rebuilt
+from zk.parallel.comm import Group, Solo
+from zk.parallel.experts import Experts, passed_through
 from zk.parallel.prefetch import Prefetcher
 from zk.store import State, UnitStore
 
@@ -77,9 +80,10 @@ class Partition:
         model: the module that was given to ZeroOptimizer.
         ahead: units to gather ahead of use.
         written: called with a held unit of which some parameters (by number) were overwritten on every rank; makes that last.
+        comm: the ranks.
     """
 
-    def __init__(self, model: nn.Module, ahead: int, written: Callable[[UnitStore, list[int]], None]) -> None:
+    def __init__(self, model: nn.Module, ahead: int, written: Callable[[UnitStore, list[int]], None], comm: Solo | Group) -> None:
         self.model, self.ahead, self.written = model, ahead, written
         self.stores: list[UnitStore] = []
         self.by_storage: dict[int, UnitStore] = {}
@@ -87,6 +91,8 @@ class Partition:
         self.asked: list[UnitStore] = []  # ahead of use, oldest first
         self.by_index: dict[int, UnitStore] = {}
         self.by_module: dict[nn.Module, list[UnitStore]] = {}  # what a forward of the module uses
+        self.experts = Experts(comm, weakly(self._gather))
+        self.experts_done: Callable[[nn.Module], None] = lambda _: None  # called with a chooser whose backward is complete
         self.owners: dict[nn.Module, list[tuple[UnitStore, list[int]]]] = {}  # and what its state_dict() does
         self.handles: list[RemovableHandle] = []
         self.entered: list[nn.Module] = []  # modules whose forward is in progress
@@ -116,12 +122,15 @@ class Partition:
         """Put hooks on the modules that have none; again after ``add`` and ``remove``."""
         before, after = Hook(self._before), Hook(self._after)
         by_module: dict[nn.Module, list[UnitStore]] = {self.model: []} if self.stores else {}
+        self.experts.find(self.stores)
         for store in self.stores:
             for anchor in store.unit.anchors:
                 by_module.setdefault(anchor, []).append(store)
+        for chooser in self.experts.of:
+            by_module.setdefault(chooser, [])
         for module in [module for module in by_module if module not in self.by_module]:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self.handles.append(module.register_forward_hook(after, always_call=True))
+            self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         gather, copy, keep = Hook(self._gather_own), Hook(self._copy_own), Hook(self._keep_own)
         owners = owned(self.stores)
         for module in [module for module in owners if module not in self.owners]:
@@ -200,31 +209,36 @@ class Partition:
             store.depth += 1
         for store in units:
             self._use(store)
-        blocks = [store.index for store in units if self.model not in store.unit.anchors] if torch.is_grad_enabled() else []
+        blocks = []
+        if torch.is_grad_enabled():
+            blocks = [store.index for store in self._released_with(module) if self.model not in store.unit.anchors]
         # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
         inputs = [t for given in (*args, *kwargs.values()) for t in _tensors(given) if t.grad_fn is not None] if blocks else []
         if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
-            _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks))
+            _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks, module))
 
-    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self.entered[-1:] != [module] or self.thread != threading.get_ident():
-            return  # the hook before it failed, or refused this thread
+            return None  # the hook before it failed, or refused this thread
         self.entered.pop()
         in_backward = torch._C._current_graph_task_id() != -1
-        with_graph = []
+        with_graph, passed_on = [], None
         if torch.is_grad_enabled():
+            if module in self.experts.of:
+                output = passed_on = passed_through((args, kwargs), output)
             with_graph = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         has_graph = bool(with_graph)
-        # bitsandbytes keeps a view of the codes for backward where autograd does not see it
-        codes = [
-            store.index
-            for store in self.by_module[module]
-            if store.lease is not None and store.unit.dtype.itemsize == 1
-        ]
-        for tensor in with_graph if codes else ():
-            tensor.register_hook(functools.partial(weakly(self._outputs_done), codes))
+        if module in self.experts.of:
+            self.experts.choose_no_more(module, None if in_backward or output is None else has_graph)
+        # bitsandbytes keeps a view of the codes for backward where autograd does not see it; some ranks may not use the router
+        own = [store for store in self.by_module[module] if store.lease is not None]
+        gathered = [store for store in own if module in self.experts.of or store.unit.dtype.itemsize == 1]
+        gathered += [store for store in self.experts.of.get(module, ()) if store.state is State.GATHERED]
+        for tensor in with_graph if gathered else ():
+            tensor.register_hook(functools.partial(weakly(self._outputs_done), [store.index for store in gathered]))
         for store in self.by_module[module]:
             store.depth -= 1
+        for store in self._released_with(module):
             is_rest = self.model in store.unit.anchors
             if store.depth or in_backward or (is_rest and (self.model in self.entered or has_graph)):
                 continue  # still in use, or about to be: what is left over opens the backward
@@ -236,6 +250,7 @@ class Partition:
             if not torch.is_grad_enabled():
                 self.prefetcher.end()
                 self.release_all()
+        return passed_on
 
     def _use(self, store: UnitStore) -> None:
         if self.closed:
@@ -243,10 +258,31 @@ class Partition:
                 f"the parameters of unit {store.unit.name!r} are needed, and the optimizer that holds them is closed; close it after the last "
                 "backward"
             )
-        if store.lease is not None:  # else nothing is moved
-            self.prefetcher.used(store.index, store.state is not State.RELEASED)
-        store.gather()
+        if store.unit.is_expert:
+            if store.state is not State.GATHERED:
+                self.experts.choose(store.unit.chooser, store)  # type: ignore[arg-type]
+        else:
+            chooser = self.experts.chooser_in(self.entered)
+            if chooser is not None and store not in self.by_module[chooser]:
+                self.experts.choose_no_more(chooser)  # other ranks may want experts before they come to this unit
+            self._gather([store])
         store.is_borrowed |= self.makes_graph
+
+    def _gather(self, stores: Sequence[UnitStore]) -> None:
+        """Gather units, in this order on all ranks, and ask for what follows."""
+        for store in stores[1:]:
+            store.fetch()
+        for store in stores:
+            if store.lease is not None:  # else nothing is moved
+                self.prefetcher.used(store.index, store.state is not State.RELEASED)
+            store.gather()
+
+    def _released_with(self, module: nn.Module) -> list[UnitStore]:
+        """The units to release when a forward or backward of the module has ended: experts with their chooser, so that ranks agree."""
+        own = self.by_module[module]
+        if self.experts.chooser_in(self.entered) is not None:
+            own = [store for store in own if not store.unit.is_expert]
+        return own + self.experts.of.get(module, [])
 
     def on_use(self, store: UnitStore) -> None:
         """A released parameter is read. Inside a forward or backward that is a use like any other."""
@@ -273,15 +309,18 @@ class Partition:
 
     def _outputs_done(self, indices: Sequence[int], *_: Any) -> None:
         self._watch_backward()
-        for index in indices:
-            if self.by_index[index].state is not State.GATHERED:
-                self._use(self.by_index[index])
+        stores = [store for store in map(self.by_index.__getitem__, indices) if store.state is not State.GATHERED]
+        self._gather(stores)
+        for store in stores:
+            store.is_borrowed |= self.makes_graph
 
-    def _inputs_done(self, blocks: Sequence[int], *_: Any) -> None:
+    def _inputs_done(self, blocks: Sequence[int], module: nn.Module, *_: Any) -> None:
         self._watch_backward()
         for index in blocks:
             if not self.by_index[index].depth:
                 self.by_index[index].release()
+        if module in self.experts.of:
+            self.experts_done(module)
 
     def _stores_of(self, tensor: Tensor) -> list[UnitStore]:
         """The stores in whose full parameters a tensor lies, or those that it is a wrapper around."""
