@@ -17,8 +17,8 @@ from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, write_durably
 from zk.checkpoint.folders import undone
-from zk.checkpoint.load import Stored, find, readers_of
-from zk.checkpoint.manifest import Manifest, Weight, sources_of
+from zk.checkpoint.load import Contents, find
+from zk.checkpoint.manifest import Manifest, Weight
 
 _PIECE_NUMEL = 1 << 21
 
@@ -64,8 +64,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     with undone(shutil.rmtree, beside, ignore_errors=True):
-        with readers_of(manifest) as readers:
-            stored = Stored(sources_of(manifest), readers)
+        with Contents(manifest) as contents:
             for name, shard in files.items():
                 own = {entry.key for entry in shard}
                 metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
@@ -73,9 +72,9 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
                 with undone(writer.abort):
                     for entry in shard:
                         if entry.key not in weights:
-                            writer.add(readers[manifest.ranks[0]["file"]].read(f"buffer/{entry.key}"))
+                            writer.add(contents.buffer(entry.key))
                             continue
-                        for values in _row_by_row(stored, weights[entry.key]):
+                        for values in _row_by_row(contents, weights[entry.key]):
                             writer.add(_rounded(values, entry))
                     writer.finish()
         total = sum(entry.nbytes for entry in entries)
@@ -93,29 +92,27 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights))
 
 
-def _row_by_row(stored: Stored, weight: Weight) -> Iterator[Tensor]:
+def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
     """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
     numel, first = math.prod(weight.shape), weight.parts[0]
-    kind = first.kinds[0]
     if weight.is_plain:
         for start in range(0, numel, _PIECE_NUMEL):
-            for _, values in stored.elements(first.name, kind, start, min(start + _PIECE_NUMEL, numel)):
-                yield values
+            yield contents.elements(first, "param", slice(start, min(start + _PIECE_NUMEL, numel)))
     elif first.place is None:
-        yield from stored.whole(first, kind).reshape(-1).split(_PIECE_NUMEL)
+        yield from contents.whole(first, "param").reshape(-1).split(_PIECE_NUMEL)
     else:
         height, width = weight.shape
         step = max(1, _PIECE_NUMEL // max(1, width))
         for row in range(0, height, step):
-            yield stored.region(weight, None, slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
+            yield contents.region(weight, "param", slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
 
 
 def _entries(manifest: Manifest, weights: dict[str, Weight], dtype: torch.dtype | None) -> list[Entry]:
     found = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
-    with readers_of(manifest) as readers:
-        first = readers[manifest.ranks[0]["file"]]
-        for name in manifest.ranks[0]["buffers"]:
-            buffer = first.entries[f"buffer/{name}"]
+    with Contents(manifest) as contents:
+        for name in manifest.buffers:
+            buffer = contents.buffer_entry(name)
+            assert buffer is not None
             found.append(Entry(name, buffer.dtype, buffer.shape))
     return found
 

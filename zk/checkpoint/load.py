@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,32 +17,27 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import base, folders, save
-from zk.checkpoint.files import CheckpointError, Reader, check_file
+from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file
 from zk.checkpoint.manifest import (
     Manifest,
     Saved,
-    Source,
     Weight,
     check_random_state,
-    gap,
     kinds_of,
     names_of_groups,
+    overlap,
     revived,
     seal_of,
     set_random_state,
-    sources_of,
 )
 from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
-from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training
     from zk.store import UnitStore
-
-Sources = dict[tuple[str, str], list[Source]]  # (parameter's name, kind) -> where its elements are
 
 
 def find(path: Path) -> Path:
@@ -147,41 +142,53 @@ def _check_scheduler(manifest: Manifest, scheduler: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """A parameter of this model, and the weight of the checkpoint that it is, or is a tile of."""
+
+    weight: Weight
+    place: tuple[slice, ...] | None  # of a tile: its rows and columns
+    parts: list[Saved]  # that it is read from: one, or all of the weight where none is cut and laid out as the parameter
+    is_alike: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Opened:
-    """A checkpoint, and how it and this model are cut."""
+    """A checkpoint that has the weights of this model."""
 
     manifest: Manifest
-    sources: Sources
-    tiles: Mapping[str, TilePlace]  # of this model
-    weights: Mapping[str, Weight]  # of the checkpoint
+    weights: Mapping[str, Weight]
+    targets: Mapping[str, _Target]  # by the parameter's name
 
-    def whole(self, name: str) -> str:
-        """The name of the weight that a parameter is, or is a tile of."""
-        return self.tiles[name].whole if name in self.tiles else name
-
-    def place(self, name: str) -> tuple[slice, ...] | None:
-        """Rows and columns of a tile."""
-        return self.tiles[name].place if name in self.tiles else None
-
-    def alike(self, held: UnitStore, index: int) -> Saved | None:
-        """The part of a weight that was cut and laid out as a parameter is here."""
-        name, order = held.unit.names[index], held.unit.orders.get(index)
-        parts = self.weights[self.whole(name)].parts
-        return next((part for part in parts if part.place == self.place(name) and part.order == order), None)
-
-    def origin(self, held: UnitStore, index: int) -> list[Saved]:
-        """The parts that a parameter is read from: the one that is cut alike, or all of its weight."""
-        alike = self.alike(held, index)
-        return [alike] if alike is not None else self.weights[self.whole(held.unit.names[index])].parts
+    @property
+    def parts(self) -> list[Saved]:
+        """All parameters of the checkpoint."""
+        return [part for weight in self.weights.values() for part in weight.parts]
 
 
 def _opened(optimizer: Training, folder: Path) -> _Opened:
-    """The content of a checkpoint, after this rank's share of its files was checked."""
+    """The content of a checkpoint, after this rank's share of its files was checked, and that the model has the same weights."""
     manifest = Manifest.read(folder)
     for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
         check_file(manifest.folder, written)
-    tiles = pieces_of(optimizer.model)
-    return _Opened(manifest, sources_of(manifest), tiles, manifest.weights(tiles))
+    tiles, whole = pieces_of(optimizer.model), names_without_tiles(optimizer)
+    weights = manifest.weights(tiles)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    mine: dict[str, tuple[int, ...]] = {}
+    for held in optimizer.held:
+        for name, param in zip(held.unit.names, held.unit.params, strict=True):
+            mine[whole[name]] = tiles[name].shape if name in tiles else tuple(param.shape)
+    for name in [*mine, *shapes]:
+        if mine.get(name) != shapes.get(name):
+            raise CheckpointError(
+                f"{folder / 'manifest.json'}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model"
+            )
+    targets = {}
+    for held in optimizer.held:
+        for index, name in enumerate(held.unit.names):
+            weight, place = weights[whole[name]], tiles[name].place if name in tiles else None
+            alike = [part for part in weight.parts if part.place == place and part.order == held.unit.orders.get(index)]
+            targets[name] = _Target(weight, place, alike[:1] or weight.parts, bool(alike))
+    return _Opened(manifest, weights, targets)
 
 
 def names_without_tiles(optimizer: Training) -> dict[str, str]:
@@ -192,31 +199,29 @@ def names_without_tiles(optimizer: Training) -> dict[str, str]:
 
 def _fill_all(optimizer: Training, opened: _Opened) -> None:
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
-    manifest = opened.manifest
-    with readers_of(manifest) as readers:
-        with save.together(optimizer.comm, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
+    with Contents(opened.manifest) as contents:
+        with save.together(optimizer.comm, f"reading {opened.manifest.folder}"):  # all of it, before ranks exchange anything
             for held in optimizer.held:
-                _fill(held, opened, Stored(opened.sources, readers))
+                _fill(held, [opened.targets[name] for name in held.unit.names], contents)
         for held in optimizer.held:
             held.republish()
             if held.shard is not None:
                 held.rewritten()
         buffers = dict(save.buffers_of(optimizer))
-        for name in manifest.ranks[0]["buffers"]:
-            value = readers[manifest.ranks[0]["file"]].read(f"buffer/{name}")
-            overwrite(buffers[name], value.view(buffers[name].shape))
+        for name in opened.manifest.buffers:
+            overwrite(buffers[name], contents.buffer(name).view(buffers[name].shape))
     for tier in optimizer.tiers.values():
         tier.flush()
 
 
-def _check_pieces(manifest: Manifest, readers: Mapping[str, Reader]) -> None:
+def _check_pieces(contents: Contents) -> None:
     """Check that the pieces which the manifest names are in the files, as it says."""
-    numels = [sum(math.prod(param["shape"]) for param in unit["params"]) for unit in manifest.head["units"]]
+    manifest, num_units = contents.manifest, len(contents.manifest.head["units"])
     for piece in manifest.pieces:
-        entry = readers[piece.file].entries.get(piece.key) if piece.file in readers else None
+        entry = contents.entry(piece.file, piece.key)
         is_there = entry is not None and math.prod(entry.shape) == piece.stop - piece.start
         is_number = piece.kind == "param" or (entry is not None and entry.dtype.is_floating_point)  # frozen weights are of any kind
-        if not is_there or not is_number or not 0 <= piece.start <= piece.stop or not 0 <= piece.unit < len(numels):
+        if not is_there or not is_number or not 0 <= piece.start <= piece.stop or not 0 <= piece.unit < num_units:
             has = "nothing of that name" if entry is None else f"{entry.dtype} {entry.shape}"
             wanted = f"{piece.key!r}, elements {piece.start} to {piece.stop} of unit {piece.unit}"
             raise CheckpointError(f"{manifest.folder / piece.file} has {has} where the manifest has {wanted}")
@@ -240,74 +245,60 @@ def _check_options(optimizer: Training, manifest: Manifest) -> None:
 def _check(optimizer: Training, opened: _Opened) -> dict[str, int]:
     """Check that the checkpoint has all that this optimizer holds; return the step count of every parameter."""
     _check_model(optimizer, opened)
-    manifest, whole = opened.manifest, opened.whole
+    manifest, targets = opened.manifest, opened.targets
     saved_as = {part.name: weight.name for weight in opened.weights.values() for part in weight.parts}
     # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
-    trained = {whole(name) for held in optimizer.held if held.shard is not None for name in held.unit.names}
+    trained = {targets[name].weight.name for held in optimizer.held if held.shard is not None for name in held.unit.names}
     saved_groups = [trained.intersection(saved_as.get(name, name) for name in group["params"]) for group in manifest.head["groups"]]
-    if saved_groups != [trained.intersection(map(whole, names)) for names in names_of_groups(optimizer)]:
+    groups = [{targets[name].weight.name for name in names if name in targets} for names in names_of_groups(optimizer)]
+    if saved_groups != [trained & group for group in groups]:
         raise CheckpointError(
             f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
         )
     _check_options(optimizer, manifest)
-    steps = {}
     for held in optimizer.held:
-        for index, name in enumerate(held.unit.names):
-            origin = opened.origin(held, index)
-            saved = origin[0].kinds[1:]
+        for name in held.unit.names:
+            saved = targets[name].parts[0].kinds[1:]
             if held.shard is not None and saved and not set(saved) & set(held.shard.names):
                 raise CheckpointError(
                     f"{manifest.folder / 'manifest.json'} has {', '.join(saved)}, the state of another kind of optimizer than "
                     f"{type(optimizer.inner).__name__}; make the same kind, or take the weights alone (python -m zk export)"
                 )
-            steps[name] = max(part.steps for part in origin)
-    return steps
+    return {name: max(part.steps for part in target.parts) for name, target in targets.items()}
 
 
 def _check_model(optimizer: Training, opened: _Opened) -> None:
-    """Check that every element that this optimizer holds is there, of a model with the same weights and buffers."""
+    """Check that every element that this optimizer holds is there, and the same buffers."""
     manifest, where = opened.manifest, opened.manifest.folder / "manifest.json"
-    shapes = {name: weight.shape for name, weight in opened.weights.items()}
-    mine: dict[str, tuple[int, ...]] = {}
-    for held in optimizer.held:
-        for name, param in zip(held.unit.names, held.unit.params, strict=True):
-            mine[opened.whole(name)] = opened.tiles[name].shape if name in opened.tiles else tuple(param.shape)
-    for name in [*mine, *shapes]:
-        if mine.get(name) != shapes.get(name):
-            raise CheckpointError(f"{where}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model")
     for weight in opened.weights.values():
         if sum(math.prod(part.shape) for part in weight.parts) != math.prod(weight.shape):
             raise CheckpointError(f"{where}: the tiles of {weight.name!r} are not all there, or lie over each other")
+    trained = {name: held.shard is not None for held in optimizer.held for name in held.unit.names}
+    for part in opened.parts:
+        if part.sha256 and trained.get(part.name, True):
+            raise CheckpointError(
+                f"{where}: parameter {part.name!r} was frozen and is left out (save_checkpoint(frozen=False)); here it is "
+                f"{'trained' if part.name in trained else 'cut otherwise'}: freeze it until the checkpoint is loaded"
+            )
     # each part once, however many tiles are read from it
     needed = {
-        (part.name, saved): math.prod(part.shape)
+        (part.name, saved): part.gap(saved)
         for held in optimizer.held
-        for index in range(len(held.unit.names))
+        for name in held.unit.names
         for kind in kinds_of(held)
-        for part in opened.origin(held, index)
+        for part in opened.targets[name].parts
         if (saved := part.as_kind(kind)) is not None
     }
-    trained = {name: held.shard is not None for held in optimizer.held for name in held.unit.names}
-    for weight in opened.weights.values():
-        for part in weight.parts:
-            if part.sha256 and trained.get(part.name, True):
-                raise CheckpointError(
-                    f"{where}: parameter {part.name!r} was frozen and is left out (save_checkpoint(frozen=False)); here it is "
-                    f"{'trained' if part.name in trained else 'cut otherwise'}: freeze it until the checkpoint is loaded"
-                )
-    for (name, kind), numel in needed.items():
-        lacking = gap(opened.sources.get((name, kind), ()), numel)
-        if lacking is not None:
-            raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {lacking[0]} to {lacking[1]})")
+    for (name, kind), gap in needed.items():
+        if gap is not None:
+            raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {gap[0]} to {gap[1]})")
     buffers = dict(save.buffers_of(optimizer))
-    if sorted(buffers) != manifest.ranks[0]["buffers"]:
-        raise CheckpointError(f"{where} has the buffers {manifest.ranks[0]['buffers']}, and this model {sorted(buffers)}")
-    with contextlib.ExitStack() as opened_files:  # headers only, of files that have just been checked
-        readers = {written.name: opened_files.enter_context(Reader(manifest.folder / written.name)) for written in manifest.files}
-        _check_pieces(manifest, readers)
-        entries = readers[manifest.ranks[0]["file"]].entries
+    if sorted(buffers) != manifest.buffers:
+        raise CheckpointError(f"{where} has the buffers {manifest.buffers}, and this model {sorted(buffers)}")
+    with Contents(manifest, is_checked=False) as contents:  # headers only, of files that have just been checked
+        _check_pieces(contents)
         for name, buffer in buffers.items():
-            entry = entries.get(f"buffer/{name}")
+            entry = contents.buffer_entry(name)
             if entry is None or entry.shape != tuple(buffer.shape) or entry.dtype.is_floating_point != buffer.is_floating_point():
                 saved = "not there" if entry is None else f"{entry.dtype} {entry.shape}"
                 raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {buffer.dtype} {tuple(buffer.shape)} in this model")
@@ -315,7 +306,7 @@ def _check_model(optimizer: Training, opened: _Opened) -> None:
 
 def _check_base(optimizer: Training, opened: _Opened) -> None:
     """Check that what was left out of a checkpoint, as it was frozen, is the same here. On all ranks."""
-    left_out = {part.name: part.sha256 for weight in opened.weights.values() for part in weight.parts if part.sha256}
+    left_out = {part.name: part.sha256 for part in opened.parts if part.sha256}
     here = base.digests(optimizer) if left_out else {}
     others = [name for name, sha256 in left_out.items() if here[name] != sha256]
     if others:
@@ -325,105 +316,99 @@ def _check_base(optimizer: Training, opened: _Opened) -> None:
         )
 
 
-@contextlib.contextmanager
-def readers_of(manifest: Manifest) -> Iterator[Mapping[str, Reader]]:
-    """Files with tensors, by name, opened as they are needed. What is read is checked once more: a drive may give other bytes the second time."""
-    blocks = functools.lru_cache(maxsize=3)(Reader.block)  # of all of them: memory does not grow with their number
-    files = {written.name: written for written in manifest.files}
-    with contextlib.ExitStack() as opened:
-
-        class Readers(dict[str, Reader]):
-            def __missing__(self, name: str) -> Reader:
-                self[name] = opened.enter_context(Reader(manifest.folder / name, files[name], blocks))
-                return self[name]
-
-        yield Readers()
+# ---- what is read --------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """The elements of a checkpoint, in its open files."""
+class Contents(contextlib.ExitStack):
+    """The tensors of a checkpoint, as a context: files are opened as they are needed.
 
-    sources: Sources
-    readers: Mapping[str, Reader]
+    Args:
+        is_checked: what is read is checked once more, as a drive may give other bytes the second time.
+    """
 
-    def elements(self, name: str, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements ``start`` to ``stop`` of a parameter, in the order in which it was saved, in runs: (position of the first, values)."""
-        for source in self.sources[name, kind]:
-            begin, end = max(source.start, start), min(source.stop, stop)
-            if begin < end:
-                first = source.offset + begin - source.start
-                yield begin, self.readers[source.piece.file].read(source.piece.key, first, first + end - begin)
+    def __init__(self, manifest: Manifest, is_checked: bool = True) -> None:
+        super().__init__()
+        self.manifest = manifest
+        self.files = {written.name: written if is_checked else None for written in manifest.files}
+        self.readers: dict[str, Reader] = {}
+        self.blocks = functools.lru_cache(maxsize=3)(Reader.block)  # of all files: memory does not grow with their number
+
+    def reader(self, name: str) -> Reader:
+        """The file ``name``."""
+        if name not in self.readers:
+            self.readers[name] = self.enter_context(Reader(self.manifest.folder / name, self.files[name], self.blocks))
+        return self.readers[name]
+
+    def entry(self, file: str, key: str) -> Entry | None:
+        """The description of a tensor; None where there is none."""
+        return self.reader(file).entries.get(key) if file in self.files else None
+
+    def buffer_entry(self, name: str) -> Entry | None:
+        """The description of a buffer of the model."""
+        return self.entry(self.manifest.ranks[0]["file"], f"buffer/{name}")
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of the model, flat."""
+        return self.reader(self.manifest.ranks[0]["file"]).read(f"buffer/{name}")
+
+    def elements(self, part: Saved, kind: str, wanted: slice) -> Tensor:
+        """Some elements of a parameter, in the order in which it was saved: (n,). Zeros of a kind that it has not."""
+        runs = []
+        for source in part.sources[saved] if (saved := part.as_kind(kind)) is not None else ():
+            there, _ = overlap(source.elements, wanted)
+            if there.start < there.stop:
+                runs.append(self.reader(source.piece.file).read(source.piece.key, source.offset + there.start, source.offset + there.stop))
+        return torch.cat(runs) if runs else torch.zeros(wanted.stop - wanted.start)
 
     def whole(self, part: Saved, kind: str) -> Tensor:
         """All of one parameter, in its shape."""
-        numel = math.prod(part.shape)
-        flat = torch.cat([values for _, values in self.elements(part.name, kind, 0, numel)]) if numel else torch.zeros(0)
-        return shaped_of(flat, part.shape, part.order)
+        return shaped_of(self.elements(part, kind, slice(0, math.prod(part.shape))), part.shape, part.order)
 
-    def region(self, weight: Weight, kind: str | None, rows: slice, columns: slice) -> Tensor:
-        """Rows and columns of a matrix, from the tiles that it was saved in. Only these rows are read. None: what is exact of each tile."""
+    def region(self, weight: Weight, kind: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and columns of a matrix, from the tiles that it was saved in. Only these rows are read."""
         found: Tensor | None = None
         for part in weight.parts:
             top, left = part.place or (slice(0, weight.shape[0]), slice(0, weight.shape[1]))
-            first, last = max(rows.start, top.start), min(rows.stop, top.stop)
-            begin, end = max(columns.start, left.start), min(columns.stop, left.stop)
-            if first >= last or begin >= end:
+            (into_rows, from_rows), (into_columns, from_columns) = overlap(rows, top), overlap(columns, left)
+            if from_rows.start == from_rows.stop or from_columns.start == from_columns.stop:
                 continue
-            wanted = part.kinds[0] if kind is None else kind
             if part.order is None:
                 width = left.stop - left.start
-                runs = self.elements(part.name, wanted, (first - top.start) * width, (last - top.start) * width)
-                values = torch.cat([run for _, run in runs]).view(-1, width)
+                values = self.elements(part, kind, slice(from_rows.start * width, from_rows.stop * width)).view(-1, width)
             else:
-                values = self.whole(part, wanted)[first - top.start : last - top.start]
+                values = self.whole(part, kind)[from_rows]
             if found is None:
                 found = values.new_empty(rows.stop - rows.start, columns.stop - columns.start)
             found = found.to(torch.promote_types(found.dtype, values.dtype))  # a frozen tile is in the precision that it computes in
-            into = found[first - rows.start : last - rows.start, begin - columns.start : end - columns.start]
-            into.copy_(values[:, begin - left.start : end - left.start])
+            found[into_rows, into_columns] = values[:, from_columns]
         return torch.zeros(rows.stop - rows.start, columns.stop - columns.start) if found is None else found
 
 
-def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
+def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> None:
     """Put this rank's elements of one unit in their place."""
-    begins = held.held.start
 
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
     def cut_anew(index: int, kind: str) -> Tensor:
         """A parameter that was saved in other tiles, or in another order, as it lies here: (numel,)."""
-        name = held.unit.names[index]
-        weight, place = opened.weights[opened.whole(name)], opened.place(name)
+        weight, place = targets[index].weight, targets[index].place
         if place is None and weight.parts[0].place is None:
-            return held.unit.flat(index, stored.whole(weight.parts[0], kind))
-        return held.unit.flat(index, stored.region(weight, kind, *(place or map(functools.partial(slice, 0), weight.shape))))
+            return held.unit.flat(index, contents.whole(weight.parts[0], kind))
+        return held.unit.flat(index, contents.region(weight, kind, *(place or map(functools.partial(slice, 0), weight.shape))))
 
-    def runs(index: int, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements ``start`` to ``stop`` of a parameter, as ``Stored.elements``."""
-        alike = opened.alike(held, index)
-        if alike is not None:
-            yield from stored.elements(alike.name, kind, start, stop)
-        else:
-            yield start, cut_anew(index, kind)[start:stop]
-
-    def values(kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Elements of the flat buffer."""
-        flat = torch.zeros(stop - start, dtype=dtype)
-        for index in range(len(held.unit.params)):
-            whole = held.layout.whole(index)
-            begin, end = max(start, whole.start), min(stop, whole.stop)
-            saved = opened.origin(held, index)[0].as_kind(kind)
-            if begin < end and saved is not None:
-                for position, found in runs(index, saved, begin - whole.start, end - whole.start):
-                    at = whole.start + position - start
-                    flat[at : at + found.numel()] = found
+    def values(kind: str, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Elements of this rank's slice of the flat buffer."""
+        flat = torch.zeros(end - begin, dtype=dtype)
+        for index, target in enumerate(targets):
+            here, wanted = held.layout.part(index, slice(held.held.start + begin, held.held.start + end))
+            if wanted.start < wanted.stop:
+                flat[here] = contents.elements(target.parts[0], kind, wanted) if target.is_alike else cut_anew(index, kind)[wanted]
         return flat
 
     if held.shard is None:
-        stays = [index for index in range(len(held.unit.params)) if opened.origin(held, index)[0].sha256]
-        if len(stays) == len(held.unit.params):
+        stays = [index for index, target in enumerate(targets) if target.parts[0].sha256]
+        if len(stays) == len(targets):
             return
-        mine = values("param", begins, held.held.stop, held.unit.dtype)
+        mine = values("param", 0, held.held.stop - held.held.start, held.unit.dtype)
         held.settle()
         if stays:
             before = held.home.whole()
@@ -437,7 +422,6 @@ def _fill(held: UnitStore, opened: _Opened, stored: Stored) -> None:
         with held.shard.opened(number, changes=True, read=False) as fields:
             for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
-                here = slice(start - chunk.start, stop - chunk.start)
-                exact = {kind: values(kind, begins + start, begins + stop, torch.float32) for kind in kinds_of(held)}
-                held.shard.put(fields, here, exact)
+                exact = {kind: values(kind, start, stop, torch.float32) for kind in kinds_of(held)}
+                held.shard.put(fields, slice(start - chunk.start, stop - chunk.start), exact)
     held.shard.upload()

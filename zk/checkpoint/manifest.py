@@ -8,7 +8,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -238,6 +238,22 @@ def check_random_state(state: Mapping[str, Any]) -> None:
     torch.Generator().set_state(host)
 
 
+def overlap(first: slice, second: slice) -> tuple[slice, slice]:
+    """The elements that two ranges have in common, counted from the begin of each; maybe empty."""
+    start = max(first.start, second.start)
+    stop = max(start, min(first.stop, second.stop))
+    return slice(start - first.start, stop - first.start), slice(start - second.start, stop - second.start)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """The place of consecutive elements of one parameter, of one kind."""
+
+    elements: slice  # of the parameter
+    piece: Piece
+    offset: int  # of the first one in the piece's tensor
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saved:
     """A parameter of a checkpoint: a weight, or a tile of one."""
@@ -246,17 +262,33 @@ class Saved:
     shape: tuple[int, ...]
     order: tuple[int, ...] | None  # of its dimensions in memory; None is row by row
     place: tuple[slice, ...] | None  # of a tile: its rows and columns in the weight
-    kinds: tuple[str, ...]
+    sources: dict[str, list[Source]]  # kind -> where its elements are, in order
     steps: int
-    sha256: str = ""  # of one that was left out, as it was frozen
+    sha256: str  # of one that was left out, as it was frozen; else empty
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of values that were kept: the exact ones first, then the state of an optimizer."""
+        return list(self.sources)
 
     def as_kind(self, kind: str) -> str | None:
         """The kind that has the values of ``kind``, where one of both sides has it frozen: its values are the master. None: there are none."""
         if self.sha256:
             return None
-        if kind in self.kinds or self.kinds != ("param",):
-            return self.kinds[0] if kind == "param" else kind
-        return "param" if kind == "master" else None
+        if kind == "param":
+            return self.kinds[0]
+        if self.kinds == ["param"]:
+            return "param" if kind == "master" else None
+        return kind
+
+    def gap(self, kind: str) -> tuple[int, int] | None:
+        """The first elements that are nowhere: (first, behind the last)."""
+        position, numel = 0, math.prod(self.shape)
+        for source in self.sources.get(kind, ()):
+            if source.elements.start > position:
+                return position, source.elements.start
+            position = max(position, source.elements.stop)
+        return (position, numel) if position < numel else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,12 +340,22 @@ class Manifest:
             pieces += [Piece(unit, kind, start, stop, key, said["file"]) for unit, kind, start, stop, key in said["pieces"]]
         return cls(folder, head, files, pieces, ranks)
 
+    @property
+    def buffers(self) -> list[str]:
+        """The names of the model's buffers, which the first rank has saved."""
+        names: list[str] = self.ranks[0]["buffers"]
+        return names
+
     def weights(self, tiles: Mapping[str, TilePlace] | None = None) -> dict[str, Weight]:
         """All weights by the name that they have in the model without tiles. ``tiles`` of today's model tell what a manifest does not say yet."""
+        pieces: dict[tuple[int, str], list[Piece]] = {}
+        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+            pieces.setdefault((piece.unit, piece.kind), []).append(piece)
         found: dict[str, Weight] = {}
-        for unit in self.head["units"]:
+        for number, unit in enumerate(self.head["units"]):
             for param in unit["params"]:
                 name, shape, place = param["name"], tuple(param["shape"]), None
+                elements = slice(param["offset"], param["offset"] + math.prod(shape))
                 order = tuple(param["order"]) if "order" in param else None
                 if "whole" in param:
                     whole, whole_shape = param["whole"]["name"], tuple(param["whole"]["shape"])
@@ -323,8 +365,15 @@ class Manifest:
                 else:
                     whole, whole_shape = name, shape
                 weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
-                weight.parts.append(Saved(name, shape, order, place, tuple(unit["kinds"]), param["steps"], param.get("sha256", "")))
+                sources = {kind: _sources(elements, pieces.get((number, kind), ())) for kind in unit["kinds"]}
+                weight.parts.append(Saved(name, shape, order, place, sources, param["steps"], param.get("sha256", "")))
         return found
+
+
+def _sources(elements: slice, pieces: Iterable[Piece]) -> list[Source]:
+    """The places of these elements of a unit, which one parameter has, in ``pieces`` of the unit."""
+    shared = ((piece, *overlap(elements, slice(piece.start, piece.stop))) for piece in pieces)
+    return [Source(mine, piece, there.start) for piece, mine, there in shared if mine.start < mine.stop]
 
 
 def seal_of(folder: Path) -> str:
@@ -343,42 +392,3 @@ def _json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: this is no checkpoint, or not a whole one") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """The place of consecutive elements of one parameter, of one kind."""
-
-    start: int  # in the parameter
-    stop: int
-    piece: Piece
-    offset: int  # of ``start`` in the piece's tensor
-
-
-def sources_of(manifest: Manifest) -> dict[tuple[str, str], list[Source]]:
-    """(parameter's name, kind) -> where its elements are, in order."""
-    by_unit: dict[tuple[int, str], list[Piece]] = {}
-    for piece in manifest.pieces:
-        by_unit.setdefault((piece.unit, piece.kind), []).append(piece)
-    found: dict[tuple[str, str], list[Source]] = {}
-    for number, unit in enumerate(manifest.head["units"]):
-        for kind in unit["kinds"]:
-            pieces = sorted(by_unit.get((number, kind), ()), key=lambda piece: piece.start)
-            for param in unit["params"]:
-                begin, end = param["offset"], param["offset"] + math.prod(param["shape"])
-                found[param["name"], kind] = [
-                    Source(max(piece.start, begin) - begin, min(piece.stop, end) - begin, piece, max(piece.start, begin) - piece.start)
-                    for piece in pieces
-                    if piece.start < end and begin < piece.stop
-                ]
-    return found
-
-
-def gap(sources: Sequence[Source], numel: int) -> tuple[int, int] | None:
-    """The first elements that no source has: (first, behind the last)."""
-    position = 0
-    for source in sources:
-        if source.start > position:
-            return position, source.start
-        position = max(position, source.stop)
-    return (position, numel) if position < numel else None

@@ -55,7 +55,7 @@ class Elsewhere(MutableMapping[str, Any]):
 def check_names(optimizer: ZeroOptimizer, folder: Path) -> None:
     """CheckpointError if a model has other parameters or buffers than a folder: these are never loaded in part."""
     manifest = Manifest.read(load.find(folder))
-    saved = {*manifest.weights(), *manifest.ranks[0]["buffers"]}
+    saved = {*manifest.weights(), *manifest.buffers}
     mine = {*load.names_without_tiles(optimizer).values(), *(name for name, _ in buffers_of(optimizer))}
     if saved != mine:
         names = ", ".join(map(repr, sorted(saved ^ mine)[:3]))
