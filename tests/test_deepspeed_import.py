@@ -30,7 +30,7 @@ from tests.test_checkpoint import snapshot
 from tests.world import run_world
 from zk.checkpoint import deepspeed
 from zk.checkpoint.deepspeed import import_deepspeed
-from zk.checkpoint.files import CheckpointError
+from zk.checkpoint.files import CheckpointError, Writer
 from zk.cli import app
 from zk.offload import nvme
 from zk.precision import LossScaler
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Peak of memory that is not a mapped file, over what it was before: a few blocks of the writer, not 96 MiB of state."""
     write_as_deepspeed(tmp_path / "ds", 3, 2, [[torch.ones(1 << 20) for _ in range(8)]])
     import_deepspeed(HERE / "zero3-fp32", tmp_path / "first")
-    peak, real = 0, deepspeed.Writer.add
+    peak, real = 0, Writer.add
 
     def anonymous() -> int:
         return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -310,7 +310,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         peak = max(peak, anonymous())
 
     before = anonymous()
-    with mock.patch.object(deepspeed.Writer, "add", watched):
+    with mock.patch.object(Writer, "add", watched):
         import_deepspeed(tmp_path / "ds", tmp_path / "out")
     assert peak - before < 48 << 20
 

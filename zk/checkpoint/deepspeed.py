@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import pickle
@@ -20,7 +19,7 @@ import re
 import reprlib
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zk.checkpoint import folders, manifest, save
-from zk.checkpoint.files import CheckpointError, Entry, Writer
+from zk.checkpoint.files import CheckpointError, undone
 from zk.offload.rules import AdamRule
 
 _OURS = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_00_(optim|model)_states\.pt|mp_rank_00_model_states\.pt")
@@ -80,7 +79,7 @@ class _Param:
     shape: tuple[int, ...]
     dtype: torch.dtype  # in the model
     steps: int
-    kinds: dict[str, Callable[[], Iterable[Tensor]]]  # kind -> its elements, in order, in pieces
+    kinds: dict[str, list[Tensor]]  # kind -> its elements, in order, as they lie in the ranks' files
 
 
 def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
@@ -306,12 +305,10 @@ def _trained(
         parts = _parts(ranks, number, wanted)
         offset = 0
         for (name, shape), numel, padding in zip(names.items(), numels, paddings, strict=True):
-            kinds: dict[str, Callable[[], Iterable[Tensor]]] = {}
-            for kind, tensors in parts.items():
-                if first.stage == 3:
-                    kinds[kind] = functools.partial(_gathered, tensors, offset, numel, math.prod(shape))
-                else:
-                    kinds[kind] = functools.partial(_across, tensors, offset, offset + numel)
+            if first.stage == 3:
+                kinds = {kind: _gathered(tensors, offset, numel, math.prod(shape)) for kind, tensors in parts.items()}
+            else:
+                kinds = {kind: _across(tensors, offset, offset + numel) for kind, tensors in parts.items()}
             params.append(_Param(name, shape, getattr(module.get(name), "dtype", torch.float32), first.steps[number], kinds))
             offset += numel + padding
     members = [[name for number in numbers for name in shapes[number]] for numbers in first.members]
@@ -338,22 +335,19 @@ def _parts(ranks: Sequence[_Rank], number: int, wanted: int) -> dict[str, list[T
     return parts
 
 
-def _across(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """Elements ``start`` to ``stop`` of the ranks' parts, one after the other."""
-    position = 0
+def _across(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Elements ``start`` to ``stop`` of the ranks' parts, which lie one after the other."""
+    found = []
     for tensor in tensors:
-        begin, end = max(start - position, 0), min(stop - position, tensor.numel())
-        if begin < end:
-            yield tensor[begin:end]
-        position += tensor.numel()
+        found.append(tensor[max(start, 0) : max(stop, 0)])
+        start, stop = start - tensor.numel(), stop - tensor.numel()
+    return found
 
 
-def _gathered(tensors: Sequence[Tensor], start: int, each: int, numel: int) -> Iterator[Tensor]:
+def _gathered(tensors: Sequence[Tensor], start: int, each: int, numel: int) -> list[Tensor]:
     """A parameter of ``numel`` elements, of which every rank has the next ``each`` from ``start`` on, padded at the end."""
-    for rank, tensor in enumerate(tensors):
-        count = min(each, numel - rank * each)
-        if count > 0:
-            yield tensor[start : start + count]
+    counts = [min(each, max(0, numel - rank * each)) for rank in range(len(tensors))]
+    return [tensor[start : start + count] for tensor, count in zip(tensors, counts, strict=True)]
 
 
 def _frozen(stage: int, models: Sequence[Mapping[str, Any]], files: Sequence[Path], trained: set[str]) -> list[_Param]:
@@ -370,13 +364,13 @@ def _frozen(stage: int, models: Sequence[Mapping[str, Any]], files: Sequence[Pat
                     pieces.append(model["frozen_param_fragments"][name].reshape(-1))
                     if pieces[-1].numel() != each or pieces[-1].dtype != pieces[0].dtype:
                         raise ValueError(f"its part of {name!r} is {tuple(pieces[-1].shape)} {pieces[-1].dtype}")
-            params.append(_Param(name, shape, pieces[0].dtype, 0, {"param": functools.partial(_gathered, pieces, 0, each, numel)}))
+            params.append(_Param(name, shape, pieces[0].dtype, 0, {"param": _gathered(pieces, 0, each, numel)}))
         return params
     # stage 1 does not list them, but the model's state has all values
     others = {*trained, *head.get("buffer_names", ()), *(head.get("shared_params") or ())}
     for name in dict.fromkeys([*shapes, *(key for key in head["module"] if key not in others and not key.endswith("_extra_state"))]):
         value = head["module"][name] if name in head["module"] else head["frozen_param_fragments"][name]
-        params.append(_Param(name, tuple(value.shape), value.dtype, 0, {"param": functools.partial(iter, [value.reshape(-1)])}))
+        params.append(_Param(name, tuple(value.shape), value.dtype, 0, {"param": [value.reshape(-1)]}))
     return params
 
 
@@ -392,32 +386,26 @@ def _unit(param: _Param) -> dict[str, Any]:
 
 def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: Mapping[str, Tensor]) -> Path:
     """The checkpoint of one rank that holds everything."""
-    final = folders.place_of(root, head["counters"]["steps"])
-    entries, pieces = [], []
-    for number, param in enumerate(params):
-        for kind in param.kinds:
-            numel, key = math.prod(param.shape), f"{kind}/{number}/0"
-            entries.append(Entry(key, param.dtype if kind == "param" else torch.float32, (numel,)))
-            pieces.append([number, kind, 0, numel, key])
-    entries += [Entry(f"buffer/{name}", value.dtype, tuple(value.shape)) for name, value in buffers.items()]
-    claim = folders.Claim()
-    beside = folders.beside(final, folders.begin(final, claim))
+    final, claim = folders.place_of(root, head["counters"]["steps"]), folders.Claim()
+    pieces = [
+        save.Piece(number, kind, slice(0, math.prod(param.shape)), param.dtype if kind == "param" else torch.float32)
+        for number, param in enumerate(params)
+        for kind in param.kinds
+    ]
     try:
-        writer = Writer(beside / folders.rank_files(0, 1)[0], entries, {"format": "pt"})
-        with folders.undone(writer.abort):
-            for param in params:
-                for kind, elements in param.kinds.items():
-                    for part in elements():
-                        for piece in part.split(save.PIECE_NUMEL):
-                            writer.add(piece if kind == "param" else piece.float())
-            for value in buffers.values():
-                writer.add(value)
-            written = writer.finish()
-        folders.say(beside, 0, 1, written, pieces, buffers, None)
-        folders.publish(beside, final, head, 1)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+        beside = folders.beside(final, folders.begin(final, claim))
+        with undone(shutil.rmtree, beside, ignore_errors=True):
+            save.write_rank(beside, 0, 1, pieces, _values(params), buffers, None)
+            folders.publish(beside, final, head, 1)
     finally:
         claim.release()
     return final
+
+
+def _values(params: Iterable[_Param]) -> Generator[Tensor]:
+    """All elements, in pieces."""
+    for param in params:
+        for kind, parts in param.kinds.items():
+            for part in parts:
+                for piece in part.split(save.PIECE_NUMEL):
+                    yield piece if kind == "param" else piece.float()

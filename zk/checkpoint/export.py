@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, write_durably
-from zk.checkpoint.folders import undone
+from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, undone, write_durably
 from zk.checkpoint.load import Contents, find
 from zk.checkpoint.manifest import Manifest, Weight
 

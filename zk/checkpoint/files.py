@@ -8,6 +8,7 @@ hand has changed, before it changes anything itself. Format: https://github.com/
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -132,11 +133,8 @@ class Writer:
         # not a ThreadPoolExecutor, which takes nothing any more when a program ends with a save in progress
         self.workers = [Worker(f"zk crc {number}") for number in range(2)]
         self.position = self.at = self.next = 0  # bytes taken, of them in the current entry; number of the entry
-        try:
+        with undone(self.abort):
             self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        except BaseException:
-            self.abort()
-            raise
 
     def add(self, tensor: Tensor) -> None:
         """The next elements, in order, of the next tensors."""
@@ -348,18 +346,25 @@ def _checksums(file: File, nbytes: int) -> Iterator[int]:
                 waiting[block % len(buffers)] = pool.submit(crc, *read(block + len(buffers)))
 
 
+@contextlib.contextmanager
+def undone(undo: Callable[..., object], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Call ``undo`` with the arguments if what is done inside fails, also by Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        undo(*args, **kwargs)
+        raise
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """A small file that is whole or not there, also after a crash."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with undone(beside.unlink, missing_ok=True):
         with open(beside, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 

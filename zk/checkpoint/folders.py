@@ -19,7 +19,7 @@ import shutil
 import socket
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,24 +78,6 @@ def begin(final: Path, claim: Claim) -> str:
     token = secrets.token_hex(4)
     beside(final, token).mkdir()
     return token
-
-
-@contextlib.contextmanager
-def undone(undo: Callable[..., object], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Call ``undo`` with the arguments if what is done inside fails, also by Ctrl-C."""
-    try:
-        yield
-    except BaseException:
-        undo(*args, **kwargs)
-        raise
-
-
-def say(
-    folder: Path, rank: int, world: int, written: Written, pieces: Sequence[Sequence[Any]], buffers: Iterable[str], random: dict[str, Any] | None
-) -> None:
-    """Write what a rank says of its file: (unit, kind, start, stop, key) of every piece, names of buffers, and its random numbers."""
-    said = {"rank": rank, "file": written.name, "written": written.as_json(), "pieces": pieces, "buffers": sorted(buffers), "random": random}
-    write_durably(folder / rank_files(rank, world)[1], json.dumps(said, separators=(",", ":")).encode())
 
 
 def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> None:

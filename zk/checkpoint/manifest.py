@@ -76,39 +76,26 @@ class Piece:
     file: str
 
 
-def of_unit(held: UnitStore, tiles: Mapping[str, Any] | None = None, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
+def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[str, str] | None) -> dict[str, Any]:
     """Describe a unit without its elements; for its ``tiles``, name the weight that each is a piece of.
 
     ``digests``: of frozen parameters, which are left out then.
     """
-    is_left_out = held.shard is None and digests is not None
-
-    def more(index: int, name: str) -> dict[str, Any]:
-        """Entries that only some parameters have: the order of their dimensions in memory, and the weight that a tile is a piece of."""
-        order, tile = held.unit.orders.get(index), (tiles or {}).get(name)
-        found: dict[str, Any] = {} if order is None else {"order": list(order)}
-        if tile is not None:
-            found["whole"] = {"name": tile.whole, "shape": list(tile.shape), "place": [[cut.start, cut.stop] for cut in tile.place]}
-        if is_left_out and digests is not None:
-            found["sha256"] = digests[name]
-        return found
-
-    return {
-        "name": held.unit.name,
-        "trained": held.shard is not None,
-        "kinds": [] if is_left_out else kinds_of(held),
-        "params": [
-            {
-                "name": name,
-                "shape": list(param.shape),
-                "dtype": str(held.unit.dtype).removeprefix("torch."),
-                "offset": offset,
-                "steps": held.steps.get(index, 0),
-                **more(index, name),
-            }
-            for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True))
-        ],
-    }
+    left_out = digests if held.shard is None else None
+    params = []
+    for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True)):
+        dtype, steps = str(held.unit.dtype).removeprefix("torch."), held.steps.get(index, 0)
+        entry = {"name": name, "shape": list(param.shape), "dtype": dtype, "offset": offset, "steps": steps}
+        if index in held.unit.orders:
+            entry["order"] = list(held.unit.orders[index])
+        if name in tiles:
+            tile = tiles[name]
+            entry["whole"] = {"name": tile.whole, "shape": list(tile.shape), "place": [[cut.start, cut.stop] for cut in tile.place]}
+        if left_out is not None:
+            entry["sha256"] = left_out[name]
+        params.append(entry)
+    kinds = kinds_of(held) if left_out is None else []
+    return {"name": held.unit.name, "trained": held.shard is not None, "kinds": kinds, "params": params}
 
 
 def kinds_of(held: UnitStore) -> list[str]:
@@ -159,7 +146,7 @@ def tied_names(optimizer: Training) -> dict[str, str]:
     return {name: own[param] for name, param in everywhere if param in own and own[param] != name}
 
 
-def of_optimizer(optimizer: Training, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
+def of_optimizer(optimizer: Training, scheduler: Any, extra: Any, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The part of a manifest that is the same on all ranks; ``digests`` as for ``of_unit``."""
     groups = []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):
@@ -179,6 +166,9 @@ def of_optimizer(optimizer: Training, digests: Mapping[str, str] | None = None) 
         "units": [of_unit(held, tiles, digests) for held in optimizer.held],
         "tied": tied_names(optimizer),
         "model_config": str(config()) if callable(config) else None,
+        "scheduler": plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None,
+        "scheduler_type": type(scheduler).__name__ if scheduler is not None else None,
+        "extra": plain(extra, "extra"),
     }
 
 

@@ -12,12 +12,13 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import os
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import folders, manifest
-from zk.checkpoint.files import CheckpointError, Entry, Writer
+from zk.checkpoint.files import CheckpointError, Entry, Writer, undone, write_durably
 from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
@@ -51,17 +52,17 @@ _NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of the file."""
+    """One tensor of a rank's file."""
 
+    unit: int
     kind: str
     elements: slice  # of the unit's flat buffer
-    here: slice  # of the chunk
     dtype: torch.dtype
 
     @property
-    def nbytes(self) -> int:
-        numel: int = self.here.stop - self.here.start
-        return numel * self.dtype.itemsize
+    def entry(self) -> Entry:
+        """The tensor's description in the file."""
+        return Entry(f"{self.kind}/{self.unit}/{self.elements.start}", self.dtype, (self.elements.stop - self.elements.start,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,13 +72,15 @@ class Part:
     unit: int
     held: UnitStore
     chunk: int
+    first: int  # the chunk's first element in the unit's flat buffer
     pieces: Sequence[Piece]
 
     def values(self, fields: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """Of each piece, from the open chunk; may be views."""
         shard = self.held.shard
         for piece in self.pieces:
-            yield fields["param"][piece.here] if shard is None else shard.exact(piece.kind, dict(fields), piece.here)
+            here = slice(piece.elements.start - self.first, piece.elements.stop - self.first)
+            yield fields["param"][here] if shard is None else shard.exact(piece.kind, dict(fields), here)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
@@ -91,29 +94,23 @@ class Part:
             home.close(home.chunks[self.chunk], changed=False)
 
 
-def _chunks(held: UnitStore) -> Sequence[slice]:
-    """Of this rank's slice of the unit."""
-    return held.home.chunks if held.shard is None else held.shard.chunks
-
-
 def parts_of(optimizer: Training) -> list[Part]:
     """All that this rank writes, in the order in which the next update changes it."""
     order, backwards = optimizer.update_order()
     parts = []
     for number in [*order, *(number for number in range(len(optimizer.held)) if number not in order)]:
         held = optimizer.held[number]
-        mine, base = held.layout.shard(optimizer.comm.rank), held.held.start
-        for index, chunk in enumerate(_chunks(held)):
-            pieces = []
-            start, stop = max(mine.start, base + chunk.start), min(mine.stop, base + chunk.stop)
-            for begin in range(start, stop, PIECE_NUMEL):
-                end = min(begin + PIECE_NUMEL, stop)
-                here = slice(begin - base - chunk.start, end - base - chunk.start)
-                for kind in manifest.kinds_of(held):
-                    dtype = held.unit.dtype if held.shard is None else held.shard.dtype_of(kind)
-                    pieces.append(Piece(kind, slice(begin, end), here, dtype))
+        dtypes = {kind: held.unit.dtype if held.shard is None else held.shard.dtype_of(kind) for kind in manifest.kinds_of(held)}
+        for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
+            first = held.held.start + chunk.start
+            mine, _ = manifest.overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.rank))
+            pieces = [
+                Piece(number, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
+                for begin in range(mine.start, mine.stop, PIECE_NUMEL)
+                for kind, dtype in dtypes.items()
+            ]
             if pieces:
-                parts.append(Part(number, held, index, pieces))
+                parts.append(Part(number, held, index, first, pieces))
     return parts[::-1] if backwards else parts
 
 
@@ -137,6 +134,34 @@ def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
 # ---- one save ----------------------------------------------------------------------------------------------------------------
 
 
+def write_rank(
+    folder: Path,
+    rank: int,
+    world: int,
+    pieces: Sequence[Piece],
+    values: Generator[Tensor],
+    buffers: Mapping[str, Tensor],
+    random: Mapping[str, Any] | None,
+) -> None:
+    """Write a rank's tensors, and what it says of them.
+
+    Args:
+        values: the elements of ``pieces``, one after the other.
+        random: the states of its generators.
+    """
+    entries = [piece.entry for piece in pieces]
+    entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in buffers.items()]
+    tensors, words = folders.rank_files(rank, world)
+    writer = Writer(folder / tensors, entries, {"format": "pt"})
+    with undone(writer.abort), contextlib.closing(values):
+        for value in itertools.chain(values, buffers.values()):
+            writer.add(value)
+        written = writer.finish()
+    places = [[piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
+    said = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers), "random": random}
+    write_durably(folder / words, json.dumps(said, separators=(",", ":")).encode())
+
+
 class Save:
     """One checkpoint, as the optimizer is now. ``run`` writes it; all ranks make one and run it.
 
@@ -152,10 +177,7 @@ class Save:
         self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
         self.claim = optimizer.claim
-        self.head = manifest.of_optimizer(optimizer, digests)
-        self.head["scheduler"] = manifest.plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler is not None else None
-        self.head["scheduler_type"] = type(scheduler).__name__ if scheduler is not None else None
-        self.head["extra"] = manifest.plain(extra, "extra")
+        self.head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
         self.random = manifest.random_state(optimizer.device)
         self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
         self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}
@@ -173,18 +195,15 @@ class Save:
         self.snapshot = Snapshot(room_nbytes)
         self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         self.mark = self.transfer.mark()
-        parts: dict[int, dict[int, Part]] = {}
-        for part in self.parts:
-            if part.held.shard is not None:
-                parts.setdefault(part.unit, {})[part.chunk] = part
-                if part.held.underway is not None:
-                    self.before[part.unit] = part.held.underway
-        for unit, of_unit in parts.items():
-            nbytes = {chunk: sum(piece.nbytes for piece in part.pieces) for chunk, part in of_unit.items()}
-            self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(self._copies, of_unit))
-            shard = next(iter(of_unit.values())).held.shard
-            assert shard is not None
-            shard.unread = self.unread[unit]
+        for unit, of_unit in itertools.groupby(self.parts, lambda part: part.unit):
+            parts = {part.chunk: part for part in of_unit}
+            held = next(iter(parts.values())).held
+            if held.shard is None:
+                continue
+            if held.underway is not None:
+                self.before[unit] = held.underway
+            nbytes = {chunk: sum(piece.entry.nbytes for piece in part.pieces) for chunk, part in parts.items()}
+            held.shard.unread = self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(self._copies, parts))
 
     def run(self, comm: Speaks) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and nothing of it is left then. Earlier checkpoints stay whole."""
@@ -192,29 +211,15 @@ class Save:
         try:
             with together(comm, what):
                 token = folders.begin(self.final, self.claim) if self.rank == 0 else ""
-            self.beside = folders.beside(self.final, comm.exchange(token, what)[0])
-            try:
-                with together(comm, what), phase("write", "checkpoint"), self._given_up():
-                    self._write_rank()
+            beside = folders.beside(self.final, comm.exchange(token, what)[0])
+            with undone(shutil.rmtree, beside, ignore_errors=True) if self.rank == 0 else contextlib.nullcontext():
+                with together(comm, what), phase("write", "checkpoint"):
+                    self._write(beside)
                 with together(comm, what):
                     if self.rank == 0:
-                        self._publish()
-            except BaseException:
-                if self.rank == 0:
-                    shutil.rmtree(self.beside, ignore_errors=True)
-                raise
+                        self._publish(beside)
         finally:
             self._release()
-
-    @contextlib.contextmanager
-    def _given_up(self) -> Iterator[None]:
-        """Say why the folder that is written into is gone, where it is."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            if self.beside.exists():
-                raise
-            raise OSError(errno.ENOENT, "the first rank has given this save up meanwhile, and removed", str(self.beside)) from error
 
     def _release(self) -> None:
         if self.snapshot is not None:
@@ -225,48 +230,37 @@ class Save:
                 shard.unread = None
         self.parts, self.buffers = [], {}
 
-    def _write_rank(self) -> None:
-        """This rank's tensors, and what it says of them."""
+    def _write(self, beside: Path) -> None:
+        """Write this rank's part."""
+        pieces = [piece for part in self.parts for piece in part.pieces]
+        try:
+            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.random)
+        except FileNotFoundError as error:
+            if beside.exists():
+                raise
+            raise OSError(errno.ENOENT, "the first rank has given this save up meanwhile, and removed", str(beside)) from error
+
+    def _values(self) -> Generator[Tensor]:
+        """All that is saved, from where it is, or from its copy."""
         self.transfer.follow(self.mark)  # another thread has another stream than training's
-        entries, pieces = [], []
-        for part in self.parts:
-            for piece in part.pieces:
-                key = f"{piece.kind}/{part.unit}/{piece.elements.start}"
-                entries.append(Entry(key, piece.dtype, (piece.elements.stop - piece.elements.start,)))
-                pieces.append([part.unit, piece.kind, piece.elements.start, piece.elements.stop, key])
-        entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in self.buffers.items()]
-        writer = Writer(self.beside / folders.rank_files(self.rank, self.world)[0], entries, {"format": "pt"})
-        with folders.undone(writer.abort):
-            for position, part in enumerate(self.parts):
-                self._write_part(part, writer, self.parts[position + 1] if position + 1 < len(self.parts) else None)
-            for value in self.buffers.values():
-                writer.add(value)
-            written = writer.finish()
-        folders.say(self.beside, self.rank, self.world, written, pieces, self.buffers, self.random)
+        for part, following in itertools.zip_longest(self.parts, self.parts[1:]):
+            if part.unit in self.before:
+                self.before.pop(part.unit).done.wait()
+            unread = self.unread.get(part.unit)
+            with unread.taken(part.chunk) if unread is not None else contextlib.nullcontext() as copies:
+                yield from copies if copies is not None else self._read(part, following)
+            if part.unit in self.written:
+                raise RuntimeError(
+                    f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved in the background; call "
+                    "synchronize() before writing parameters, or save without async_save"
+                )
 
-    def _write_part(self, part: Part, writer: Writer, following: Part | None) -> None:
-        if part.unit in self.before:
-            self.before.pop(part.unit).done.wait()
-        unread = self.unread.get(part.unit)
-        with unread.taken(part.chunk) if unread is not None else contextlib.nullcontext() as copies:
-            if copies is not None:
-                for value in copies:
-                    writer.add(value)
-            else:
-                self._read(part, writer, following)
-        if part.unit in self.written:
-            raise RuntimeError(
-                f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved in the background; call "
-                "synchronize() before writing parameters, or save without async_save"
-            )
-
-    def _read(self, part: Part, writer: Writer, following: Part | None) -> None:
+    def _read(self, part: Part, following: Part | None) -> Iterator[Tensor]:
         """Take a chunk from where it is, and ask for the next."""
         with part.opened() as fields:
             if following is not None and following.held.shard is not None and following.unit not in self.before:
                 following.held.shard.fetch_state(following.chunk)
-            for value in part.values(fields):
-                writer.add(value)
+            yield from part.values(fields)
         if part.held.written_since(self.still.get(part.unit)):
             self.written.add(part.unit)
 
@@ -276,8 +270,8 @@ class Save:
             self.written.add(parts[chunk].unit)
         return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
 
-    def _publish(self) -> None:
-        folders.publish(self.beside, self.final, self.head, self.world)
+    def _publish(self, beside: Path) -> None:
+        folders.publish(beside, self.final, self.head, self.world)
         if self.keep is not None:  # only now, what is too old
             for old in folders.whole(self.root)[: -self.keep]:
                 if old != self.final:
