@@ -514,7 +514,7 @@ class Job:
             (comm, "_GROUPS", _Ordered),
             (comm, "_TRIED", Counter),
             (save, "_UNDER_WAY", set),
-            (folders, "_LOCKS", dict),
+            (folders, "_LOCKS", weakref.WeakValueDictionary),
             (streams, "LINKS", dict),
         ]
 

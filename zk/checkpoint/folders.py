@@ -131,35 +131,40 @@ def latest(root: Path) -> Path | None:
 
 # ---- one run at a time ---------------------------------------------------------------------------------------------------------
 
-_LOCKS: dict[Path, tuple[int, int]] = {}  # folders that this process saves into -> descriptor of the locked file, how many claims
+
+class _Lock:
+    """A folder that this process saves into, as long as a claim has this."""
+
+    def __init__(self, root: Path, descriptor: int) -> None:
+        self.descriptor = descriptor  # of the locked file
+        self.unlock = weakref.finalize(self, _unlock, root, descriptor)
+
+
+_LOCKS: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()  # of this process
 
 
 class Claim:
     """The folders that somebody saves into. Other processes are kept out of them until ``release``, or until nobody has this any more."""
 
     def __init__(self) -> None:
-        self.roots: set[Path] = set()
-        self._release = weakref.finalize(self, _release, self.roots, os.getpid())
+        self.locks: dict[Path, _Lock] = {}
 
     def hold(self, root: Path) -> None:
         """Lock a folder; OSError, naming the other run, if another process has."""
         root = root.resolve()
-        if root in self.roots:
-            return
-        if root not in _LOCKS:
-            _lock(root)
-        if root in _LOCKS:
-            self.roots.add(root)
-            _LOCKS[root] = _LOCKS[root][0], _LOCKS[root][1] + 1
+        lock = self.locks.get(root) or _LOCKS.get(root) or _lock(root)
+        if lock is not None:
+            self.locks[root] = _LOCKS[root] = lock
 
     def release(self) -> None:
         """Save into these folders no more."""
-        _release(self.roots, os.getpid())
+        self.locks.clear()
 
 
-def _lock(root: Path) -> None:
+def _lock(root: Path) -> _Lock | None:
+    """A lock on a folder; None, with a warning, where the file system has no locks."""
     path = root / LOCK
-    while root not in _LOCKS:
+    while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,36 +173,28 @@ def _lock(root: Path) -> None:
             os.close(lock)
             if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):  # a file system without locks
                 rank_log.warning("%s cannot be locked (%s): see to it that no other run saves there", root, error.strerror)
-                return
+                return None
             said = f"another run saves into this folder ({who or 'it has just begun'}); give each run a folder of its own"
             raise OSError(error.errno, said, str(root)) from None
         if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"host {socket.gethostname()}, pid {os.getpid()}, since {now}\n".encode(), 0)
-            _LOCKS[root] = lock, 0
-        else:  # who had it has removed it meanwhile
-            os.close(lock)
+            return _Lock(root, lock)
+        os.close(lock)  # who had it has removed it meanwhile
 
 
-def _release(roots: set[Path], process: int) -> None:
-    if process != os.getpid():  # forked: they are the parent's
-        return
-    for root in roots & _LOCKS.keys():
-        lock, claims = _LOCKS[root]
-        _LOCKS[root] = lock, claims - 1
-        if claims == 1:
-            with contextlib.suppress(OSError):  # the folder is gone, or can be written no more: the lock goes all the same
-                os.unlink(root / LOCK)
-            os.close(_LOCKS.pop(root)[0])
-    roots.clear()
+def _unlock(root: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # the folder is gone, or can be written no more: the lock goes all the same
+        os.unlink(root / LOCK)
+    os.close(descriptor)
 
 
 def _let_all_go() -> None:
     """A forked process does not save for its parent, and must not hold its locks on when that has ended."""
-    for lock, _ in _LOCKS.values():
-        os.close(lock)
-    _LOCKS.clear()
+    for lock in _LOCKS.values():
+        lock.unlock.detach()
+        os.close(lock.descriptor)
 
 
 os.register_at_fork(after_in_child=_let_all_go)
