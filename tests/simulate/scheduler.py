@@ -15,7 +15,7 @@ import threading as real_threading
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -469,6 +469,10 @@ def primitives(simulation: Simulation) -> SimpleNamespace:
             future = Future()
             self.jobs.put((future, function, args))
             return future
+
+        def map(self, function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
+            for future in [self.submit(function, item) for item in items]:
+                yield future.result()
 
         def __enter__(self) -> Any:
             return self

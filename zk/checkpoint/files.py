@@ -20,7 +20,6 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,6 +54,13 @@ _DTYPES = {
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _IN_FLIGHT = 4
 _LONGEST_HEADER = 100 << 20
+
+
+def overlap(first: slice, second: slice) -> tuple[slice, slice]:
+    """The elements that two ranges have in common, counted from the begin of each; maybe empty."""
+    start = max(first.start, second.start)
+    stop = max(start, min(first.stop, second.stop))
+    return slice(start - first.start, stop - first.start), slice(start - second.start, stop - second.start)
 
 
 class CheckpointError(ValueError):
@@ -266,16 +272,13 @@ class Reader:
         stop = start + data.numel()
         for number in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
             block, begin = self.blocks(self, number), number * BLOCK_NBYTES
-            first, last = max(start, begin), min(stop, begin + block.numel())
-            data[first - start : last - start] = block[first - begin : last - begin]
+            here, there = overlap(slice(start, stop), slice(begin, begin + block.numel()))
+            data[here] = block[there]
 
     def block(self, number: int) -> Tensor:
         """The bytes of a block; CheckpointError if they are not what was written."""
         assert self.written is not None
-        data = aligned(max(0, min(BLOCK_NBYTES, self.written.nbytes - number * BLOCK_NBYTES)))
-        self.file.read(data, number * BLOCK_NBYTES)
-        _check_block(self.path, self.written, number, zlib.crc32(data.numpy().data))
-        return data
+        return _read_block(self.file, self.written, number)
 
     def close(self) -> None:
         self.file.close()
@@ -283,7 +286,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -308,42 +311,32 @@ def check_file(folder: Path, written: Written) -> None:
         nbytes = path.stat().st_size
         if nbytes != written.nbytes:
             raise CheckpointError(f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or another file")
-        with File(path, writable=False) as file:
-            for block, crc in enumerate(_checksums(file, nbytes)):
-                _check_block(path, written, block, crc)
+        with File(path, writable=False) as file, concurrent.futures.ThreadPoolExecutor(_IN_FLIGHT, "zk-crc") as pool:
+
+            def check(block: int) -> None:
+                _read_block(file, written, block)
+
+            for _ in pool.map(check, range(-(-nbytes // BLOCK_NBYTES))):
+                pass
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _check_block(path: Path, written: Written, block: int, crc: int) -> None:
+def _read_block(file: File, written: Written, block: int) -> Tensor:
+    data = aligned(max(0, min(BLOCK_NBYTES, written.nbytes - block * BLOCK_NBYTES)))
+    file.read(data, block * BLOCK_NBYTES)
+    _check_block(file.paths[0], written, block, zlib.crc32(data.numpy().data))
+    return data
+
+
+def _check_block(path: str, written: Written, block: int, crc: int) -> None:
     expected = written.crc32[block] if block < len(written.crc32) else None
     if crc != expected:
         raise CheckpointError(
             f"{path} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not {expected or 0:08x}"
         )
-
-
-def _checksums(file: File, nbytes: int) -> Iterator[int]:
-    """CRC-32 of each block, in order; the next ones are read meanwhile."""
-    blocks = -(-nbytes // BLOCK_NBYTES)
-    buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, blocks))]
-    with concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="zk-crc") as pool:
-
-        def read(block: int) -> tuple[Request, Tensor]:
-            memory = buffers[block % len(buffers)][: min(BLOCK_NBYTES, nbytes - block * BLOCK_NBYTES)]
-            return file.read_async(memory, block * BLOCK_NBYTES), memory
-
-        def crc(request: Request, memory: Tensor) -> int:
-            request.wait()
-            return zlib.crc32(memory.numpy().data)
-
-        waiting = [pool.submit(crc, *read(block)) for block in range(len(buffers))]
-        for block in range(blocks):
-            yield waiting[block % len(buffers)].result()
-            if block + len(buffers) < blocks:
-                waiting[block % len(buffers)] = pool.submit(crc, *read(block + len(buffers)))
 
 
 @contextlib.contextmanager

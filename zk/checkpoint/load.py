@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import base, folders, save
-from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file
+from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file, overlap
 from zk.checkpoint.manifest import (
     Manifest,
     Saved,
@@ -25,7 +25,6 @@ from zk.checkpoint.manifest import (
     check_random_state,
     kinds_of,
     names_of_groups,
-    overlap,
     revived,
     seal_of,
     set_random_state,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular
+from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular, overlap
 from zk.checkpoint.folders import MANIFEST, crc_of
 from zk.tiled_linear import Piece as TilePlace
 from zk.tiled_linear import pieces_of
@@ -199,40 +199,30 @@ def _unpacked(text: Any, dtype: type[np.generic]) -> Any:
         raise ValueError(f"a random state cannot be read: {error}") from error
 
 
-def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, Tensor, Tensor | None]:
-    """The states that python, numpy, torch and a GPU take, from what ``random_state`` gave."""
+def _bytes(packed: Any) -> Tensor:
+    return torch.tensor(_unpacked(packed, np.uint8), dtype=torch.uint8)
+
+
+def _restore(state: Mapping[str, Any], python: Any, numpy: Any, host: Any) -> Tensor | None:
+    """Give generators of python, numpy and torch their states from ``random_state``; return that of a GPU's."""
     version, numbers, gauss = state["python"]
     kind, keys, *rest = state["numpy"]
-    numbers = _unpacked(numbers, np.uint32)
-    keys = _unpacked(keys, np.uint32)
-    host = torch.tensor(_unpacked(state["torch"], np.uint8), dtype=torch.uint8)
-    gpu = None if state["cuda"] is None else torch.tensor(_unpacked(state["cuda"], np.uint8), dtype=torch.uint8)
-    return (version, tuple(numbers), gauss), (kind, np.array(keys, dtype=np.uint32), *rest), host, gpu
+    python.setstate((version, tuple(_unpacked(numbers, np.uint32)), gauss))
+    numpy.set_state((kind, np.array(_unpacked(keys, np.uint32), dtype=np.uint32), *rest))
+    host.set_state(_bytes(state["torch"]))
+    return None if state["cuda"] is None else _bytes(state["cuda"])
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo what has been drawn since ``random_state``."""
-    python, numpy, host, gpu = _generators(state)
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(host)
+    gpu = _restore(state, random, np.random, torch.default_generator)
     if gpu is not None and device.type == "cuda":
         torch.cuda.set_rng_state(gpu, device)
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
     """Raise for what ``set_random_state`` could not take, without touching any generator in use."""
-    python, numpy, host, _ = _generators(state)
-    random.Random().setstate(python)
-    np.random.RandomState().set_state(numpy)
-    torch.Generator().set_state(host)
-
-
-def overlap(first: slice, second: slice) -> tuple[slice, slice]:
-    """The elements that two ranges have in common, counted from the begin of each; maybe empty."""
-    start = max(first.start, second.start)
-    stop = max(start, min(first.stop, second.stop))
-    return slice(start - first.start, stop - first.start), slice(start - second.start, stop - second.start)
+    _restore(state, random.Random(), np.random.RandomState(), torch.Generator())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import folders, manifest
-from zk.checkpoint.files import CheckpointError, Entry, Writer, undone, write_durably
+from zk.checkpoint.files import CheckpointError, Entry, Writer, overlap, undone, write_durably
 from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
@@ -103,7 +103,7 @@ def parts_of(optimizer: Training) -> list[Part]:
         dtypes = {kind: held.unit.dtype if held.shard is None else held.shard.dtype_of(kind) for kind in manifest.kinds_of(held)}
         for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
             first = held.held.start + chunk.start
-            mine, _ = manifest.overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.rank))
+            mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.rank))
             pieces = [
                 Piece(number, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
                 for begin in range(mine.start, mine.stop, PIECE_NUMEL)
