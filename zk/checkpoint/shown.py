@@ -83,23 +83,18 @@ class Shown(defaultdict[Any, Any]):
         self.owner.asked = True
         return True
 
-    def keys(self) -> Any:
-        return [param for param, (held, index) in self.owner.units.items() if index in held.steps]
-
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys())
-
-    def values(self) -> Any:
-        return [self[param] for param in self.keys()]
-
-    def items(self) -> Any:
-        return [(param, self[param]) for param in self.keys()]
+        return iter([param for param, (held, index) in self.owner.units.items() if index in held.steps])
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return sum(1 for _ in self)
+
+    # a dict's own would see nothing
+    keys, values, items = MutableMapping.keys, MutableMapping.values, MutableMapping.items  # type: ignore[assignment]
+    update, popitem, clear = MutableMapping.update, MutableMapping.popitem, MutableMapping.clear  # type: ignore[assignment]
 
     def __contains__(self, param: object) -> bool:
-        return any(param is other for other in self.keys())
+        return any(param is other for other in self)
 
     def __getitem__(self, param: Any) -> StateOf:
         self._place_of(param)
@@ -127,10 +122,6 @@ class Shown(defaultdict[Any, Any]):
         for write in held.import_plan(index, state):
             write()
 
-    def update(self, other: Any = (), **kwargs: Any) -> None:  # type: ignore[override]
-        for param, state in dict(other).items():
-            self[param] = state
-
     def __delitem__(self, param: Any) -> None:
         if param not in self:
             raise KeyError("this parameter has no state")
@@ -146,10 +137,6 @@ class Shown(defaultdict[Any, Any]):
         state = dict(self[param])
         del self[param]
         return state
-
-    def clear(self) -> None:
-        for param in self.keys():
-            del self[param]
 
     def copy(self) -> Any:
         """All states, brought back."""
