@@ -42,23 +42,16 @@ def boxes(shape: Sequence[int], piece: slice) -> Iterator[Box]:
     if math.prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape), 0)  # all there is, so that the tensor is known to a checkpoint
         return
-    if piece.start == piece.stop:
-        return
-    if not shape:
-        yield Box((), (), 0)
-        return
-    row, here = math.prod(shape[1:]), piece.start
+    here, strides = piece.start, [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while here < piece.stop:
-        number, column = divmod(here, row)
-        whole = (piece.stop - here) // row
-        if column == 0 and whole:
-            yield Box((number,) + (0,) * (len(shape) - 1), (whole, *shape[1:]), here - piece.start)
-            here += whole * row
-            continue
-        stop = min(piece.stop, (number + 1) * row)
-        for box in boxes(shape[1:], slice(column, column + stop - here)):
-            yield Box((number, *box.offsets), (1, *box.sizes), here - piece.start + box.start)
-        here = stop
+        offsets = [here // stride % size for stride, size in zip(strides, shape, strict=True)]
+        sizes = [1] * len(shape)
+        for dim, stride in enumerate(strides):
+            if here % stride == 0 and here + stride <= piece.stop:  # the outermost dimension of which something whole begins here
+                sizes[dim:] = min(shape[dim] - offsets[dim], (piece.stop - here) // stride), *shape[dim + 1 :]
+                break
+        yield Box(tuple(offsets), tuple(sizes), here - piece.start)
+        here += math.prod(sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
