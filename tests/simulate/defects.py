@@ -125,10 +125,6 @@ def _only_copies(real: Callable[..., Any]) -> Callable[..., Any]:
     return put
 
 
-def _no_steps(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda optimizer, opened: dict.fromkeys(real(optimizer, opened), 1)
-
-
 def _early(self: presence.Board, text: str, what: str, is_error: bool = False) -> list[str]:
     """Go on when this rank has left its own words."""
     self.count += 1
@@ -167,7 +163,7 @@ DEFECTS: dict[str, Planted] = {
     "files_not_synced": lambda: patch(nvme.File, "flush", nvme.File.wait),
     "oldest_taken": lambda: patch(folders, "latest", lambda root: next(iter(folders.whole(root)), None)),
     "file_not_checked": lambda: patch(files, "_check_block", nothing),
-    "steps_not_loaded": lambda: patch(load, "_check", _no_steps(load._check)),
+    "steps_not_loaded": lambda: patch(load._Target, "steps", property(lambda self: 1)),
     "not_copied_for_save": lambda: patch(snapshot.Unread, "_claim", lambda self, number: False),
     "ends_before_saved": lambda: patch(save, "_finish_all", nothing),
     # ranks

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zk.checkpoint import base, folders, save
 from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file, overlap
@@ -53,27 +54,25 @@ def find(path: Path) -> Path:
 
 def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     """Take over everything from the checkpoint; returns what was saved as ``extra``. All ranks call it."""
-    with _checking(optimizer, path) as folder:
-        opened = _opened(optimizer, folder)
-        manifest, steps = opened.manifest, _check(optimizer, opened)
+    with _checking(optimizer, path) as manifest:
+        targets = _check(optimizer, manifest)
         _check_scheduler(manifest, scheduler)
         random = manifest.ranks[optimizer.comm.rank]["random"] if optimizer.comm.rank < len(manifest.ranks) else None  # an import has none
         if random is not None:
             check_random_state(random)
-    _check_base(optimizer, opened)
-    here = [(param, *optimizer.units[param]) for param in optimizer.frozen if param in optimizer.units]
-    frozen = [param for param, held, index in here if steps[held.unit.names[index]]]
+    _check_base(optimizer, manifest, targets)
+    updated = {target.param for target in targets if target.steps}
+    frozen = [param for param in optimizer.frozen if param in updated]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
         with save.together(optimizer.comm, f"checking {manifest.folder}"):
-            steps = _check(optimizer, opened)
+            targets = _check(optimizer, manifest)
     with optimizer.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
-        _fill_all(optimizer, opened)
-        for held in optimizer.held:
-            for index, name in enumerate(held.unit.names):
-                held.steps.pop(index, None)
-                if steps[name] and held.shard is not None:
-                    held.steps[index] = steps[name]
+        _fill_all(optimizer, manifest, targets)
+        for target in targets:
+            target.held.steps.pop(target.index, None)
+            if target.steps and target.held.shard is not None:
+                target.held.steps[target.index] = target.steps
         for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
             group.update(_options(saved))
         optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
@@ -88,12 +87,11 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
 def load_model(optimizer: Training, path: Path) -> None:
     """Take over parameters and buffers alone, whatever the groups are, into an optimizer that keeps no state. All ranks call it."""
     assert not any(held.shard.names for held in optimizer.held if held.shard is not None)
-    with _checking(optimizer, path) as folder:
-        opened = _opened(optimizer, folder)
-        _check_model(optimizer, opened)
-    _check_base(optimizer, opened)
-    with optimizer.replacing(f"loading {opened.manifest.folder}"):
-        _fill_all(optimizer, opened)
+    with _checking(optimizer, path) as manifest:
+        targets = _check_model(optimizer, manifest)
+    _check_base(optimizer, manifest, targets)
+    with optimizer.replacing(f"loading {manifest.folder}"):
+        _fill_all(optimizer, manifest, targets)
 
 
 def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +103,8 @@ def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _checking(optimizer: Training, path: Path) -> Iterator[Path]:
-    """The folder of the checkpoint that all ranks read, to be checked inside. What is wrong on one rank is a CheckpointError on all of them."""
+def _checking(optimizer: Training, path: Path) -> Iterator[Manifest]:
+    """The checkpoint that all ranks read, after each has checked a share of its files. A CheckpointError on one rank, inside too, is one on all."""
     comm, what = optimizer.comm, f"checking {path}"
     with save.together(comm, what):
         found = find(path) if comm.rank == 0 else path
@@ -120,7 +118,10 @@ def _checking(optimizer: Training, path: Path) -> Iterator[Path]:
         raise CheckpointError(f"{folder} is another checkpoint on rank {odd} than on rank 0; all ranks load the same one, from the same folder")
     with save.together(comm, what):
         try:
-            yield folder
+            manifest = Manifest.read(folder)
+            for written in manifest.files[comm.rank :: comm.world]:
+                check_file(folder, written)
+            yield manifest
         except (CheckpointError, torch.OutOfMemoryError):
             raise
         except ValueError as error:
@@ -131,7 +132,7 @@ def _checking(optimizer: Training, path: Path) -> Iterator[Path]:
 
 def _check_scheduler(manifest: Manifest, scheduler: Any) -> None:
     """Check that a scheduler is given where there was one, and of the same kind."""
-    where, saved = manifest.folder / "manifest.json", manifest.head["scheduler"]
+    where, saved = manifest.path, manifest.head["scheduler"]
     if (scheduler is None) != (saved is None):
         has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
         raise CheckpointError(f"{where} has {has} scheduler, and {gets} given; give the same as when it was saved")
@@ -142,33 +143,27 @@ def _check_scheduler(manifest: Manifest, scheduler: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """A parameter of this model, and the weight of the checkpoint that it is, or is a tile of."""
+    """A parameter of this model, and the part of the checkpoint that it is read from."""
 
-    weight: Weight
+    held: UnitStore
+    index: int
+    weight: Weight  # that it is, or is a tile of
     place: tuple[slice, ...] | None  # of a tile: its rows and columns
-    parts: list[Saved]  # that it is read from: one, or all of the weight where none is cut and laid out as the parameter
+    parts: list[Saved]  # the one that is cut and laid out alike; all of the weight where none is
     is_alike: bool
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Opened:
-    """A checkpoint that has the weights of this model."""
-
-    manifest: Manifest
-    weights: Mapping[str, Weight]
-    targets: Mapping[str, _Target]  # by the parameter's name
+    @property
+    def param(self) -> nn.Parameter:
+        return self.held.unit.params[self.index]
 
     @property
-    def parts(self) -> list[Saved]:
-        """All parameters of the checkpoint."""
-        return [part for weight in self.weights.values() for part in weight.parts]
+    def steps(self) -> int:
+        """The number of its updates when it was saved."""
+        return max(part.steps for part in self.parts)
 
 
-def _opened(optimizer: Training, folder: Path) -> _Opened:
-    """The content of a checkpoint, after this rank's share of its files was checked, and that the model has the same weights."""
-    manifest = Manifest.read(folder)
-    for written in manifest.files[optimizer.comm.rank :: optimizer.comm.world]:
-        check_file(manifest.folder, written)
+def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
+    """Every parameter that this rank has, unit by unit. CheckpointError unless the checkpoint is of the same weights."""
     tiles, whole = pieces_of(optimizer.model), names_without_tiles(optimizer)
     weights = manifest.weights(tiles)
     shapes = {name: weight.shape for name, weight in weights.items()}
@@ -179,15 +174,15 @@ def _opened(optimizer: Training, folder: Path) -> _Opened:
     for name in [*mine, *shapes]:
         if mine.get(name) != shapes.get(name):
             raise CheckpointError(
-                f"{folder / 'manifest.json'}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model"
+                f"{manifest.path}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model"
             )
-    targets = {}
+    targets = []
     for held in optimizer.held:
         for index, name in enumerate(held.unit.names):
             weight, place = weights[whole[name]], tiles[name].place if name in tiles else None
             alike = [part for part in weight.parts if part.place == place and part.order == held.unit.orders.get(index)]
-            targets[name] = _Target(weight, place, alike[:1] or weight.parts, bool(alike))
-    return _Opened(manifest, weights, targets)
+            targets.append(_Target(held, index, weight, place, alike[:1] or weight.parts, bool(alike)))
+    return targets
 
 
 def names_without_tiles(optimizer: Training) -> dict[str, str]:
@@ -196,18 +191,18 @@ def names_without_tiles(optimizer: Training) -> dict[str, str]:
     return {name: tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
 
 
-def _fill_all(optimizer: Training, opened: _Opened) -> None:
+def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target]) -> None:
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
-    with Contents(opened.manifest) as contents:
-        with save.together(optimizer.comm, f"reading {opened.manifest.folder}"):  # all of it, before ranks exchange anything
-            for held in optimizer.held:
-                _fill(held, [opened.targets[name] for name in held.unit.names], contents)
+    with Contents(manifest) as contents:
+        with save.together(optimizer.comm, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
+            for held, of_unit in itertools.groupby(targets, lambda target: target.held):
+                _fill(held, list(of_unit), contents)
         for held in optimizer.held:
             held.republish()
             if held.shard is not None:
                 held.rewritten()
         buffers = dict(save.buffers_of(optimizer))
-        for name in opened.manifest.buffers:
+        for name in manifest.buffers:
             overwrite(buffers[name], contents.buffer(name).view(buffers[name].shape))
     for tier in optimizer.tiers.values():
         tier.flush()
@@ -228,67 +223,56 @@ def _check_pieces(contents: Contents) -> None:
 
 def _check_options(optimizer: Training, manifest: Manifest) -> None:
     """Check that groups, loss scale and counters are of the kind that is here: a step would fail on them, or go another way."""
-    where = manifest.folder / "manifest.json"
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, manifest.head["groups"], strict=True)):
         options = _options(saved)
-        check_options(number, group, options, str(where))
+        check_options(number, group, options, str(manifest.path))
         asked, kept = (set(optimizer.rule.state_names(given)) for given in ({**group, **options}, group))
         if asked != kept:
             raise CheckpointError(
-                f"{where}: the options of param_groups[{number}] keep {', '.join(sorted(asked)) or 'no state'}, those of this optimizer "
+                f"{manifest.path}: the options of param_groups[{number}] keep {', '.join(sorted(asked)) or 'no state'}, those of this optimizer "
                 f"{', '.join(sorted(kept)) or 'none'}; make it with the same amsgrad and momentum"
             )
-    check_scale_and_counters(manifest.head, str(where))
+    check_scale_and_counters(manifest.head, str(manifest.path))
 
 
-def _check(optimizer: Training, opened: _Opened) -> dict[str, int]:
-    """Check that the checkpoint has all that this optimizer holds; return the step count of every parameter."""
-    _check_model(optimizer, opened)
-    manifest, targets = opened.manifest, opened.targets
-    saved_as = {part.name: weight.name for weight in opened.weights.values() for part in weight.parts}
+def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
+    """Check that the checkpoint has all that this optimizer holds; return its parameters."""
+    targets = _check_model(optimizer, manifest)
     # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
-    trained = {targets[name].weight.name for held in optimizer.held if held.shard is not None for name in held.unit.names}
+    trained = {target.weight.name for target in targets if target.held.shard is not None}
+    saved_as = {part.name: target.weight.name for target in targets for part in target.weight.parts}
+    own = names_without_tiles(optimizer)
     saved_groups = [trained.intersection(saved_as.get(name, name) for name in group["params"]) for group in manifest.head["groups"]]
-    groups = [{targets[name].weight.name for name in names if name in targets} for names in names_of_groups(optimizer)]
-    if saved_groups != [trained & group for group in groups]:
-        raise CheckpointError(
-            f"{manifest.folder / 'manifest.json'} has other parameter groups than this optimizer; build the same groups in the same order first"
-        )
+    if saved_groups != [trained.intersection(own.get(name, name) for name in names) for names in names_of_groups(optimizer)]:
+        raise CheckpointError(f"{manifest.path} has other parameter groups than this optimizer; build the same groups in the same order first")
     _check_options(optimizer, manifest)
-    for held in optimizer.held:
-        for name in held.unit.names:
-            saved = targets[name].parts[0].kinds[1:]
-            if held.shard is not None and saved and not set(saved) & set(held.shard.names):
-                raise CheckpointError(
-                    f"{manifest.folder / 'manifest.json'} has {', '.join(saved)}, the state of another kind of optimizer than "
-                    f"{type(optimizer.inner).__name__}; make the same kind, or take the weights alone (python -m zk export)"
-                )
-    return {name: max(part.steps for part in target.parts) for name, target in targets.items()}
-
-
-def _check_model(optimizer: Training, opened: _Opened) -> None:
-    """Check that every element that this optimizer holds is there, and the same buffers."""
-    manifest, where = opened.manifest, opened.manifest.folder / "manifest.json"
-    for weight in opened.weights.values():
-        if sum(math.prod(part.shape) for part in weight.parts) != math.prod(weight.shape):
-            raise CheckpointError(f"{where}: the tiles of {weight.name!r} are not all there, or lie over each other")
-    trained = {name: held.shard is not None for held in optimizer.held for name in held.unit.names}
-    for part in opened.parts:
-        if part.sha256 and trained.get(part.name, True):
+    for target in targets:
+        shard, saved = target.held.shard, target.parts[0].kinds[1:]
+        if shard is not None and saved and not set(saved) & set(shard.names):
             raise CheckpointError(
-                f"{where}: parameter {part.name!r} was frozen and is left out (save_checkpoint(frozen=False)); here it is "
-                f"{'trained' if part.name in trained else 'cut otherwise'}: freeze it until the checkpoint is loaded"
+                f"{manifest.path} has {', '.join(saved)}, the state of another kind of optimizer than {type(optimizer.inner).__name__}; make the "
+                "same kind, or take the weights alone (python -m zk export)"
             )
-    # each part once, however many tiles are read from it
-    needed = {
-        (part.name, saved): part.gap(saved)
-        for held in optimizer.held
-        for name in held.unit.names
-        for kind in kinds_of(held)
-        for part in opened.targets[name].parts
-        if (saved := part.as_kind(kind)) is not None
-    }
-    for (name, kind), gap in needed.items():
+    return targets
+
+
+def _check_model(optimizer: Training, manifest: Manifest) -> list[_Target]:
+    """Check that every element of parameters and buffers of this model is there."""
+    where, targets = manifest.path, _targets(optimizer, manifest)
+    trained = {target.held.unit.names[target.index]: target.held.shard is not None for target in targets}
+    needed: dict[tuple[str, str | None], Saved] = {}  # each part once, however many tiles are read from it
+    for target in targets:
+        if sum(math.prod(part.shape) for part in target.weight.parts) != math.prod(target.weight.shape):
+            raise CheckpointError(f"{where}: the tiles of {target.weight.name!r} are not all there, or lie over each other")
+        for part in target.weight.parts:
+            if part.sha256 and trained.get(part.name, True):
+                raise CheckpointError(
+                    f"{where}: parameter {part.name!r} was frozen and is left out (save_checkpoint(frozen=False)); here it is "
+                    f"{'trained' if part.name in trained else 'cut otherwise'}: freeze it until the checkpoint is loaded"
+                )
+        needed |= {(part.name, part.as_kind(kind)): part for part in target.parts for kind in kinds_of(target.held)}
+    for (name, kind), part in needed.items():
+        gap = part.gap(kind) if kind is not None else None
         if gap is not None:
             raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {gap[0]} to {gap[1]})")
     buffers = dict(save.buffers_of(optimizer))
@@ -301,16 +285,17 @@ def _check_model(optimizer: Training, opened: _Opened) -> None:
             if entry is None or entry.shape != tuple(buffer.shape) or entry.dtype.is_floating_point != buffer.is_floating_point():
                 saved = "not there" if entry is None else f"{entry.dtype} {entry.shape}"
                 raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {buffer.dtype} {tuple(buffer.shape)} in this model")
+    return targets
 
 
-def _check_base(optimizer: Training, opened: _Opened) -> None:
+def _check_base(optimizer: Training, manifest: Manifest, targets: Sequence[_Target]) -> None:
     """Check that what was left out of a checkpoint, as it was frozen, is the same here. On all ranks."""
-    left_out = {part.name: part.sha256 for part in opened.parts if part.sha256}
+    left_out = {part.name: part.sha256 for target in targets for part in target.parts if part.sha256}
     here = base.digests(optimizer) if left_out else {}
     others = [name for name, sha256 in left_out.items() if here[name] != sha256]
     if others:
         raise CheckpointError(
-            f"{opened.manifest.folder} was saved without its frozen parameters, over another base: {others[0]!r} and {len(others) - 1} more of "
+            f"{manifest.folder} was saved without its frozen parameters, over another base: {others[0]!r} and {len(others) - 1} more of "
             f"{len(left_out)} had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
         )
 

@@ -321,6 +321,11 @@ class Manifest:
         return cls(folder, head, files, pieces, ranks)
 
     @property
+    def path(self) -> Path:
+        """The manifest's own file."""
+        return self.folder / MANIFEST
+
+    @property
     def buffers(self) -> list[str]:
         """The names of the model's buffers, which the first rank has saved."""
         names: list[str] = self.ranks[0]["buffers"]
