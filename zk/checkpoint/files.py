@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.events import Ticket
+from zk.events import COMPLETED
 from zk.memory import aligned
-from zk.offload.nvme import ALIGN, File, Request, round_up
+from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.worker import Worker
 
 BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
@@ -134,10 +134,10 @@ class Writer:
         self.nbytes = len(header) + sum(entry.nbytes for entry in entries)
         self.file = File(path, round_up(self.nbytes))
         self.buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, -(-self.nbytes // BLOCK_NBYTES)))]
-        self.busy: list[tuple[Request, Ticket] | None] = [None] * len(self.buffers)
+        self.writes = [COMPLETED] * len(self.buffers)  # the last of each buffer
         self.crcs = [0] * -(-self.nbytes // BLOCK_NBYTES)
         # not a ThreadPoolExecutor, which takes nothing any more when a program ends with a save in progress
-        self.workers = [Worker(f"zk crc {number}") for number in range(2)]
+        self.workers = [Worker(f"zk write {number}") for number in range(len(self.buffers))]
         self.position = self.at = self.next = 0  # bytes taken, of them in the current entry; number of the entry
         with undone(self.abort):
             self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -162,7 +162,7 @@ class Writer:
             block, start = divmod(self.position, BLOCK_NBYTES)
             slot = block % len(self.buffers)
             if start == 0:
-                self._settle(slot)
+                self.writes[slot].wait()
             count = min(BLOCK_NBYTES - start, data.nbytes - done)
             self.buffers[slot][start : start + count].copy_(data[done : done + count])
             self.position += count
@@ -172,19 +172,13 @@ class Writer:
 
     def _send(self, block: int, nbytes: int) -> None:
         slot = block % len(self.buffers)
-        memory = self.buffers[slot]
+        self.writes[slot] = self.workers[slot].submit(functools.partial(self._write, block, self.buffers[slot], nbytes))
+
+    def _write(self, block: int, memory: Tensor, nbytes: int) -> None:
         memory[nbytes : round_up(nbytes)] = 0
-        ticket = self.workers[block % len(self.workers)].submit(functools.partial(self._check, block, memory[:nbytes]))
-        self.busy[slot] = self.file.write_async(memory[: round_up(nbytes)], block * BLOCK_NBYTES), ticket
-
-    def _check(self, block: int, data: Tensor) -> None:
-        self.crcs[block] = zlib.crc32(data.numpy().data)
-
-    def _settle(self, slot: int) -> None:
-        busy, self.busy[slot] = self.busy[slot], None
-        if busy is not None:
-            busy[1].wait()
-            busy[0].wait()
+        request = self.file.write_async(memory[: round_up(nbytes)], block * BLOCK_NBYTES)
+        self.crcs[block] = zlib.crc32(memory[:nbytes].numpy().data)
+        request.wait()
 
     def finish(self) -> Written:
         """Write what is left, and make the drive keep all of it."""
@@ -193,10 +187,8 @@ class Writer:
             blocks, rest = divmod(self.nbytes, BLOCK_NBYTES)
             if rest:
                 self._send(blocks, rest)
-            last = blocks + bool(rest)
-            for block in range(max(0, last - len(self.buffers)), last):
-                self._settle(block % len(self.buffers))
-            self.file.wait()
+            for write in self.writes:
+                write.wait()
             os.truncate(self.path, self.nbytes)
             self.file.flush()
         finally:
@@ -241,7 +233,7 @@ class Reader:
             text = torch.empty(size, dtype=torch.uint8)
             self._fill(text, 8)
             table = json.loads(text.numpy().tobytes())
-            self.metadata: dict[str, str] = table.pop("__metadata__", {})
+            table.pop("__metadata__", None)
             self.entries = {key: Entry(key, _NAMES[value["dtype"]], tuple(value["shape"])) for key, value in table.items()}
             self.offsets = {key: 8 + size + value["data_offsets"][0] for key, value in table.items()}
             for key, entry in self.entries.items():
