@@ -53,12 +53,11 @@ _STAND_INS: list[Any] = [
 class _Rank:
     """The content of one rank's optimizer file."""
 
-    path: Path
+    path: Path = dataclasses.field(compare=False)
+    flats: list[dict[str, Tensor]] = dataclasses.field(compare=False)  # flat buffers: "master", or a state of Adam's -> (numel,)
     version: str
     stage: int
     world: int
-    masters: list[Tensor]  # of each flat buffer, (numel,)
-    states: list[dict[str, Tensor]]  # of each flat buffer, kind -> (numel,)
     steps: list[int]  # of each flat buffer
     groups: list[dict[str, Any]]  # options of each param group
     members: list[list[int]]  # of each param group: its flat buffers
@@ -67,8 +66,7 @@ class _Rank:
 
     def common(self) -> dict[str, Any]:
         """The settings that all ranks say alike."""
-        fields = ("version", "stage", "world", "steps", "groups", "members", "paddings", "loss_scale")
-        return {field: getattr(self, field) for field in fields}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,25 +233,25 @@ def _read_rank(path: Path) -> _Rank:
         members = [list(group["params"]) for group in base["param_groups"]]
         if [number for group in members for number in group] != list(range(len(masters))):
             raise ValueError(f"its param groups have the flat buffers {members}, of {len(masters)}")
-        states, steps = [], []
+        flats, steps = [], []
         for group, numbers in zip(base["param_groups"], members, strict=True):
+            kinds = AdamRule(decoupled=True).state_names(group)
             for number in numbers:
                 state = base["state"].get(number, {})
                 tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
-                kinds = AdamRule(decoupled=True).state_names(group)
                 if set(tensors) != set(kinds) or "step" not in {*state, *group}:
                     raise CheckpointError(
                         f"{path} has {sorted(state)} for flat buffer {number}, and not step, {', '.join(kinds)}: only Adam and AdamW that have "
                         "taken a step can be imported, with their state in the file and not on NVMe"
                     )
-                states.append({kind: tensors[kind] for kind in kinds})
+                flats.append({"master": masters[number], **{kind: tensors[kind] for kind in kinds}})
                 steps.append(int(state.get("step", group.get("step"))))
-        if not all(tensor.dim() == 1 and tensor.is_floating_point() for tensor in [*masters, *(t for state in states for t in state.values())]):
+        if not all(tensor.dim() == 1 and tensor.is_floating_point() for flat in flats for tensor in flat.values()):
             raise TypeError("a flat buffer is not one row of floating point numbers")
         paddings = zero.get("param_alignment_paddings")
         groups = [_options(group, config or {}, path) for group in base["param_groups"]]
         scale = _scale_of(zero.get("loss_scaler"))
-        return _Rank(path, str(saved.get("ds_version")), stage, int(counts[0]), masters, states, steps, groups, members, paddings, scale)
+        return _Rank(path, flats, str(saved.get("ds_version")), stage, int(counts[0]), steps, groups, members, paddings, scale)
 
 
 def _options(group: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -293,8 +291,8 @@ def _trained(
 ) -> tuple[list[_Param], list[dict[str, Any]]]:
     """Parameters with optimizer state, and the groups they are in."""
     first, world = ranks[0], len(ranks)
-    if len(shapes) != len(first.masters):
-        raise CheckpointError(f"{model_file} has parameters of {len(shapes)} flat buffers, and {first.path} has {len(first.masters)}")
+    if len(shapes) != len(first.flats):
+        raise CheckpointError(f"{model_file} has parameters of {len(shapes)} flat buffers, and {first.path} has {len(first.flats)}")
     params = []
     for number, names in enumerate(shapes):
         numels = [math.prod(shape) for shape in names.values()]
@@ -325,7 +323,7 @@ def _parts(ranks: Sequence[_Rank], number: int, wanted: int) -> dict[str, list[T
         own = [min(max(wanted - rank * size, 0), size) for rank in range(world)]
     parts: dict[str, list[Tensor]] = {}
     for rank, count in zip(ranks, own, strict=True):
-        for kind, tensor in {"master": rank.masters[number], **rank.states[number]}.items():
+        for kind, tensor in rank.flats[number].items():
             if tensor.numel() not in (count, size):  # weights are saved without the padding, states with it
                 raise CheckpointError(
                     f"{rank.path} has {tensor.numel()} elements of {kind!r} in flat buffer {number}, and its parameters on {world} ranks make "
