@@ -55,27 +55,27 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
         check_file(manifest.folder, written)
     all_weights = manifest.weights()
     weights = {name: weight for name, weight in all_weights.items() if not any(part.sha256 for part in weight.parts)}
-    entries = _entries(manifest, weights, dtype)
-    files = shards(entries, shard_nbytes)
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    with undone(shutil.rmtree, beside, ignore_errors=True):
-        with Contents(manifest) as contents:
-            for name, shard in files.items():
-                own = {entry.key for entry in shard}
-                metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
-                writer = Writer(beside / name, shard, metadata)
-                with undone(writer.abort):
-                    for entry in shard:
-                        if entry.key not in weights:
-                            writer.add(contents.buffer(entry.key))
-                            continue
+    with undone(shutil.rmtree, beside, ignore_errors=True), Contents(manifest) as contents:
+        entries = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
+        entries += [dataclasses.replace(contents.buffers.entries[f"buffer/{name}"], key=name) for name in manifest.buffers]
+        files = shards(entries, shard_nbytes)
+        for name, shard in files.items():
+            own = {entry.key for entry in shard}
+            metadata = {"format": "pt"} | {other: kept for other, kept in tied.items() if kept in own}
+            writer = Writer(beside / name, shard, metadata)
+            with undone(writer.abort):
+                for entry in shard:
+                    if entry.key in weights:
                         for values in _row_by_row(contents, weights[entry.key]):
                             writer.add(_rounded(values, entry))
-                    writer.finish()
+                    else:
+                        writer.add(contents.buffers.read(f"buffer/{entry.key}"))
+                writer.finish()
         total = sum(entry.nbytes for entry in entries)
         if len(files) > 1:
             weight_map = {entry.key: name for name, shard in files.items() for entry in shard}
@@ -104,16 +104,6 @@ def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
         step = max(1, _PIECE_NUMEL // max(1, width))
         for row in range(0, height, step):
             yield contents.region(weight, "param", slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
-
-
-def _entries(manifest: Manifest, weights: dict[str, Weight], dtype: torch.dtype | None) -> list[Entry]:
-    found = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
-    with Contents(manifest) as contents:
-        for name in manifest.buffers:
-            buffer = contents.buffer_entry(name)
-            assert buffer is not None
-            found.append(Entry(name, buffer.dtype, buffer.shape))
-    return found
 
 
 def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import base, folders, save
-from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file, overlap
+from zk.checkpoint.files import CheckpointError, Reader, check_file, overlap
 from zk.checkpoint.manifest import (
     Manifest,
     Saved,
@@ -203,7 +203,7 @@ def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target
                 held.rewritten()
         buffers = dict(save.buffers_of(optimizer))
         for name in manifest.buffers:
-            overwrite(buffers[name], contents.buffer(name).view(buffers[name].shape))
+            overwrite(buffers[name], contents.buffers.read(f"buffer/{name}").view(buffers[name].shape))
     for tier in optimizer.tiers.values():
         tier.flush()
 
@@ -212,7 +212,7 @@ def _check_pieces(contents: Contents) -> None:
     """Check that the pieces which the manifest names are in the files, as it says."""
     manifest, num_units = contents.manifest, len(contents.manifest.head["units"])
     for piece in manifest.pieces:
-        entry = contents.entry(piece.file, piece.key)
+        entry = contents.reader(piece.file).entries.get(piece.key) if piece.file in contents.files else None
         is_there = entry is not None and math.prod(entry.shape) == piece.stop - piece.start
         is_number = piece.kind == "param" or (entry is not None and entry.dtype.is_floating_point)  # frozen weights are of any kind
         if not is_there or not is_number or not 0 <= piece.start <= piece.stop or not 0 <= piece.unit < num_units:
@@ -281,7 +281,7 @@ def _check_model(optimizer: Training, manifest: Manifest) -> list[_Target]:
     with Contents(manifest, is_checked=False) as contents:  # headers only, of files that have just been checked
         _check_pieces(contents)
         for name, buffer in buffers.items():
-            entry = contents.buffer_entry(name)
+            entry = contents.buffers.entries.get(f"buffer/{name}")
             if entry is None or entry.shape != tuple(buffer.shape) or entry.dtype.is_floating_point != buffer.is_floating_point():
                 saved = "not there" if entry is None else f"{entry.dtype} {entry.shape}"
                 raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {buffer.dtype} {tuple(buffer.shape)} in this model")
@@ -323,17 +323,10 @@ class Contents(contextlib.ExitStack):
             self.readers[name] = self.enter_context(Reader(self.manifest.folder / name, self.files[name], self.blocks))
         return self.readers[name]
 
-    def entry(self, file: str, key: str) -> Entry | None:
-        """The description of a tensor; None where there is none."""
-        return self.reader(file).entries.get(key) if file in self.files else None
-
-    def buffer_entry(self, name: str) -> Entry | None:
-        """The description of a buffer of the model."""
-        return self.entry(self.manifest.ranks[0]["file"], f"buffer/{name}")
-
-    def buffer(self, name: str) -> Tensor:
-        """A buffer of the model, flat."""
-        return self.reader(self.manifest.ranks[0]["file"]).read(f"buffer/{name}")
+    @property
+    def buffers(self) -> Reader:
+        """The file with the model's buffers, as ``buffer/name``: the first rank's."""
+        return self.reader(self.manifest.ranks[0]["file"])
 
     def elements(self, part: Saved, kind: str, wanted: slice) -> Tensor:
         """Some elements of a parameter, in the order in which it was saved: (n,). Zeros of a kind that it has not."""

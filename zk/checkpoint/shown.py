@@ -142,8 +142,7 @@ class Shown(defaultdict[Any, Any]):
         """All states, brought back."""
         return {param: dict(state) for param, state in self.items()}
 
-    def __copy__(self) -> Any:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: Any) -> Any:
         return {param: {name: value.clone() for name, value in state.items()} for param, state in self.items()}
