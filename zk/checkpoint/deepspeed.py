@@ -105,18 +105,18 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
     for path, model in zip(model_files, models, strict=True):
         with _named(path):
             _agree(path, model_files[0], _counts(model), _counts(models[0]))
+    model, first = models[0], ranks[0]
     with _named(model_files[0]):
-        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
-        module, first = models[0]["module"], ranks[0]
-        params, groups = _trained(ranks, shapes, module, model_files[0])
+        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+        params, groups = _trained(ranks, shapes, model["module"], model_files[0])
         params += _frozen(first.stage, models, model_files, {param.name for param in params})
-        buffers = {name: module[name] for name in models[0].get("buffer_names", ())}
+        buffers = {name: model["module"][name] for name in model.get("buffer_names", ())}
         if not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError("a buffer is no tensor")
-        tied = {str(name): str(kept) for name, kept in (models[0].get("shared_params") or {}).items()}
-        taken, skipped = int(models[0]["global_steps"]), int(models[0]["skipped_steps"])
+        tied = {str(name): str(kept) for name, kept in (model.get("shared_params") or {}).items()}
+        taken, skipped = int(model["global_steps"]), int(model["skipped_steps"])
         kept = {"version": first.version, "stage": first.stage, "world": first.world, "global_steps": taken}
-        extra = {"deepspeed": {**kept, "lr_scheduler": manifest.plain(models[0].get("lr_scheduler"), "lr_scheduler")}}
+        extra = {"deepspeed": {**kept, "lr_scheduler": manifest.plain(model.get("lr_scheduler"), "lr_scheduler")}}
     head = {
         "format": manifest.FORMAT,
         "version": manifest.VERSION,

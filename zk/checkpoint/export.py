@@ -94,16 +94,16 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
 def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
     """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
     numel, first = math.prod(weight.shape), weight.parts[0]
-    if weight.is_plain:
-        for start in range(0, numel, _PIECE_NUMEL):
-            yield contents.elements(first, "param", slice(start, min(start + _PIECE_NUMEL, numel)))
-    elif first.place is None:
-        yield from contents.whole(first, "param").reshape(-1).split(_PIECE_NUMEL)
-    else:
+    if first.place is not None:
         height, width = weight.shape
         step = max(1, _PIECE_NUMEL // max(1, width))
         for row in range(0, height, step):
             yield contents.region(weight, "param", slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
+    elif first.order is not None:
+        yield from contents.whole(first, "param").reshape(-1).split(_PIECE_NUMEL)
+    else:
+        for start in range(0, numel, _PIECE_NUMEL):
+            yield contents.elements(first, "param", slice(start, min(start + _PIECE_NUMEL, numel)))
 
 
 def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:

@@ -280,11 +280,6 @@ class Weight:
     dtype: str  # in which it computed
     parts: list[Saved]
 
-    @property
-    def is_plain(self) -> bool:
-        """Check that its elements lie row by row, as a model without tiles has them."""
-        return len(self.parts) == 1 and self.parts[0].order is None and self.parts[0].place is None
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:

@@ -174,7 +174,7 @@ class Save:
     def __init__(
         self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None, digests: Mapping[str, str] | None = None
     ) -> None:
-        self.root, self.keep, self.rank, self.world = root, keep, optimizer.comm.rank, optimizer.comm.world
+        self.keep, self.rank, self.world = keep, optimizer.comm.rank, optimizer.comm.world
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
         self.claim = optimizer.claim
         self.head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
@@ -217,7 +217,8 @@ class Save:
                     self._write(beside)
                 with together(comm, what):
                     if self.rank == 0:
-                        self._publish(beside)
+                        folders.publish(beside, self.final, self.head, self.world)
+                        folders.remove_old(self.final, self.keep)
         finally:
             self._release()
 
@@ -269,13 +270,6 @@ class Save:
         if parts[chunk].held.written_since(None):
             self.written.add(parts[chunk].unit)
         return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
-
-    def _publish(self, beside: Path) -> None:
-        folders.publish(beside, self.final, self.head, self.world)
-        if self.keep is not None:  # only now, what is too old
-            for old in folders.whole(self.root)[: -self.keep]:
-                if old != self.final:
-                    shutil.rmtree(old, ignore_errors=True)
 
 
 # ---- over ranks ---------------------------------------------------------------------------------------------------------------
