@@ -98,7 +98,7 @@ def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
         height, width = weight.shape
         step = max(1, _PIECE_NUMEL // max(1, width))
         for row in range(0, height, step):
-            yield contents.region(weight, "param", slice(row, min(row + step, height)), slice(0, width)).reshape(-1)
+            yield contents.cut(weight, "param", (slice(row, min(row + step, height)), slice(0, width))).reshape(-1)
     elif first.order is not None:
         yield from contents.whole(first, "param").reshape(-1).split(_PIECE_NUMEL)
     else:

@@ -341,11 +341,15 @@ class Contents(contextlib.ExitStack):
         """All of one parameter, in its shape."""
         return shaped_of(self.elements(part, kind, slice(0, math.prod(part.shape))), part.shape, part.order)
 
-    def region(self, weight: Weight, kind: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and columns of a matrix, from the tiles that it was saved in. Only these rows are read."""
+    def cut(self, weight: Weight, kind: str, place: Sequence[slice] | None) -> Tensor:
+        """A weight, or these rows and columns of it, from the parts that it was saved in. Of a tile only these rows are read."""
+        if place is None and weight.parts[0].place is None:
+            return self.whole(weight.parts[0], kind)
+        everything = [slice(0, size) for size in weight.shape]
+        rows, columns = place or everything
         found: Tensor | None = None
         for part in weight.parts:
-            top, left = part.place or (slice(0, weight.shape[0]), slice(0, weight.shape[1]))
+            top, left = part.place or everything
             (into_rows, from_rows), (into_columns, from_columns) = overlap(rows, top), overlap(columns, left)
             if from_rows.start == from_rows.stop or from_columns.start == from_columns.stop:
                 continue
@@ -367,10 +371,7 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
     def cut_anew(index: int, kind: str) -> Tensor:
         """A parameter that was saved in other tiles, or in another order, as it lies here: (numel,)."""
-        weight, place = targets[index].weight, targets[index].place
-        if place is None and weight.parts[0].place is None:
-            return held.unit.flat(index, contents.whole(weight.parts[0], kind))
-        return held.unit.flat(index, contents.region(weight, kind, *(place or map(functools.partial(slice, 0), weight.shape))))
+        return held.unit.flat(index, contents.cut(targets[index].weight, kind, targets[index].place))
 
     def values(kind: str, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Elements of this rank's slice of the flat buffer."""
