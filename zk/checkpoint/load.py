@@ -153,6 +153,10 @@ class _Target:
     is_alike: bool
 
     @property
+    def name(self) -> str:
+        return self.held.unit.names[self.index]
+
+    @property
     def param(self) -> nn.Parameter:
         return self.held.unit.params[self.index]
 
@@ -164,31 +168,24 @@ class _Target:
 
 def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
     """Every parameter that this rank has, unit by unit. CheckpointError unless the checkpoint is of the same weights."""
-    tiles, whole = pieces_of(optimizer.model), names_without_tiles(optimizer)
+    tiles = pieces_of(optimizer.model)
     weights = manifest.weights(tiles)
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    mine: dict[str, tuple[int, ...]] = {}
-    for held in optimizer.held:
-        for name, param in zip(held.unit.names, held.unit.params, strict=True):
-            mine[whole[name]] = tiles[name].shape if name in tiles else tuple(param.shape)
-    for name in [*mine, *shapes]:
-        if mine.get(name) != shapes.get(name):
-            raise CheckpointError(
-                f"{manifest.path}: parameter {name!r} is {shapes.get(name, 'not there')}, and {mine.get(name, 'not there')} in this model"
-            )
     targets = []
     for held in optimizer.held:
-        for index, name in enumerate(held.unit.names):
-            weight, place = weights[whole[name]], tiles[name].place if name in tiles else None
+        for index, (name, param) in enumerate(zip(held.unit.names, held.unit.params, strict=True)):
+            tile = tiles.get(name)
+            whole, shape, place = (name, tuple(param.shape), None) if tile is None else (tile.whole, tile.shape, tile.place)
+            weight = weights.get(whole)
+            if weight is None or weight.shape != shape:
+                saved = "not there" if weight is None else weight.shape
+                raise CheckpointError(f"{manifest.path}: parameter {whole!r} is {saved}, and {shape} in this model")
             alike = [part for part in weight.parts if part.place == place and part.order == held.unit.orders.get(index)]
             targets.append(_Target(held, index, weight, place, alike[:1] or weight.parts, bool(alike)))
+    known = {target.weight.name for target in targets}
+    for name in weights:
+        if name not in known:
+            raise CheckpointError(f"{manifest.path}: parameter {name!r} is {weights[name].shape}, and not there in this model")
     return targets
-
-
-def names_without_tiles(optimizer: Training) -> dict[str, str]:
-    """The name of each parameter -> the name of the weight that it is, or is a tile of."""
-    tiles = pieces_of(optimizer.model)
-    return {name: tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
 
 
 def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target]) -> None:
@@ -241,7 +238,7 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
     # which group a parameter is in decides what it becomes; its place there does not, nor do parameters that are not trained here
     trained = {target.weight.name for target in targets if target.held.shard is not None}
     saved_as = {part.name: target.weight.name for target in targets for part in target.weight.parts}
-    own = names_without_tiles(optimizer)
+    own = {target.name: target.weight.name for target in targets}
     saved_groups = [trained.intersection(saved_as.get(name, name) for name in group["params"]) for group in manifest.head["groups"]]
     if saved_groups != [trained.intersection(own.get(name, name) for name in names) for names in names_of_groups(optimizer)]:
         raise CheckpointError(f"{manifest.path} has other parameter groups than this optimizer; build the same groups in the same order first")
@@ -259,7 +256,7 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
 def _check_model(optimizer: Training, manifest: Manifest) -> list[_Target]:
     """Check that every element of parameters and buffers of this model is there."""
     where, targets = manifest.path, _targets(optimizer, manifest)
-    trained = {target.held.unit.names[target.index]: target.held.shard is not None for target in targets}
+    trained = {target.name: target.held.shard is not None for target in targets}
     needed: dict[tuple[str, str | None], Saved] = {}  # each part once, however many tiles are read from it
     for target in targets:
         if sum(math.prod(part.shape) for part in target.weight.parts) != math.prod(target.weight.shape):

@@ -25,6 +25,7 @@ from zk.checkpoint.manifest import Manifest
 from zk.checkpoint.save import buffers_of
 from zk.config import parse_dtype
 from zk.optimizer import ZeroOptimizer
+from zk.tiled_linear import pieces_of
 
 REST = "lightning.ckpt"
 _STEP = "zk_step"  # in the rest: the name of the folder with the tensors
@@ -55,8 +56,9 @@ class Elsewhere(MutableMapping[str, Any]):
 def check_names(optimizer: ZeroOptimizer, folder: Path) -> None:
     """CheckpointError if a model has other parameters or buffers than a folder: these are never loaded in part."""
     manifest = Manifest.read(load.find(folder))
-    saved = {*manifest.weights(), *manifest.buffers}
-    mine = {*load.names_without_tiles(optimizer).values(), *(name for name, _ in buffers_of(optimizer))}
+    saved, tiles = {*manifest.weights(), *manifest.buffers}, pieces_of(optimizer.model)
+    mine = {tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
+    mine.update(name for name, _ in buffers_of(optimizer))
     if saved != mine:
         names = ", ".join(map(repr, sorted(saved ^ mine)[:3]))
         raise CheckpointError(
