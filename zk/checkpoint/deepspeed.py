@@ -391,7 +391,7 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
         for kind in param.kinds
     ]
     try:
-        beside = folders.beside(final, folders.begin(final, claim))
+        beside = folders.begin(final, claim)
         with undone(shutil.rmtree, beside, ignore_errors=True):
             save.write_rank(beside, 0, 1, pieces, _values(params), buffers, None)
             folders.publish(beside, final, head, 1)

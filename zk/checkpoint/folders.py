@@ -52,13 +52,8 @@ def place_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def beside(final: Path, token: str) -> Path:
-    """The folder of a checkpoint until it is whole. ``token``: what ``begin`` returned."""
-    return final.with_name(f".{final.name}.{token}.partial")
-
-
-def begin(final: Path, claim: Claim) -> str:
-    """Make the folder that is written into; what saves left there that were killed goes. Returns the token of its name.
+def begin(final: Path, claim: Claim) -> Path:
+    """Make the folder that a checkpoint is in until it is whole; what saves left there that were killed goes.
 
     Raises OSError, naming the other run, where another process saves into the same folder.
     """
@@ -75,9 +70,9 @@ def begin(final: Path, claim: Claim) -> str:
         shutil.rmtree(folder)
     for file in root.glob(f".{LATEST}.*.tmp"):
         file.unlink(missing_ok=True)
-    token = secrets.token_hex(4)
-    beside(final, token).mkdir()
-    return token
+    beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
+    beside.mkdir()
+    return beside
 
 
 def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> None:

@@ -210,8 +210,8 @@ class Save:
         what = f"saving {self.final}"
         try:
             with together(comm, what):
-                token = folders.begin(self.final, self.claim) if self.rank == 0 else ""
-            beside = folders.beside(self.final, comm.exchange(token, what)[0])
+                name = folders.begin(self.final, self.claim).name if self.rank == 0 else ""
+            beside = self.final.with_name(comm.exchange(name, what)[0])
             with undone(shutil.rmtree, beside, ignore_errors=True) if self.rank == 0 else contextlib.nullcontext():
                 with together(comm, what), phase("write", "checkpoint"):
                     self._write(beside)
