@@ -317,6 +317,7 @@ def check_file(folder: Path, written: Written) -> None:
 
 
 def _read_block(file: File, written: Written, block: int) -> Tensor:
+    """The bytes of a block, checked."""
     data = aligned(max(0, min(BLOCK_NBYTES, written.nbytes - block * BLOCK_NBYTES)))
     file.read(data, block * BLOCK_NBYTES)
     _check_block(file.paths[0], written, block, zlib.crc32(data.numpy().data))

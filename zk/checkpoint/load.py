@@ -332,6 +332,7 @@ class Contents(contextlib.ExitStack):
             there, _ = overlap(source.elements, wanted)
             if there.start < there.stop:
                 runs.append(self.reader(source.piece.file).read(source.piece.key, source.offset + there.start, source.offset + there.stop))
+                wanted = slice(source.elements.start + there.stop, wanted.stop)
         return torch.cat(runs) if runs else torch.zeros(wanted.stop - wanted.start)
 
     def whole(self, part: Saved, kind: str) -> Tensor:
