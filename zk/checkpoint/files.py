@@ -305,11 +305,11 @@ def check_file(folder: Path, written: Written) -> None:
             raise CheckpointError(f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or another file")
         with File(path, writable=False) as file, concurrent.futures.ThreadPoolExecutor(_IN_FLIGHT, "zk-crc") as pool:
 
-            def check(block: int) -> None:
-                _read_block(file, written, block)
+            def check(first: int) -> None:
+                for block in range(first, -(-nbytes // BLOCK_NBYTES), _IN_FLIGHT):
+                    _read_block(file, written, block)
 
-            for _ in pool.map(check, range(-(-nbytes // BLOCK_NBYTES))):
-                pass
+            list(pool.map(check, range(_IN_FLIGHT)))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
