@@ -18,8 +18,7 @@ from torch import Tensor
 from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync_folder, undone, write_durably
 from zk.checkpoint.load import Contents, find
 from zk.checkpoint.manifest import Manifest, Weight
-
-_PIECE_NUMEL = 1 << 21
+from zk.checkpoint.save import PIECE_NUMEL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,14 +95,14 @@ def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
     numel, first = math.prod(weight.shape), weight.parts[0]
     if first.place is not None:
         height, width = weight.shape
-        step = max(1, _PIECE_NUMEL // max(1, width))
+        step = max(1, PIECE_NUMEL // max(1, width))
         for row in range(0, height, step):
             yield contents.cut(weight, "param", (slice(row, min(row + step, height)), slice(0, width))).reshape(-1)
     elif first.order is not None:
-        yield from contents.whole(first, "param").reshape(-1).split(_PIECE_NUMEL)
+        yield from contents.whole(first, "param").reshape(-1).split(PIECE_NUMEL)
     else:
-        for start in range(0, numel, _PIECE_NUMEL):
-            yield contents.elements(first, "param", slice(start, min(start + _PIECE_NUMEL, numel)))
+        for start in range(0, numel, PIECE_NUMEL):
+            yield contents.elements(first, "param", slice(start, min(start + PIECE_NUMEL, numel)))
 
 
 def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:

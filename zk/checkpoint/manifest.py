@@ -107,9 +107,7 @@ def plain(value: Any, what: str) -> Any:
     """``value`` as JSON can hold it: numbers, strings, lists, and dicts by string. TypeError, saying where, for anything else."""
     if isinstance(value, (str, bool, int, float, type(None))):
         return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, (list, tuple)):
         return [plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
