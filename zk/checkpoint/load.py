@@ -311,14 +311,14 @@ class Contents(contextlib.ExitStack):
         super().__init__()
         self.manifest = manifest
         self.files = {written.name: written if is_checked else None for written in manifest.files}
-        self.readers: dict[str, Reader] = {}
+        self.opened: dict[str, Reader] = {}
         self.blocks = functools.lru_cache(maxsize=3)(Reader.block)  # of all files: memory does not grow with their number
 
     def reader(self, name: str) -> Reader:
         """The file ``name``."""
-        if name not in self.readers:
-            self.readers[name] = self.enter_context(Reader(self.manifest.folder / name, self.files[name], self.blocks))
-        return self.readers[name]
+        if name not in self.opened:
+            self.opened[name] = self.enter_context(Reader(self.manifest.folder / name, self.files[name], self.blocks))
+        return self.opened[name]
 
     @property
     def buffers(self) -> Reader:
