@@ -316,3 +316,23 @@ def test_buffers_are_bounded_and_a_kept_piece_survives_reading(tmp_path: Path) -
         for piece in pieces:
             buffers.open(piece)
     tier.close()
+
+
+def test_frozen_codes_of_one_byte_are_saved_as_they_are(tmp_path: Path) -> None:
+    """A chunk of them ends within a page, and is read for a checkpoint from where the whole slice was written."""
+
+    class Coded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randint(0, 255, (3 * 2048 + 5,), dtype=torch.uint8), requires_grad=False)
+            self.layer = nn.Linear(4, 4)
+
+    model = Coded()
+    want = model.codes.detach().clone()
+    with wrap(model, tmp_path) as optimizer:
+        optimizer.save_checkpoint(tmp_path / "saved")
+        with zk.gather(model.codes, write=True):
+            model.codes.zero_()
+        optimizer.load_checkpoint(tmp_path / "saved")
+        with zk.gather(model.codes):
+            assert torch.equal(model.codes, want)

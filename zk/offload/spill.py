@@ -34,7 +34,7 @@ R = TypeVar("R")
 class Piece:
     """Consecutive bytes of the file."""
 
-    offset: int  # a multiple of a page
+    offset: int  # a multiple of a page, but for parameters of one byte
     nbytes: int
 
 
@@ -377,11 +377,16 @@ class FileFields:
         self.chunks, self.fields = chunks, fields
         self.buffers: Buffers | None = None
         self.numel: int = chunks[-1].stop - chunks[0].start
-        self.pieces: dict[int, Piece] = {}  # by the start of the chunk
-        for chunk in chunks:
-            nbytes = round_up(sum((chunk.stop - chunk.start) * dtype.itemsize for dtype in fields.values()))
-            self.pieces[chunk.start] = Piece(spill.reserve(nbytes), nbytes)
+        self.pieces = self._reserve(spill)  # by the start of the chunk
         self.largest = max(piece.nbytes for piece in self.pieces.values())
+
+    def _reserve(self, spill: Spill) -> dict[int, Piece]:
+        """Take room for each chunk, in whole pages."""
+        element, pieces = sum(dtype.itemsize for dtype in self.fields.values()), {}
+        for chunk in self.chunks:
+            nbytes = round_up((chunk.stop - chunk.start) * element)
+            pieces[chunk.start] = Piece(spill.reserve(nbytes), nbytes)
+        return pieces
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -430,6 +435,14 @@ class FileParams(FileFields):
         super().__init__(spill, chunks, fields)
         self.whole_buffers: Buffers | None = None
         self.piece = Piece(self.pieces[0].offset, round_up(self.nbytes("param")))
+
+    def _reserve(self, spill: Spill) -> dict[int, Piece]:
+        """Take room for the slice, of which chunks are pieces."""
+        offset = spill.reserve(self.nbytes("param"))
+        bounds = [chunk.start * self.fields["param"].itemsize for chunk in self.chunks]
+        spill.starts |= {offset + start for start in bounds}  # written whole, read by chunk
+        ends = [*bounds[1:], round_up(self.nbytes("param"))]
+        return {chunk.start: Piece(offset + start, end - start) for chunk, start, end in zip(self.chunks, bounds, ends, strict=True)}
 
     def prefetch(self) -> bool:
         """Ask for the slice; False if there is no buffer for it now."""
