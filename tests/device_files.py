@@ -26,6 +26,7 @@ IN_PART = (
     "test_deepspeed_config.py",
     "test_doctor.py",
     "test_precision.py",
+    "test_pretrained.py",
     "test_tiled_linear.py",
     "test_train.py",
 )

@@ -9,8 +9,9 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tests.programs import Program, run
 from zk.offload import nvme, scratch
-from zk.offload.nvme import ALIGN, Engine, File, aligned
+from zk.offload.nvme import ALIGN, Engine, Excerpt, Excerpts, File, aligned, identity_of
 from zk.offload.scratch import Scratch, sweep
 
 ROOT = Path(__file__).parent.parent
@@ -547,3 +548,75 @@ def test_a_folder_whose_making_was_cut_short_goes_once_it_is_old(tmp_path: Path)
     old = time.time() - 3600
     os.utime(half, (old, old))
     assert sweep(str(tmp_path)) == [half.name] and not half.exists()
+
+
+# ---- excerpts of other files -------------------------------------------------------------------------------------------------------------
+
+
+def excerpts_of(paths: Sequence[Path], seed: int) -> tuple[list[Excerpt], bytes]:
+    """Some bytes of each file in another order, with gaps, and what they are together."""
+    random = Random(seed)
+    excerpts, whole = list[Excerpt](), b""
+    for _ in range(random.randint(1, 12)):
+        path = random.choice(paths)
+        data = path.read_bytes()
+        offset = random.choice((0, 1, ALIGN, ALIGN + 3, random.randrange(len(data))))
+        nbytes = random.choice((0, 1, ALIGN, random.randrange(len(data) - offset + 1)))
+        nbytes = min(nbytes, len(data) - offset)
+        whole += bytes(random.choice((0, 0, 1, 62, ALIGN)))
+        for part in (slice(0, nbytes // 3), slice(nbytes // 3, nbytes)):  # neighbours
+            excerpts.append(Excerpt(str(path), identity_of(path.stat()), offset + part.start, part.stop - part.start, len(whole)))
+            whole += data[offset + part.start : offset + part.stop]
+    return Random(seed).sample(excerpts, len(excerpts)), whole + bytes(random.choice((0, 5, ALIGN)))
+
+
+@pytest.mark.parametrize("direct", (True, False))
+def test_excerpts_are_read_as_one_file_whatever_their_place(direct: bool, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.setattr(nvme, "_past_cache", lambda path: -1)
+    paths = [tmp_path / str(number) for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(pattern(5 * ALIGN + 17 * number, number).numpy().tobytes())
+    for seed in range(40):
+        excerpts, whole = excerpts_of(paths, seed)
+        random = Random(seed)
+        with Excerpts(excerpts, len(whole), checksum=True, cuts=[random.randrange(len(whole) + 1) for _ in range(3)], engine=engine) as file:
+            assert file.nbytes == len(whole) and len(file.excerpts) <= len(excerpts) / 2  # neighbours are one
+            for _ in range(4):
+                begin = random.randrange(len(whole) + 1)
+                end = random.choice((len(whole), random.randrange(begin, len(whole) + 1)))
+                got = torch.full((end - begin + 3,), 255, dtype=torch.uint8)[3:] if random.random() < 0.5 else aligned(end - begin).fill_(255)
+                file.read(got, begin)
+                assert got.numpy().tobytes() == whole[begin:end]
+            assert file.read_nbytes <= 4 * sum(excerpt.nbytes for excerpt in excerpts) and file.written_nbytes == 0
+            with pytest.raises(ValueError, match="opened for reading"):
+                file.write(torch.zeros(1), 0)
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+def test_nothing_but_gaps_is_read_as_zeros(tmp_path: Path, engine: Engine) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    with Excerpts([Excerpt(str(tmp_path / "x"), identity_of((tmp_path / "x").stat()), 0, 0)], 100, checksum=True, engine=engine) as file:
+        got = torch.ones(100, dtype=torch.uint8)
+        file.read(got)
+        assert not got.any() and file.read_nbytes == 0
+
+
+def test_excerpts_say_which_bytes_of_which_file_have_changed(tmp_path: Path, engine: Engine) -> None:
+    """Also where size and time of change are as before: what is read twice is compared."""
+    excerpts = []
+    for number, name in enumerate("ab"):
+        (tmp_path / name).write_bytes(pattern(ALIGN, number).numpy().tobytes())
+        excerpts.append(Excerpt(str(tmp_path / name), identity_of((tmp_path / name).stat()), 0, ALIGN, number * ALIGN))
+    with Excerpts(excerpts, 2 * ALIGN, checksum=True, cuts=[ALIGN], engine=engine) as file:
+        got = aligned(2 * ALIGN)
+        file.read(got)
+        times = (tmp_path / "b").stat()
+        (tmp_path / "b").write_bytes(pattern(ALIGN, 7).numpy().tobytes())
+        os.utime(tmp_path / "b", ns=(times.st_atime_ns, times.st_mtime_ns))
+        file.read(got[:ALIGN])
+        with pytest.raises(OSError, match=rf"{ALIGN} bytes at offset {ALIGN} are not what was read there.*{tmp_path / 'b'}"):
+            file.read(got)
+        (tmp_path / "a").write_bytes(b"")
+        with pytest.raises(OSError, match=rf"has been changed since.*{tmp_path / 'a'}"):
+            file.read(got[:ALIGN])

@@ -31,11 +31,12 @@ BESIDE |= {"stash", "tiled_matmul"}
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
     # 140 lines and 1,545 tokens for what is unfrozen, or new, and trained later; 25 and 345 for experts; 105 and 770 for wrappers;
-    # 185 and 1,650 for experts of which each rank uses other ones
-    "core": (10_520, 76_980),
-    "beside the core": (3_105, 23_490),  # 5 and 45 for what the export leaves out, and says, and for wrappers
+    # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
+    # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on
+    "core": (10_870, 79_650),
+    "beside the core": (3_165, 23_890),  # 60 and 400 for places of values in files
     "checkpoint": (2_755, 21_890),  # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen
-    "plan": (1_445, 12_855),  # 40 and 370 for mixtures of experts
+    "plan": (1_450, 12_905),  # 40 and 370 for mixtures of experts; 5 and 50 for what lies in the user's files
     "integrations": (2_460, 16_265),
     "train": (860, 7_905),
     "bench": (750, 6_900),  # 20 for the reduction over several ranks
@@ -45,7 +46,7 @@ TOKENS_PER_LINE = 7.61
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 STEPS = {2: (27, 123, 12, 8), 3: (27, 124, 12, 8)}  # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks
-CLASSES = 63  # in zk/offload and zk/parallel
+CLASSES = 65  # in zk/offload and zk/parallel; two for excerpts of the user's files
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,

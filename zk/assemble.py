@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,14 +12,15 @@ from typing import Any
 import torch
 
 from zk.config import ZeroConfig
+from zk.logs import log
 from zk.materialize import give_memory, values_of
 from zk.memory import ranks_here
-from zk.offload.nvme import round_up
+from zk.offload.nvme import ALIGN, Excerpt, round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.spill import FileFields, FileGrads, FileParams
 from zk.offload.state import OptimizerShard, Section
-from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, rooms
+from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, readable, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import MEMORY, Group, Solo
@@ -86,14 +89,15 @@ class Assembly(Placement):
         self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         is_auto = "auto" in (config.param_tier, config.optimizer_tier)
-        ranks = ranks_here(self.comm.world)
+        ranks, is_first = ranks_here(self.comm.world), self.room is None
         if self.room is None:
             self.room = self._agreed_rooms() if is_auto else rooms(config, self.device, ranks)
         placed = self.tiers_of([*others, *units], self.device, ranks, self.room)[len(others) :]
         if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts in placed):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
+        homes = self._in_place(units, [tier for tier, _ in placed], paths) if is_first else {}
         for unit, (param_tier, names) in zip(units, placed, strict=True):
-            self.rooms[id(unit)] = self._room(unit, param_tier, names)
+            self.rooms[id(unit)] = self._room(unit, param_tier, names, homes.get(id(unit)))
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
@@ -114,8 +118,43 @@ class Assembly(Placement):
         self.comm.all_reduce(everywhere, MEMORY)
         return dict(zip(mine, everywhere.amin(0).tolist(), strict=True))
 
-    def _room(self, unit: Unit, param_tier: str, names: Sequence[tuple[str, int]]) -> _Room:
-        """Find the place of one unit, and its room on the drive."""
+    def _in_place(self, units: Sequence[Unit], tiers: Sequence[str], paths: Sequence[str]) -> dict[int, FileParams]:
+        """Homes of the units that all ranks read from the user's files, by the id of the unit.
+
+        The first rank's values are everybody's. So ranks with other files, or without, have all of them copied.
+        """
+        if self.config.param_tier not in ("nvme", "auto") or all(unit.trained for unit in units):
+            return {}
+        found: dict[int, list[Excerpt]] = {}
+        for number, (unit, tier) in enumerate(zip(units, tiers, strict=True)):
+            places = self.in_place(unit, tier) if self.layout(unit).numel else None
+            if places is not None:
+                found[number] = places
+        if self.comm.world > 1:
+            said = json.dumps({number: _content_of(places) for number, places in found.items()})
+            everywhere = [set(json.loads(words).items()) for words in self.comm.exchange(said, "placing what is frozen")]
+            alike = dict(set.intersection(*everywhere))
+            found = {number: places for number, places in found.items() if str(number) in alike}
+        if not found:
+            return {}
+        _report_in_place([place for places in found.values() for place in places], paths)
+        slices = {}
+        for number, places in found.items():
+            unit = units[number]
+            slices[id(unit)] = self.slice_numel(unit, 1), unit.dtype, list(self._mine(unit, places))
+        nvme = self.tiers["nvme"]
+        assert isinstance(nvme, NVMeTier)
+        return nvme.borrow(slices)
+
+    def _mine(self, unit: Unit, places: Sequence[Excerpt]) -> Iterator[Excerpt]:
+        """This rank's slice of a unit, in the ``places`` of its parameters."""
+        layout = self.layout(unit)
+        for index, place in enumerate(places):
+            mine, elements = layout.part(index, layout.shard(self.comm.rank))
+            yield place.part(elements, mine.start, unit.dtype.itemsize)
+
+    def _room(self, unit: Unit, param_tier: str, names: Sequence[tuple[str, int]], home: FileParams | None) -> _Room:
+        """Find the place of one unit, and its room on the drive, unless its parameters have a ``home`` in the user's files."""
         has_elements, start = self.layout(unit).numel > 0, 0
         room = _Room(self.tiers[param_tier if has_elements else "host"], [])
         for name, numel in names if unit.trained else ():
@@ -124,7 +163,7 @@ class Assembly(Placement):
         if isinstance(room.param_tier, NVMeTier):
             if any(part.tier.memory != "host" for part in room.parts):
                 raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
-            room.home = room.param_tier.home(self.slice_numel(unit, 1), unit.dtype)
+            room.home = home or room.param_tier.home(self.slice_numel(unit, 1), unit.dtype)
         for part in room.parts:
             if isinstance(part.tier, NVMeTier):
                 chunks = part.tier.chunks(part.start, part.start + part.numel)
@@ -162,8 +201,11 @@ class Assembly(Placement):
     def hold(self, index: int, unit: Unit, partition: Partition, reducer: GradReducer) -> UnitStore:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
         layout, room, numel = self.layout(unit), self.rooms.pop(id(unit)), self.slice_numel(unit, 1)
-        initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
-        self.comm.broadcast(index, initial)
+        is_in_place = room.home is not None and room.home.borrowed is not None
+        initial = torch.empty(0)
+        if not is_in_place:
+            initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
+            self.comm.broadcast(index, initial)
         for param in unit.params:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
@@ -186,7 +228,7 @@ class Assembly(Placement):
             store.watch()
             store.recycle = reducer.recycle
             reducer.add(store)
-        elif is_partitioned:
+        elif is_partitioned and not is_in_place:
             home.write(initial[held])
         return store
 
@@ -212,3 +254,40 @@ class Assembly(Placement):
                 )
             )
         return OptimizerShard(self.rule, sections, names)
+
+
+def _report_in_place(places: Sequence[Excerpt], paths: Sequence[str]) -> None:
+    """Log what is read in place, and warn where that may be slower than from scratch files in ``paths``.
+
+    A network's file system, say, is read in every step then, and once where parameters are copied.
+    """
+    nbytes = sum(place.nbytes for place in places)
+    devices = {place.path: place.seen[0] for place in places}
+    log.info(
+        "%s of frozen parameters are read in place, and 0 bytes of them are written; they lie in %s%s",
+        readable(nbytes),
+        next(iter(devices)),
+        f" and {len(devices) - 1} more files" if len(devices) > 1 else "",
+    )
+    drives = {os.stat(path).st_dev for path in paths}
+    elsewhere = [path for path, device in devices.items() if device not in drives]
+    if elsewhere:
+        log.warning(
+            "frozen parameters are read from %s in every step, which is on another file system than nvme_path; if that is slower, have them "
+            "copied: zk.load_pretrained(model, path, in_place=False)",
+            elsewhere[0],
+        )
+
+
+def _content_of(places: Sequence[Excerpt]) -> str:
+    """Digest of how values lie in files, and of the first page of each, which tells one model's files from another's of the same form.
+
+    Ranks on other machines have files of their own, whose time of change and numbers mean nothing here.
+    """
+    digest = hashlib.sha256()
+    for place in places:
+        with open(place.path, "rb", buffering=0) as file:
+            page = os.pread(file.fileno(), min(place.nbytes, ALIGN), place.offset)
+        lies = place.seen[2], place.offset, place.nbytes
+        digest.update(repr(lies).encode() + page)
+    return digest.hexdigest()

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from zk.config import parse_device
 from zk.memory import aligned
+
+if TYPE_CHECKING:
+    from zk.offload.nvme import Excerpt
 
 _CPU = torch.device("cpu")
 # in-place calls after which nothing of what was there before is left
@@ -105,6 +108,10 @@ class Recording:
 
     def saw(self, tensor: Tensor) -> bool:
         return tensor._version in self.versions.get(_storage(tensor), ())
+
+    def place(self, dtype: torch.dtype) -> Excerpt | None:
+        """None: values that a constructor makes are in no file."""
+        return None
 
     def knows(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self.writers
@@ -317,6 +324,9 @@ class Source(Protocol):
     def saw(self, tensor: Tensor) -> bool:
         """Tell if the tensor is as it was when the source was given to it."""
 
+    def place(self, dtype: torch.dtype) -> Excerpt | None:
+        """The bytes of the values in a file, if they lie there in ``dtype``, one after the other."""
+
 
 class _WithoutMemory:
     """Mixed into the class of parameters whose values do not exist yet, so that writes which autograd does not count are refused."""
@@ -420,6 +430,12 @@ def default_device() -> torch.device:
 def can_make(tensor: Tensor) -> bool:
     """Tell if the values of a tensor without memory are known."""
     return _source(tensor) is not None
+
+
+def place_of(tensor: Tensor, dtype: torch.dtype) -> Excerpt | None:
+    """The bytes of a file that are the values, in ``dtype``, of a tensor without memory; None if they have to be made."""
+    source = _source(tensor) if _is_meta(tensor) else None
+    return source.place(dtype) if source is not None and source.saw(tensor) else None
 
 
 def values_of(tensor: Tensor, name: str) -> Tensor:

@@ -1006,7 +1006,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.
 
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
-        training has waited for saves beside it.
+        training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.
         """
         sizes: dict[str, float] = {}
 
@@ -1014,8 +1014,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sizes[f"{tier}_{kind}_nbytes"] = sizes.get(f"{tier}_{kind}_nbytes", 0) + nbytes
 
         for held in self.held:
-            add(held.param_tier, "param", held.nbytes["param"])
-            add("device", "gathered", held.nbytes["gathered"])
+            for kind, nbytes in held.nbytes.items():
+                add("device" if kind == "gathered" else held.param_tier, kind, nbytes)
             for tier, kind, nbytes in held.shard.nbytes if held.shard is not None else ():
                 add(tier, kind, nbytes)
         on_cpu = self.held[0].unit.device.type == "cpu"

@@ -9,11 +9,23 @@ from typing import Any
 import torch
 
 from zk.config import ZeroConfig
+from zk.materialize import place_of
+from zk.offload.nvme import Excerpt
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.state import state_fields
 from zk.offload.tiers import CHUNKS_IN_MEMORY, Needs, place
 from zk.units import Layout, Unit
+
+
+def places_of(unit: Unit) -> list[Excerpt] | None:
+    """The place of each parameter of a frozen unit in the user's files, if all lie there as they are kept; else None."""
+    widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
+    is_rounded = torch.promote_types(unit.dtype, widest) != widest  # a copy is made in that
+    if unit.trained or unit.orders or is_rounded:
+        return None
+    found = [place for param in unit.params if (place := place_of(param, unit.dtype)) is not None]
+    return found if len(found) == len(unit.params) else None
 
 
 @dataclasses.dataclass
@@ -59,6 +71,10 @@ class Placement:
     def slice_numel(self, unit: Unit, since_stage: int) -> int:
         """Elements of one rank's slice of what is partitioned from a stage on."""
         return self.layout(unit).numel // (self.world if self.config.stage >= since_stage else 1)
+
+    def in_place(self, unit: Unit, param_tier: str) -> list[Excerpt] | None:
+        """The place of each parameter of a unit in the user's files, if the tier reads them from there; else None."""
+        return places_of(unit) if self.config.stage == 3 and param_tier == "nvme" else None
 
     def needs(self, unit: Unit) -> Needs:
         """Bytes of one unit on this rank between uses."""

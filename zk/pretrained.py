@@ -1,4 +1,8 @@
-"""Loading of safetensors files into a model: now, or, where it has no memory yet, when its units are made."""
+"""Loading of safetensors files into a model: now, or, where it has no memory yet, when its units are made.
+
+Of a frozen unit whose parameters lie in the files as they are kept, nothing is loaded on the nvme tier. ZeroOptimizer asks where they lie
+(``place``), and reads them from there in every step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import save
+from zk.checkpoint.files import DTYPE_OF
 from zk.materialize import compute_device, promise
+from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
 from zk.store import UnitStore
 from zk.tiled_linear import Piece, pieces_of
@@ -23,19 +31,44 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of a safetensors file."""
+
+    path: Path
+    seen: Identity  # of the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None for one that is not known here
+    offset: int  # of its first byte, in the file
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _FromFile:
     """Values that lie in a safetensors file."""
 
-    path: Path
+    entry: _Entry
     key: str
     device: torch.device  # where the model will compute
+    in_place: bool  # they may be read from there whenever they are needed
     piece: tuple[slice, slice] | None = None  # rows and columns of what is in the file; None for all of it
     version: int = 0  # of the tensor that waits for the values
+
+    def place(self, dtype: torch.dtype) -> Excerpt | None:
+        """The bytes of the values in the file, if they lie there in ``dtype``, one after the other.
+
+        Whole rows of a weight do, as a tile has them. Columns do not.
+        """
+        entry, shape = self.entry, self.entry.shape
+        rows, columns = self.piece or (slice(0, 1), slice(0, math.prod(shape)))
+        width = shape[1] if self.piece is not None else columns.stop
+        if not self.in_place or entry.dtype != dtype or columns != slice(0, width):
+            return None
+        whole = Excerpt(str(entry.path), entry.seen, entry.offset, math.prod(shape) * dtype.itemsize)
+        return whole.part(rows, 0, width * dtype.itemsize)
 
     def make(self, tensor: Tensor) -> Tensor:
         from safetensors import safe_open
 
-        with safe_open(self.path, framework="pt") as file:
+        with safe_open(self.entry.path, framework="pt") as file:
             value: Tensor = file.get_tensor(self.key) if self.piece is None else file.get_slice(self.key)[self.piece]
             return value.clone(memory_format=torch.contiguous_format)  # not a view of the mapped file
 
@@ -43,8 +76,8 @@ class _FromFile:
         return tensor._version == self.version
 
 
-def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Tensor name -> (file, shape), from a safetensors file, its index, or a folder with either."""
+def _files(path: Path) -> dict[str, _Entry]:
+    """The tensors, by name, of a safetensors file, of those of an index, or of a folder with either."""
     from safetensors import SafetensorError, safe_open
 
     path = path.absolute()
@@ -69,15 +102,19 @@ def _files(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         if not file.exists():
             raise FileNotFoundError(f"{path} names {file.name}, which is not there")
         try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  (not a dict)
-                    entries[key] = file, tuple(opened.get_slice(key).get_shape())
+            with safe_open(file, framework="pt"), file.open("rb") as opened:  # the first checks it, and does not say where tensors lie
+                nbytes = int.from_bytes(opened.read(8), "little")
+                table, seen = json.loads(opened.read(nbytes)), identity_of(os.fstat(opened.fileno()))
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+        table.pop("__metadata__", None)
+        for key, found in table.items():
+            shape, dtype = tuple(found["shape"]), DTYPE_OF.get(found["dtype"])
+            entries[key] = _Entry(file, seen, shape, dtype, 8 + nbytes + found["data_offsets"][0])
     return entries
 
 
-def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
+def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True, in_place: bool = True) -> None:
     """Take the parameters and buffers of ``model`` from safetensors, with at most one unit of it in memory at once.
 
     Args:
@@ -85,6 +122,12 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
             ranks; fp32 values become the masters), or any other.
         path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
         strict: False leaves what the files do not have as it is, and ignores what the model does not have.
+        in_place: read frozen units that rest on the nvme tier from these files in every step, and write no copy of them to ``nvme_path``. That
+            goes for a model from ``deferred_init``, and for units of which every parameter lies in the files as it is kept (``dtype``, rows, memory
+            format); others are copied. The files are opened for reading only, must stay as they are until the optimizer is closed, and should be
+            on a drive that is as fast. False copies all of them.
+
+    What is written to such a unit, or unfrozen, moves to ``nvme_path`` first: the files are never changed.
 
     Raises:
         ValueError: before anything is changed, with the names that are missing, unexpected, or of another shape.
@@ -92,11 +135,11 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     """
     owner = next(filter(None, map(owner_of, model.parameters())), None)
     with save.together(owner.comm, f"checking {path}") if owner is not None else contextlib.nullcontext():
-        sources = _sources(model, path, strict)
+        sources = _sources(model, path, strict, in_place)
     _load(sources, path)
 
 
-def _sources(model: nn.Module, path: str | Path, strict: bool) -> dict[Tensor, _FromFile]:
+def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -> dict[Tensor, _FromFile]:
     """The places of the values of parameters and buffers, after checking that they fit."""
     entries = _files(Path(path))
     pieces = pieces_of(model)
@@ -117,9 +160,9 @@ def _sources(model: nn.Module, path: str | Path, strict: bool) -> dict[Tensor, _
     shapes = {tensor: parts[tensor].shape if tensor in parts else tuple(tensor.shape) for tensor in names}
     unexpected = sorted(set(entries) - known)
     wrong = [
-        f"{key} is {entries[key][1]}, the model's {shapes[tensor]}"
+        f"{key} is {entries[key].shape}, the model's {shapes[tensor]}"
         for tensor, key in chosen.items()
-        if key is not None and entries[key][1] != shapes[tensor]
+        if key is not None and entries[key].shape != shapes[tensor]
     ]
     wrong = list(dict.fromkeys(wrong))
     problems = [f"other shapes: {_some(wrong)}"] if wrong else []
@@ -130,7 +173,7 @@ def _sources(model: nn.Module, path: str | Path, strict: bool) -> dict[Tensor, _
         raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}" + ("" if wrong else " (strict=False ignores these)"))
     device = compute_device(model)
     return {
-        tensor: _FromFile(entries[key][0], key, device, parts[tensor].place if tensor in parts else None)
+        tensor: _FromFile(entries[key], key, device, in_place, parts[tensor].place if tensor in parts else None)
         for tensor, key in chosen.items()
         if key is not None
     }

@@ -155,10 +155,12 @@ class UnitStore:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the parameters where they rest, and of full ones beside them."""
+        """Bytes of the parameters where they rest (``in_place``: in files of the user's), and of full ones beside them."""
         if not self.is_partitioned:
             return {"param": self.full.nbytes, "gathered": 0}
-        return {"param": self.home.nbytes("param"), "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
+        is_in_place = isinstance(self.home, FileParams) and self.home.borrowed is not None
+        kind = "in_place" if is_in_place else "param"
+        return {kind: self.home.nbytes("param"), "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
 
     # ---- parameters: fetch -> upload -> gather -> release --------------------------------------------------------------------
 

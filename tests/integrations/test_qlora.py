@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zk
@@ -137,3 +138,27 @@ def test_adapters_over_a_quantized_base_over_ranks(tmp_path: Path) -> None:
     base_in(tmp_path)
     cases = [(kind, False, tmp_path) for kind in ("nf4", "int8")]
     assert run_world(2, whole_life, cases) == [[[], []]] * len(cases)
+
+
+def test_adapters_over_published_files_leave_them_where_they_are(tmp_path: Path) -> None:
+    """A base that never exists whole, and of which nothing is written, beside plain PEFT."""
+    published = base_in(tmp_path)
+    config, lora = transformers.LlamaConfig.from_pretrained(published), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(1)
+    plain = transformers.LlamaForCausalLM(config)
+    plain.load_state_dict(load_file(published / "model.safetensors"))
+    plain = peft.get_peft_model(plain, lora)
+    want = train(plain, adamw(plain), 3)
+    torch.manual_seed(1)
+    with zk.deferred_init():
+        model = transformers.LlamaForCausalLM(config)
+    before = digest(published)
+    zk.load_pretrained(model, published)
+    with zk.deferred_init():
+        model = peft.get_peft_model(model, lora)
+    with on_drive(model, tmp_path) as optimizer:
+        written = optimizer.metrics()["evicted_nbytes"]
+        assert train(model, optimizer, 3) == want
+        frozen = sum(param.numel() * 4 for param in plain.parameters() if not param.requires_grad)
+        assert optimizer.metrics()["nvme_in_place_nbytes"] == frozen > 10 * written
+    assert digest(published) == before

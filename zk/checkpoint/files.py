@@ -51,7 +51,7 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 _IN_FLIGHT = 4
 _LONGEST_HEADER = 100 << 20
 
@@ -234,7 +234,7 @@ class Reader:
             self._fill(text, 8)
             table = json.loads(text.numpy().tobytes())
             table.pop("__metadata__", None)
-            self.entries = {key: Entry(key, _NAMES[value["dtype"]], tuple(value["shape"])) for key, value in table.items()}
+            self.entries = {key: Entry(key, DTYPE_OF[value["dtype"]], tuple(value["shape"])) for key, value in table.items()}
             self.offsets = {key: 8 + size + value["data_offsets"][0] for key, value in table.items()}
             for key, entry in self.entries.items():
                 start, stop = table[key]["data_offsets"]

@@ -22,6 +22,7 @@ import atexit
 import bisect
 import contextlib
 import copy
+import dataclasses
 import errno
 import functools
 import itertools
@@ -32,8 +33,9 @@ import secrets
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -244,11 +246,15 @@ class _Checksums:
             del self.entries[start]
         del self.starts[first:last]
 
-    def of(self, offset: int, data: memoryview) -> list[tuple[int, int, int]]:
-        """Compute those of ``data`` at ``offset``: start, bytes and checksum of each part."""
+    def of(self, offset: int, data: memoryview, known: bool = True) -> list[tuple[int, int, int]]:
+        """Compute those of ``data`` at ``offset``: start, bytes and checksum of each part, or of those alone that have none yet."""
         stop = offset + len(data)
         inside = self.cuts[bisect.bisect_right(self.cuts, offset) : bisect.bisect_left(self.cuts, stop)]
-        return [(start, end - start, _checksum(data[start - offset : end - offset])) for start, end in itertools.pairwise((offset, *inside, stop))]
+        return [
+            (start, end - start, _checksum(data[start - offset : end - offset]))
+            for start, end in itertools.pairwise((offset, *inside, stop))
+            if known or start not in self.entries
+        ]
 
     def note(self, parts: list[tuple[int, int, int]]) -> None:
         with self.lock:
@@ -257,7 +263,8 @@ class _Checksums:
                 bisect.insort(self.starts, start)
                 self.entries[start] = (nbytes, checksum)
 
-    def check(self, path: str, offset: int, data: memoryview) -> None:
+    def check(self, path: Callable[[int], str], offset: int, data: memoryview, were: str = "written", remedy: str = "") -> None:
+        """OSError for a part of ``data`` that is not what it was; ``path`` gives the file of an offset."""
         with self.lock:
             first, last = bisect.bisect_left(self.starts, offset), bisect.bisect_left(self.starts, offset + len(data))
             known = [(start, *self.entries[start]) for start in self.starts[first:last]]
@@ -265,10 +272,19 @@ class _Checksums:
             if start + nbytes <= offset + len(data) and _checksum(data[start - offset : start - offset + nbytes]) != checksum:
                 raise OSError(
                     errno.EIO,
-                    f"the {nbytes} bytes at offset {start} are not what was written there (their checksum differs): the drive, or "
-                    "another process, has changed them",
-                    path,
+                    f"the {nbytes} bytes at offset {start} are not what was {were} there (their checksum differs): the drive, or another "
+                    f"process, has changed them{remedy}",
+                    path(start),
                 )
+
+
+def _copy(into: memoryview, source: memoryview) -> None:
+    """Copy bytes.
+
+    numpy lets other threads run meanwhile, and an assignment to a memoryview does not: parameters that are read from files of the user's, where
+    they lie as the user has put them, all come this way.
+    """
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _close_all(direct: list[int], cached: list[int]) -> None:
@@ -330,7 +346,7 @@ class File:
         made: list[str] = []
         try:
             for path in self.paths:
-                made += [] if os.path.exists(path) else [path]
+                made += [path] if nbytes is not None and not os.path.exists(path) else []
                 self._open(path, create=nbytes is not None)
             if nbytes is not None:
                 for stripe in range(len(self.paths)):
@@ -444,17 +460,14 @@ class File:
             raise ValueError(f"{verb} needs a contiguous tensor in host memory; got {tuple(tensor.shape)} on {tensor.device}")
         if offset < 0 or offset + tensor.nbytes > self.nbytes:
             raise ValueError(f"{verb} of {tensor.nbytes} bytes at offset {offset} is outside the {self.nbytes} bytes of {', '.join(self.paths)}")
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.nbytes else memoryview(b"")
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.nbytes else memoryview(bytearray())
         address = tensor.data_ptr()
-        block = self.engine.block_nbytes
-        # cut at multiples of the block in the file, so that no piece crosses stripes
-        cuts = [0, *range(block - offset % block, len(data), block)] if len(data) else []
-        pieces = [(start, min(start + (block - (offset + start) % block), len(data))) for start in cuts]
+        pieces = list(self._cut(offset, data))
         finish: Callable[[], None] | None = None
         if self.checksums is not None and write:
             self.checksums.forget(offset, len(data))
         elif self.checksums is not None:
-            finish = functools.partial(self.checksums.check, self.paths[0], offset, data)
+            finish = functools.partial(self._check, offset, data)
         request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, finish)
         with self.lock:
             self.pending = [other for other in self.pending if not other.done or (other.error is not None and not other.reported)]
@@ -462,7 +475,7 @@ class File:
             if write:
                 self.written_nbytes += len(data)
             else:
-                self.read_nbytes += len(data)
+                self.read_nbytes += sum(stop - start for start, stop in pieces)
         try:
             for start, stop in pieces:
                 piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write)
@@ -472,11 +485,27 @@ class File:
             raise
         return request
 
+    def _cut(self, offset: int, data: memoryview) -> Iterator[tuple[int, int]]:
+        """Cut ``data`` at multiples of the block in the file, so that no piece crosses stripes: start and stop of each."""
+        block, start = self.engine.block_nbytes, 0
+        while start < len(data):
+            stop = min(start + block - (offset + start) % block, len(data))
+            yield start, stop
+            start = stop
+
+    def _locate(self, offset: int) -> tuple[int, int]:
+        """The number of the path that has the byte at ``offset``, and its place there."""
+        block, count = self.engine.block_nbytes, len(self.paths)
+        return offset // block % count, offset // block // count * block + offset % block
+
+    def _check(self, offset: int, data: memoryview) -> None:
+        """OSError if ``data`` that was read is not what was written."""
+        assert self.checksums is not None
+        self.checksums.check(lambda _: self.paths[0], offset, data)
+
     def _move(self, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
         """Move one piece, all of it, on an I/O thread."""
-        block, count = self.engine.block_nbytes, len(self.paths)
-        stripe = offset // block % count
-        place = offset // block // count * block + offset % block
+        stripe, place = self._locate(offset)
         path, direct, cached = self.paths[stripe], self.direct[stripe], self.cached[stripe]
         call: Callable[..., int] = SYSTEM.pwritev if write else SYSTEM.preadv
         # before the write, while the processor's cache has what was updated
@@ -494,7 +523,7 @@ class File:
                 size, through_bounce = min(whole, len(bounce)), True
                 descriptor, buffer = direct, bounce[:size]
                 if write:
-                    buffer[:] = data[moved : moved + size]
+                    _copy(buffer, data[moved : moved + size])
             else:
                 descriptor, buffer = direct, data[moved : moved + whole]
             try:
@@ -509,7 +538,7 @@ class File:
                 verb = "write" if write else "read"
                 raise OSError(errno.EIO, f"{verb} of {len(buffer)} bytes at offset {position} moved none: the file has become shorter", path)
             if through_bounce and not write:
-                data[moved : moved + now] = buffer[:now]
+                _copy(data[moved : moved + now], buffer[:now])
             moved += now
         if self.checksums is not None:
             self.checksums.note(checksums)
@@ -534,3 +563,149 @@ class File:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+Identity = tuple[int, int, int, int]
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Device, inode, bytes, and the time of the last write in nanoseconds: what tells a file from another one, and from itself after a change."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Consecutive bytes of a file that is somebody else's, and their place in what is read."""
+
+    path: str
+    seen: Identity  # of the file, when it was learnt what it has
+    offset: int  # of the first byte, in the file
+    nbytes: int
+    start: int = 0  # of the first byte, in what is read
+
+    def is_followed_by(self, other: Excerpt) -> bool:
+        """Check that ``other`` begins where this one ends, in the file and in what is read."""
+        if other.seen != self.seen:
+            return False
+        return other.offset - self.offset == other.start - self.start == self.nbytes
+
+    def part(self, elements: slice, start: int, size: int) -> Excerpt:
+        """Some of the elements, of ``size`` bytes each, to be read to element ``start``."""
+        nbytes = (elements.stop - elements.start) * size
+        return dataclasses.replace(self, offset=self.offset + elements.start * size, nbytes=nbytes, start=start * size)
+
+
+class Excerpts(File):
+    """Excerpts of other files, read as if they were one, and never written. Bytes that no excerpt has are zero.
+
+    Excerpts may begin anywhere in their files. What lies within whole pages there passes the page cache, through the blocks of the I/O threads
+    where it goes to another place in a page; the rest of its first and last page does not.
+
+    Args:
+        excerpts: which do not overlap where they are read to.
+        nbytes: in all.
+        checksum: keep a checksum of every piece when it is first read, and check it when it is read again.
+        cuts: as for File.
+        engine: as for File.
+
+    Files are opened once, for reading only. One that is removed or replaced afterwards is read on as it was. One whose size or time of change is
+    not what was ``seen`` raises, so that no step reads half of another model.
+
+    Raises:
+        OSError: for a file that is gone or has changed, here and in ``wait``, with its name and the remedy.
+    """
+
+    def __init__(
+        self,
+        excerpts: Sequence[Excerpt],
+        nbytes: int,
+        *,
+        checksum: bool = False,
+        cuts: Iterable[int] = (),
+        engine: Engine | None = None,
+    ) -> None:
+        files = {excerpt.seen: excerpt.path for excerpt in excerpts}
+        self.excerpts: list[Excerpt] = []
+        for excerpt in sorted(excerpts, key=lambda excerpt: excerpt.start):
+            if self.excerpts and self.excerpts[-1].is_followed_by(excerpt):
+                # neighbours in the file and here: one read
+                before = self.excerpts.pop()
+                self.excerpts.append(dataclasses.replace(before, nbytes=before.nbytes + excerpt.nbytes))
+            elif excerpt.nbytes:
+                self.excerpts.append(excerpt)
+        self.starts = [excerpt.start for excerpt in self.excerpts]
+        self.seen = list(files)  # of each path
+        super().__init__(list(files.values()), writable=False, checksum=checksum, cuts=cuts, engine=engine)
+        self.nbytes = nbytes
+
+    def _open(self, path: str, create: bool) -> None:
+        try:
+            self.cached.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"is not there any more{_REMEDY}", path) from None
+        self.direct.append(_past_cache(path))
+        self._refuse_changed(len(self.cached) - 1)
+        if self.direct[-1] >= 0:
+            # what goes through the cache are beginnings and ends of excerpts, and nothing after them
+            os.posix_fadvise(self.cached[-1], 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _cut(self, offset: int, data: memoryview) -> Iterator[tuple[int, int]]:
+        """Cut ``data`` at the bounds of excerpts, and at multiples of the block in their files. The rest becomes zero."""
+        block, done = self.engine.block_nbytes, 0
+        first = max(0, bisect.bisect_right(self.starts, offset) - 1)
+        last = bisect.bisect_left(self.starts, offset + len(data))
+        for excerpt in self.excerpts[first:last]:
+            start = max(excerpt.start - offset, 0)
+            end = min(excerpt.start + excerpt.nbytes - offset, len(data))
+            if start < end:
+                data[done:start] = bytes(start - done)
+                done = end
+            while start < end:
+                stop = min(start + block - self._locate(offset + start)[1] % block, end)
+                yield start, stop
+                start = stop
+        data[done:] = bytes(len(data) - done)
+
+    def _locate(self, offset: int) -> tuple[int, int]:
+        excerpt = self.excerpts[bisect.bisect_right(self.starts, offset) - 1]
+        return self.seen.index(excerpt.seen), excerpt.offset + offset - excerpt.start
+
+    def _check(self, offset: int, data: memoryview) -> None:
+        """OSError if ``data`` that was read is not what was read before."""
+        assert self.checksums is not None
+        self.checksums.check(lambda start: self.paths[self._locate(start)[0]], offset, data, "read", _REMEDY)
+        self.checksums.note(self.checksums.of(offset, data, known=False))
+
+    def _move(self, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
+        try:
+            super()._move(data, address, offset, write, bounce)
+        finally:
+            self._refuse_changed(self._locate(offset)[0])
+
+    def _refuse_changed(self, number: int) -> None:
+        """OSError if a file is not what it was."""
+        opened = {identity_of(os.fstat(descriptor)) for descriptor in (self.cached[number], self.direct[number]) if descriptor >= 0}
+        if opened != {self.seen[number]}:
+            raise OSError(errno.ESTALE, f"has been changed since its names were read{_REMEDY}", self.paths[number])
+
+
+# what to do about a file of the user's that is not what it was
+_REMEDY = "; frozen parameters are read from it in place: put back what was there and start again, or have them copied with in_place=False"
+
+
+def _past_cache(path: str) -> int:
+    """A descriptor that reads a file past the page cache; -1 where its file system has none.
+
+    ``can_bypass_cache`` would find that out with a file beside it, in a folder that is not zk's.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        SYSTEM.preadv(descriptor, [memoryview(mmap.mmap(-1, ALIGN))], 0)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            raise
+        return -1
+    return descriptor

@@ -2,6 +2,9 @@
 
 A piece is asked for ahead (``fetch``), opened when it is needed (``open`` waits for what is missing), and put back: dropped, written behind
 (``evict``), or kept for the next use (``keep``). Buffers are page-aligned, so that transfers bypass the page cache.
+
+Frozen parameters may lie in files of the user's instead, which are read and never written. A piece of them is fetched as all others are, and dropped
+after its use; the first write of something else gives it room in a file of zk's.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 from zk.events import COMPLETED, Event, Ticket
 from zk.memory import staging
 from zk.offload.cpu_adam import sum_of_squares
-from zk.offload.nvme import ALIGN, File, Request, round_up
+from zk.offload.nvme import ALIGN, Excerpts, File, Request, round_up
 from zk.offload.transfer import Arrival, Transfer, evenly
 from zk.offload.worker import Worker
 from zk.timeline import phase
@@ -32,7 +35,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of the file."""
+    """Consecutive bytes of the file, or of what lies in files of the user's."""
 
     offset: int  # a multiple of a page, but for parameters of one byte
     nbytes: int
@@ -87,6 +90,17 @@ class Spill:
         """The offset of ``nbytes`` bytes, whole pages, which exist after the next ``create``."""
         offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes)
         self.starts.add(offset)
+        return offset
+
+    def borrow(self, file: Excerpts) -> int:
+        """The offset of the bytes of ``file``, which are the user's.
+
+        They take a range of offsets at once, so this comes before anything is reserved that is in no file yet.
+        """
+        offset = self.created
+        assert self.nbytes == offset
+        self.files.append((offset, file))
+        self.nbytes = self.created = offset + round_up(file.nbytes)
         return offset
 
     def create(self) -> None:
@@ -427,20 +441,31 @@ class FileFields:
 
 
 class FileParams(FileFields):
-    """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk."""
+    """A rank's slice of a unit's parameters (numel,), in the file: read whole for every gather, updated chunk by chunk.
+
+    ``borrowed``: the offset of frozen ones that are read in place, from files of the user's. Other values than those get room of their own.
+    """
 
     memory = "host"
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], borrowed: int | None = None) -> None:
+        self.spill, self.borrowed = spill, borrowed
         super().__init__(spill, chunks, fields)
         self.whole_buffers: Buffers | None = None
-        self.piece = Piece(self.pieces[0].offset, round_up(self.nbytes("param")))
+
+    @property
+    def piece(self) -> Piece:
+        """All of the slice."""
+        return Piece(self.pieces[0].offset, round_up(self.nbytes("param")))
 
     def _reserve(self, spill: Spill) -> dict[int, Piece]:
-        """Take room for the slice, of which chunks are pieces."""
-        offset = spill.reserve(self.nbytes("param"))
+        """Take room for the slice, of which chunks are pieces, unless it is there."""
         bounds = [chunk.start * self.fields["param"].itemsize for chunk in self.chunks]
-        spill.starts |= {offset + start for start in bounds}  # written whole, read by chunk
+        if self.borrowed is not None:
+            offset = self.borrowed
+        else:
+            offset = spill.reserve(self.nbytes("param"))
+            spill.starts |= {offset + start for start in bounds}  # written whole, read by chunk
         ends = [*bounds[1:], round_up(self.nbytes("param"))]
         return {chunk.start: Piece(offset + start, end - start) for chunk, start, end in zip(self.chunks, bounds, ends, strict=True)}
 
@@ -462,8 +487,37 @@ class FileParams(FileFields):
     def write(self, values: Tensor) -> None:
         """Replace the slice by ``values`` (numel,)."""
         assert self.whole_buffers is not None
+        if self.borrowed is not None:
+            if self._has(values):
+                return
+            self._leave()
         self._view(self.whole_buffers.open(self.piece, read=False)).copy_(values)
         self.whole_buffers.evict(self.piece, changed=True)
+
+    def _has(self, values: Tensor) -> bool:
+        """Check that ``values`` are what is there, bit for bit.
+
+        A base that is loaded once more, or comes with a checkpoint, then stays where it is.
+        """
+        try:
+            here = self.whole()
+        except OSError:  # it has been changed: what comes is right
+            return False
+        same = torch.equal(here.view(torch.uint8), values.to("cpu", here.dtype).contiguous().view(torch.uint8))
+        self.release()
+        return same
+
+    def _leave(self) -> None:
+        """Take room on the drive, for values that are not those in files of the user's."""
+        with self.spill.lock:
+            before, self.borrowed = self.borrowed, None
+            try:
+                pieces = self._reserve(self.spill)
+                self.spill.create()
+            except BaseException:
+                self.borrowed = before
+                raise
+            self.pieces = pieces
 
     def _view(self, data: Tensor) -> Tensor:
         return data[: self.nbytes("param")].view(self.fields["param"])

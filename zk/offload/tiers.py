@@ -19,7 +19,7 @@ from zk.events import COMPLETED, Event
 from zk.logs import rank_log
 from zk.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import sum_of_squares
-from zk.offload.nvme import File
+from zk.offload.nvme import Excerpt, Excerpts, File, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileFields, FileGrads, FileParams, Spill, chunks_of
 from zk.offload.transfer import Arrival, Transfer, pieces_of
@@ -254,6 +254,28 @@ class NVMeTier:
     def flush(self) -> None:
         """Return when the drive has taken what was written behind; raises what it refused."""
         self.spill.flush()
+
+    def borrow(self, slices: Mapping[int, tuple[int, torch.dtype, Iterable[Excerpt]]]) -> dict[int, FileParams]:
+        """Homes of frozen parameters that stay in files of the user's, all of which are opened here, once.
+
+        Args:
+            slices: key -> elements, their dtype, and the bytes of files that they are.
+        """
+        excerpts: list[Excerpt] = []
+        cuts: list[int] = []
+        starts: dict[int, int] = {}
+        end = 0
+        for key, (numel, dtype, parts) in slices.items():
+            starts[key] = end
+            excerpts += [dataclasses.replace(part, start=end + part.start) for part in parts]
+            cuts += [end + chunk.start * dtype.itemsize for chunk in self.chunks(0, numel)]
+            end += round_up(numel * dtype.itemsize)
+        first = self.spill.borrow(Excerpts(excerpts, end, checksum=self.checksum, cuts=cuts))
+        homes = {}
+        for key, (numel, dtype, _) in slices.items():
+            homes[key] = FileParams(self.spill, self.chunks(0, numel), {"param": dtype}, first + starts[key])
+        self.homes += homes.values()
+        return homes
 
     def home(self, numel: int, dtype: torch.dtype) -> FileParams:
         """Room for parameters."""

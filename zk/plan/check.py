@@ -23,6 +23,7 @@ from zk.offload.rules import rule_for
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes, readable
 from zk.parallel.comm import MEMORY, Group, Solo
+from zk.placement import places_of
 from zk.plan.footprint import Footprint, footprint_of
 from zk.units import Unit
 
@@ -106,7 +107,7 @@ class Case:
         for unit, freed in zip(self.units, self.freed, strict=False):
             params = tuple((param.numel(), group_of.get(param)) for param in unit.params)
             alike = params, _widest(unit), unit.dtype, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
-            self.kinds.append(firsts.setdefault(alike, unit))
+            self.kinds.append(firsts.setdefault((*alike, places_of(unit) is None), unit))
 
     def _freed(self) -> list[Counter[str]]:
         """Memory -> bytes given back with each unit: parameters, and gradients of another precision. The last entry is what goes with a step.

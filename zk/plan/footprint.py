@@ -116,7 +116,8 @@ def _unit_sizes(
     """Tier and kind -> bytes of one unit between uses."""
     fields, size = {name: dtype.itemsize for name, dtype in placement.state_fields(unit)[1].items()}, unit.dtype.itemsize
     master = fields.pop("master", 0)
-    sizes = Counter({(param_tier, "param"): placement.slice_numel(unit, 3) * size})
+    rests = (param_tier, "param") if placement.in_place(unit, param_tier) is None else ("files", "in_place")  # of the user's
+    sizes = Counter({rests: placement.slice_numel(unit, 3) * size})
     for tier, numel in parts if unit.trained else ():
         memory = placement.memory_of(tier)
         sizes[tier, "master"] += numel * master
@@ -156,7 +157,8 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
             element = size
             most |= Counter(param=largest * size, whole=numel * size)
         grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
-        file_nbytes += count * (sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)
+        if is_state or placement.in_place(units[key], "nvme") is None:
+            file_nbytes += count * (sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)
     chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, 2)
     of_chunks = most["state"] + most["grad"] + most["param"]
     found.sizes["host", "buffer"] = chunks_here * of_chunks + reads * most["whole"] + writes * most["written"]
