@@ -19,7 +19,7 @@ from tests.world import run_world
 from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
 from zk.checkpoint.folders import sealed
-from zk.tiled_linear import pieces_of
+from zk.tiles import pieces_of
 from zk.units import flat_of, order_of, shaped_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")

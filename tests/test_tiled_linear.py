@@ -18,7 +18,8 @@ from tests.models import DEVICE
 from tests.world import run_world
 from zk import kernels
 from zk.checkpoint.export import export
-from zk.tiled_linear import Tile, TiledLinear, cuts
+from zk.tiled_linear import TiledLinear, cuts
+from zk.tiles import Tile
 
 BF16 = torch.bfloat16
 

@@ -48,7 +48,7 @@ from zk.parallel.released import own_grad
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.store import UnitStore
-from zk.tiled_linear import pieces_of
+from zk.tiles import pieces_of
 from zk.torch_calls import watch_torch
 from zk.units import Unit, find_units
 

@@ -24,7 +24,7 @@ from zk.materialize import compute_device, promise
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
 from zk.store import UnitStore
-from zk.tiled_linear import Piece, pieces_of
+from zk.tiles import Piece, pieces_of
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer
@@ -49,7 +49,7 @@ class _FromFile:
     key: str
     device: torch.device  # where the model will compute
     in_place: bool  # they may be read from there whenever they are needed
-    piece: tuple[slice, slice] | None = None  # rows and columns of what is in the file; None for all of it
+    piece: tuple[slice, ...] | None = None  # the place in what is in the file; None for all of it
     version: int = 0  # of the tensor that waits for the values
 
     def place(self, dtype: torch.dtype) -> Excerpt | None:
@@ -57,13 +57,12 @@ class _FromFile:
 
         Whole rows of a weight do, as a tile has them. Columns do not.
         """
-        entry, shape = self.entry, self.entry.shape
-        rows, columns = self.piece or (slice(0, 1), slice(0, math.prod(shape)))
-        width = shape[1] if self.piece is not None else columns.stop
-        if not self.in_place or entry.dtype != dtype or columns != slice(0, width):
+        entry, shape = self.entry, (1, *self.entry.shape) if self.piece is None else self.entry.shape
+        rows, *others = self.piece or [slice(0, size) for size in shape]
+        if not self.in_place or entry.dtype != dtype or others != [slice(0, size) for size in shape[1:]]:
             return None
         whole = Excerpt(str(entry.path), entry.seen, entry.offset, math.prod(shape) * dtype.itemsize)
-        return whole.part(rows, 0, width * dtype.itemsize)
+        return whole.part(rows, 0, math.prod(shape[1:]) * dtype.itemsize)
 
     def make(self, tensor: Tensor) -> Tensor:
         from safetensors import safe_open

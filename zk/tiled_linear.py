@@ -11,23 +11,20 @@ Source: memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zk import kernels
 from zk.kernels.launch import FLOATS
-from zk.owners import owner_of
+from zk.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
 
 # tiles begin at multiples of this many features where the layer is large enough: 128 bytes in 16 bits
 _GRAIN = 64
@@ -40,7 +37,7 @@ def cuts(features: int, splits: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-class Tile(nn.Module):
+class LinearTile(Tile):
     """One tile of a TiledLinear: ``weight`` (rows of the output, columns of the input)."""
 
     def __init__(self, weight: nn.Parameter, rows: slice, columns: slice) -> None:
@@ -164,63 +161,7 @@ class _Close(torch.autograd.Function):
         return _link(ctx.shape, ctx.run.link_dtype, ctx.device), bias, None
 
 
-class Whole(Tensor):
-    """The weight of a TiledLinear, put together from its tiles. What is written to it is written to them."""
-
-    layer: TiledLinear
-
-    @classmethod
-    def of(cls, layer: TiledLinear, values: Tensor) -> Whole:
-        """``values`` (out_features, in_features) as the weight of ``layer``."""
-        whole = values.as_subclass(cls)
-        whole.layer = layer
-        return whole
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        first = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Whole))
-        name, attribute = getattr(func, "__name__", ""), getattr(func, "__self__", None)
-        with torch._C.DisableTorchFunctionSubclass():
-            if attribute is _GRAD:
-                return first._gradient(*args[1:])
-            if (attribute is _REQUIRES_GRAD and name == "__set__") or name == "requires_grad_":
-                for tile in first.layer.each_tile():
-                    tile.weight.requires_grad_(*args[1:], **kwargs)
-                return first
-            if attribute is _DATA:
-                return Whole.of(first.layer, first.detach()) if name == "__get__" else first._write(args[1])
-            if not (name.endswith("_") and not name.endswith("__")) and name not in _IN_PLACE:
-                return func(*args, **kwargs)
-            if torch.is_grad_enabled() and first.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
-                raise RuntimeError("the weight of a TiledLinear that requires grad is changed in place; do so within torch.no_grad()")
-            values = first.detach()
-            func(*tree_map(lambda value: values if value is first else value, args), **{
-                key: values if value is first else value for key, value in kwargs.items()
-            })
-            first._write(values)
-            return first
-
-    @torch.no_grad()
-    def _write(self, values: Tensor) -> None:
-        for tile in self.layer.each_tile():
-            tile.weight.copy_(values[tile.rows, tile.columns])
-
-    def _gradient(self, *value: Tensor | None) -> Tensor | None:
-        tiles = self.layer.each_tile()
-        if value:
-            for tile in tiles:
-                tile.weight.grad = None if value[0] is None else value[0][tile.rows, tile.columns].clone()
-            return None
-        grads = [tile.weight.grad for tile in tiles]
-        return None if any(grad is None for grad in grads) else _whole(cast("list[Tensor]", grads), self.layer.in_splits)
-
-
-_GRAD, _DATA, _REQUIRES_GRAD = Tensor.grad, Tensor.data, Tensor.requires_grad
-_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
-
-
-class TiledLinear(nn.Linear):
+class TiledLinear(Tiled, nn.Linear):
     """``torch.nn.Linear``, computed tile by tile.
 
     Args:
@@ -264,7 +205,7 @@ class TiledLinear(nn.Linear):
         for rows in self.out_cuts:
             for columns in self.in_cuts:
                 weight = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=device, dtype=dtype)
-                self.tiles.append(Tile(nn.Parameter(weight), rows, columns))
+                self.tiles.append(LinearTile(nn.Parameter(weight), rows, columns))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
 
@@ -276,8 +217,7 @@ class TiledLinear(nn.Linear):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.in_cuts, self.out_cuts = cuts(in_features, in_splits), cuts(out_features, out_splits)
         self.tiles = nn.ModuleList()
-        self.register_state_dict_post_hook(_put_together)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_take_apart)  # type: ignore[no-untyped-call]
+        self.keep_names()
 
     @classmethod
     def from_linear(
@@ -304,7 +244,7 @@ class TiledLinear(nn.Linear):
         for rows in tiled.out_cuts:
             for columns in tiled.in_cuts:
                 weight = nn.Parameter(whole.detach()[rows, columns].clone(memory_format=torch.contiguous_format), whole.requires_grad)
-                tiled.tiles.append(Tile(weight, rows, columns))
+                tiled.tiles.append(LinearTile(weight, rows, columns))
         tiled.register_parameter("bias", linear.bias)
         return tiled.train(linear.training)
 
@@ -317,20 +257,18 @@ class TiledLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """(out_features, in_features), put together from the tiles; gradients flow back to them. All of it in memory."""
-        return Whole.of(self, _whole([tile.weight for tile in self.each_tile()], self.in_splits))
+        return Whole.of(self, "weight", joined(self.parts("weight"), (self.out_features, self.in_features)))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            if isinstance(value, Whole) and value.layer is self:
-                return  # layer.weight *= 2 has written it
-            raise AttributeError(
-                "the weight of a TiledLinear is its tiles, and cannot be replaced; write to it within torch.no_grad(): layer.weight.copy_(values)"
-            )
-        super().__setattr__(name, value)
+    def has_whole(self, name: str) -> bool:
+        return name == "weight"
 
-    def each_tile(self) -> list[Tile]:
+    def pieces(self) -> dict[str, Piece]:
+        shape = self.out_features, self.in_features
+        return {f"tiles.{index}.weight": Piece("weight", shape, (tile.rows, tile.columns)) for index, tile in enumerate(self.each_tile())}
+
+    def each_tile(self) -> list[LinearTile]:
         """Row by row."""
-        return cast("list[Tile]", list(self.tiles))
+        return cast("list[LinearTile]", list(self.tiles))
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:  # type: ignore[override]
@@ -368,64 +306,6 @@ class TiledLinear(nn.Linear):
         )
 
 
-def _whole(pieces: Sequence[Tensor], in_splits: int) -> Tensor:
-    """The weight, from its tiles row by row."""
-    return torch.cat([torch.cat(list(pieces[start : start + in_splits]), 1) for start in range(0, len(pieces), in_splits)], 0)
-
-
-def _put_together(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    assert isinstance(layer, TiledLinear)
-    pieces = [state.pop(f"{prefix}tiles.{index}.weight") for index in range(len(layer.tiles))]
-    bias = state.pop(f"{prefix}bias", None)
-    state[f"{prefix}weight"] = _whole(pieces, layer.in_splits)
-    if bias is not None:
-        state[f"{prefix}bias"] = bias
-
-
-def _take_apart(
-    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, _strict: bool, missing: list[str], _unexpected: Any, errors: list[str]
-) -> None:
-    assert isinstance(layer, TiledLinear)
-    whole = state.pop(f"{prefix}weight", None)
-    if whole is not None and tuple(whole.shape) != (layer.out_features, layer.in_features):
-        errors.append(
-            f"size mismatch for {prefix}weight: copying a param with shape {whole.shape} from checkpoint, the shape in current model is "
-            f"torch.Size([{layer.out_features}, {layer.in_features}])."
-        )
-        whole = None
-    elif whole is None and not any(key.startswith(f"{prefix}tiles.") for key in state):
-        missing.append(f"{prefix}weight")
-    for index, tile in enumerate(layer.each_tile()):
-        key = f"{prefix}tiles.{index}.weight"
-        if whole is not None:
-            piece = whole[tile.rows, tile.columns]
-            assigned = bool(metadata.get("assign_to_params_buffers"))  # a view would keep all of the weight
-            state[key] = piece.clone(memory_format=torch.contiguous_format) if assigned else piece
-        elif key not in state and owner_of(tile.weight) is None:
-            state[key] = tile.weight.detach()  # stays as it is, and is not reported under a name that the user never saw
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """The place of a tile's weight in the weight that nn.Linear has."""
-
-    whole: str  # its name there
-    shape: tuple[int, int]
-    place: tuple[slice, slice]
-
-
-def pieces_of(model: nn.Module) -> dict[str, Piece]:
-    """Name of a tile's parameter -> what it is a piece of, for every TiledLinear of the model."""
-    found = {}
-    for path, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, TiledLinear):
-            prefix = f"{path}." if path else ""
-            for index, tile in enumerate(layer.each_tile()):
-                place = (tile.rows, tile.columns)
-                found[f"{prefix}tiles.{index}.weight"] = Piece(f"{prefix}weight", (layer.out_features, layer.in_features), place)
-    return found
-
-
 def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     """Replace every nn.Linear of ``model`` whose weight is larger than ``max_tile_nbytes`` by a TiledLinear of smaller tiles, in place.
 
@@ -443,15 +323,8 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     Raises:
         ValueError: before anything is changed, for a weight that is tied to another parameter, or a model that a ZeroOptimizer holds.
     """
-    if isinstance(max_tile_nbytes, bool) or not isinstance(max_tile_nbytes, int) or max_tile_nbytes < 1:
-        raise ValueError(f"max_tile_nbytes must be a number of bytes, at least 1; got {max_tile_nbytes!r}")
-    if any(map(owner_of, model.parameters())):
-        raise ValueError("this model is held by a ZeroOptimizer, which would not see the tiles; call tile_linears before the optimizer is made")
-    users: dict[Tensor, set[str]] = collections.defaultdict(set)
-    for path, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                users[param].add(f"{path}.{name}" if path else name)
+    check_call(model, "tile_linears", "max_tile_nbytes", max_tile_nbytes)
+    users = users_of(model)
     chosen: dict[nn.Linear, str] = {}
     for path, module in model.named_modules():
         if type(module) is nn.Linear and "weight" in module._parameters and module.weight.nbytes > max_tile_nbytes:
@@ -459,17 +332,10 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
                 raise ValueError("the model itself is one nn.Linear and cannot be replaced in place; use TiledLinear.from_linear(model, ...)")
             if module.weight.dtype not in FLOATS:
                 raise ValueError(f"the weight of {path!r} is {module.weight.dtype}; a TiledLinear computes in fp32, bf16 or fp16")
-            if len(users[module.weight]) > 1:
-                raise ValueError(
-                    f"the weight of {path!r} is tied ({', '.join(sorted(users[module.weight]))}), and its tiles could not be; "
-                    "untie it, or raise max_tile_nbytes above its size"
-                )
+            check_untied(users, "weight", path, module.weight, "max_tile_nbytes")
             chosen[module] = path
-    tiled = {linear: TiledLinear.from_linear(linear, *_splits(linear, max_tile_nbytes)) for linear in chosen}
-    for parent in model.modules():
-        for name, child in list(parent._modules.items()):
-            if child in tiled:
-                setattr(parent, name, tiled[child])
+    for linear in chosen:
+        replace(model, linear, TiledLinear.from_linear(linear, *_splits(linear, max_tile_nbytes)))
     return list(chosen.values())
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.owners import inner_tensors
-from zk.tiled_linear import Tile
+from zk.tiles import Tile
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
 ALIGN = 32

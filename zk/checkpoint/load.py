@@ -32,7 +32,7 @@ from zk.checkpoint.manifest import (
 )
 from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
-from zk.tiled_linear import pieces_of
+from zk.tiles import pieces_of
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
@@ -340,27 +340,28 @@ class Contents(contextlib.ExitStack):
         return shaped_of(self.elements(part, kind, slice(0, math.prod(part.shape))), part.shape, part.order)
 
     def cut(self, weight: Weight, kind: str, place: Sequence[slice] | None) -> Tensor:
-        """A weight, or these rows and columns of it, from the parts that it was saved in. Of a tile only these rows are read."""
+        """A weight, or a box of it, from the parts that it was saved in. Of a tile only these rows are read."""
         if place is None and weight.parts[0].place is None:
             return self.whole(weight.parts[0], kind)
         everything = [slice(0, size) for size in weight.shape]
-        rows, columns = place or everything
+        box = everything if place is None else place
+        shape = [cut.stop - cut.start for cut in box]
         found: Tensor | None = None
         for part in weight.parts:
-            top, left = part.place or everything
-            (into_rows, from_rows), (into_columns, from_columns) = overlap(rows, top), overlap(columns, left)
-            if from_rows.start == from_rows.stop or from_columns.start == from_columns.stop:
+            pairs = [overlap(cut, own) for cut, own in zip(box, part.place or everything, strict=True)]
+            into, inner = zip(*pairs, strict=True)
+            if any(cut.start >= cut.stop for cut in inner):
                 continue
             if part.order is None:
-                width = left.stop - left.start
-                values = self.elements(part, kind, slice(from_rows.start * width, from_rows.stop * width)).view(-1, width)
+                size = math.prod(part.shape[1:])
+                values = self.elements(part, kind, slice(inner[0].start * size, inner[0].stop * size)).view(-1, *part.shape[1:])
             else:
-                values = self.whole(part, kind)[from_rows]
+                values = self.whole(part, kind)[inner[0]]
             if found is None:
-                found = values.new_empty(rows.stop - rows.start, columns.stop - columns.start)
+                found = values.new_empty(shape)
             found = found.to(torch.promote_types(found.dtype, values.dtype))  # a frozen tile is in the precision that it computes in
-            found[into_rows, into_columns] = values[:, from_columns]
-        return torch.zeros(rows.stop - rows.start, columns.stop - columns.start) if found is None else found
+            found[into] = values[(slice(None), *inner[1:])]
+        return torch.zeros(shape) if found is None else found
 
 
 def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> None:

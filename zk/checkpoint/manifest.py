@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular, overlap
 from zk.checkpoint.folders import MANIFEST, crc_of
-from zk.tiled_linear import Piece as TilePlace
-from zk.tiled_linear import pieces_of
+from zk.tiles import Piece as TilePlace
+from zk.tiles import pieces_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -239,7 +239,7 @@ class Saved:
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...] | None  # of its dimensions in memory; None is row by row
-    place: tuple[slice, ...] | None  # of a tile: its rows and columns in the weight
+    place: tuple[slice, ...] | None  # of a tile: in the weight
     sources: dict[str, list[Source]]  # kind -> where its elements are, in order
     steps: int
     sha256: str  # of one that was left out, as it was frozen; else empty

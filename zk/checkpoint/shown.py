@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.store import UnitStore
-from zk.tiled_linear import Whole
+from zk.tiles import Whole
 
 
 class Owner(Protocol):
@@ -102,7 +102,8 @@ class Shown(defaultdict[Any, Any]):
 
     def _place_of(self, param: Any) -> tuple[UnitStore, int]:
         if isinstance(param, Whole):
-            raise KeyError("the weight of a TiledLinear has its state by tile: optimizer.state[layer.tiles[0].weight]")
+            first = next(name for name, piece in param.layer.pieces().items() if piece.whole == param.called).replace(".0.", "[0].", 1)
+            raise KeyError(f"the {param.called} of a {type(param.layer).__name__} has its state by tile: optimizer.state[layer.{first}]")
         if not isinstance(param, nn.Parameter) or param not in self.owner.units:
             raise KeyError(f"the state of this optimizer is by parameter that it holds; got {type(param).__name__}: keep what is your own elsewhere")
         return self.owner.units[param]

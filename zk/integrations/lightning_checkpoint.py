@@ -25,7 +25,7 @@ from zk.checkpoint.manifest import Manifest
 from zk.checkpoint.save import buffers_of
 from zk.config import parse_dtype
 from zk.optimizer import ZeroOptimizer
-from zk.tiled_linear import pieces_of
+from zk.tiles import pieces_of
 
 REST = "lightning.ckpt"
 _STEP = "zk_step"  # in the rest: the name of the folder with the tensors
