@@ -33,7 +33,7 @@ SIZES = {
     # 140 lines and 1,545 tokens for what is unfrozen, or new, and trained later; 25 and 345 for experts; 105 and 770 for wrappers;
     # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
     # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on
-    "core": (10_870, 79_650),
+    "core": (10_870, 79_690),
     "beside the core": (3_245, 24_440),  # 60 and 400 for places of values in files; 80 and 540 for tiles of any shape, of any parameter
     "checkpoint": (2_755, 21_985),  # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen
     "plan": (1_450, 12_905),  # 40 and 370 for mixtures of experts; 5 and 50 for what lies in the user's files

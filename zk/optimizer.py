@@ -620,6 +620,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def update_order(self) -> tuple[list[int], bool]:
         """In which order the next update goes through the units that are trained, by number; and whether from the last chunk to the first."""
         trained = [number for number, held in enumerate(self.held) if held.shard is not None]
+        if isinstance(self.publisher, Group):  # ranks publish alike, and a forward may use units of its own (experts): as backward ended with them
+            return [self.grads.stores[position].index for position in reversed(self.grads.order)], False
         if self.config.overlap_step:  # as forward will want them
             order = [number for number in self.forward_order if self.held[number].shard is not None]
             return order + [number for number in trained if number not in self.forward_order], False
@@ -995,10 +997,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return {}
         named: dict[str, Tensor] = {}
         for name, param in all_named.items():
+            if names is not None and shown_as[name] not in names:
+                continue
             if param in full and name in tiles:
                 whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
                 whole[tiles[name].place] = full[param]
-            elif (names is None or name in names) and all(tensor in full for _, tensor in inner_tensors(param)):
+            elif all(tensor in full for _, tensor in inner_tensors(param)):
                 named[name] = rebuilt(param, full.__getitem__)
         return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
 
