@@ -27,6 +27,7 @@ IN_PART = (
     "test_doctor.py",
     "test_precision.py",
     "test_pretrained.py",
+    "test_tiled_experts.py",
     "test_tiled_linear.py",
     "test_train.py",
 )

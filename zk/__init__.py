@@ -7,6 +7,7 @@ from zk.integrations.deepspeed_engine import initialize
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
+from zk.tiled_experts import tile_experts
 from zk.tiled_linear import TiledLinear, tile_linears
 
 __version__ = "0.1.0"
@@ -20,5 +21,6 @@ __all__ = [
     "initialize",
     "load_pretrained",
     "offload_activations",
+    "tile_experts",
     "tile_linears",
 ]

@@ -44,7 +44,11 @@ class Tiled(nn.Module):
 
     def parts(self, name: str) -> list[tuple[nn.Parameter, tuple[slice, ...]]]:
         """The parameters of tiles that one of the layer is made of, each with its place."""
-        return [(self.get_parameter(own), piece.place) for own, piece in self.pieces().items() if piece.whole == name]
+        return [
+            (self.get_parameter(own), piece.place)
+            for own, piece in self.pieces().items()
+            if piece.whole == name
+        ]
 
     def keep_names(self) -> None:
         """Give ``state_dict()`` and ``load_state_dict()`` the layer without tiles."""
@@ -135,14 +139,28 @@ def _put_together(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
     assert isinstance(layer, Tiled)
     pieces = layer.pieces()
     parts = {name: state.pop(prefix + name) for name in pieces}
-    others = {key: state.pop(key) for key in [key for key in state if key.startswith(prefix)]}
-    for whole, shape in {piece.whole: piece.shape for piece in pieces.values()}.items():
-        state[prefix + whole] = joined(((parts[name], piece.place) for name, piece in pieces.items() if piece.whole == whole), shape)
+    own = [key for key in state if key.startswith(prefix)]
+    others = {key: state.pop(key) for key in own}
+    shapes = {piece.whole: piece.shape for piece in pieces.values()}
+    for whole, shape in shapes.items():
+        placed = [
+            (parts[name], piece.place)
+            for name, piece in pieces.items()
+            if piece.whole == whole
+        ]
+        state[prefix + whole] = joined(placed, shape)
     state.update(others)
 
 
 def _take_apart(
-    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, _strict: bool, missing: list[str], _unexpected: Any, errors: list[str]
+    layer: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    _strict: bool,
+    missing: list[str],
+    _unexpected: Any,
+    errors: list[str],
 ) -> None:
     assert isinstance(layer, Tiled)
     assigned = bool(metadata.get("assign_to_params_buffers"))  # a view would keep all of the parameter
