@@ -1,9 +1,11 @@
 """Bytes that a step fetches from the drive, against those of the experts that it uses.
 
-    python benchmarks/experts.py [FOLDER] [--steps 12]
+    python benchmarks/experts.py [FOLDER] [--steps 12] [--kind modules|tiled|resting]
 
 A model of two blocks, each with so many experts of 131,712 parameters of which every token uses the best of four that are drawn for each step.
-What is needed: for each element in use its parameter for forward, for backward and for the update, two moments and the gradient, in fp32.
+Experts are modules of a ModuleList, or rows of one parameter in tiles of one expert each. What is needed: for each element in use its parameter
+for forward, for backward and for the update, two moments and the gradient, in fp32. The update of rows of one parameter takes those that are not in
+use too, unless they rest.
 """
 
 from __future__ import annotations
@@ -19,15 +21,36 @@ import zk
 
 WIDTH, OPEN, LAYERS = 128, 4, 2
 BYTES = 4 * 3 + 8 + 4  # of each element: parameters three times, moments, gradient
+UPDATE = 4 + 8 + 4  # of each that only the update takes
+
+
+class Fused(nn.Module):
+    """Experts in one parameter."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        for name, rows, columns in (("up", 4 * WIDTH, WIDTH), ("down", WIDTH, 4 * WIDTH)):
+            self.register_parameter(name, nn.Parameter(torch.randn(experts, rows, columns) / columns**0.5))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(experts, rows)))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            token, slot = torch.where(chosen == number)
+            inner = nn.functional.gelu(nn.functional.linear(x[token], self.up[number], self.up_bias[number]))
+            values = nn.functional.linear(inner, self.down[number], self.down_bias[number])
+            out.index_add_(0, token, values * weights[token, slot, None])
+        return out
 
 
 class Block(nn.Module):
     """Each token goes to one expert, of those that are open."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, fused: bool = False) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, experts)
-        self.experts = nn.ModuleList(
+        self.experts = Fused(experts) if fused else nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(experts)
         )
         self.open = list(range(experts))
@@ -35,22 +58,26 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.gate(x)[:, self.open].softmax(-1).max(-1)
-        out = torch.zeros_like(x)
         self.used = {self.open[place] for place in chosen.unique().tolist()}
+        if not isinstance(self.experts, nn.ModuleList):
+            return x + self.experts(x, torch.tensor(self.open)[chosen][:, None], weight[:, None])
+        out = torch.zeros_like(x)
         for place in chosen.unique().tolist():
             rows = (chosen == place).nonzero().flatten()
             out = out.index_add(0, rows, self.experts[self.open[place]](x[rows]) * weight[rows, None])
         return x + out
 
 
-def measured(experts: int, steps: int, folder: str) -> tuple[float, float, float]:
+def measured(experts: int, steps: int, folder: str, kind: str) -> tuple[float, float, float]:
     """Bytes fetched in a step, those that are needed, and those of a model that fetches every expert."""
     torch.manual_seed(0)
     draw = random.Random(0)
-    model = nn.Sequential(*(Block(experts) for _ in range(LAYERS)))
+    model = nn.Sequential(*(Block(experts, kind != "modules") for _ in range(LAYERS)))
+    expert = 8 * WIDTH * WIDTH + 5 * WIDTH
+    if kind != "modules":
+        zk.tile_experts(model, 4 * expert, rest=kind == "resting")
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     total = sum(param.numel() for param in model.parameters())
-    expert = sum(param.numel() for param in model[0].experts[0].parameters())  # type: ignore[index, union-attr]
     needed = 0
     with zk.ZeroOptimizer(model, inner, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=folder) as optimizer:
         for step in range(2 + steps):
@@ -64,7 +91,8 @@ def measured(experts: int, steps: int, folder: str) -> tuple[float, float, float
             optimizer.zero_grad()
             if step >= 2:
                 used = sum(len(block.used) for block in model)
-                needed += BYTES * (used * expert + total - LAYERS * experts * expert)
+                others = LAYERS * experts * expert - used * expert
+                needed += BYTES * (total - others) + (UPDATE * others if kind == "tiled" else 0)
         optimizer.synchronize()
         fetched = optimizer.metrics()["fetched_nbytes"] - before
     return fetched / steps, needed / steps, BYTES * total
@@ -74,9 +102,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir(), help="on the drive")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kind", choices=("modules", "tiled", "resting"), default="modules")
     given = parser.parse_args()
     print("| experts in a block | parameters | fetched in a step | needed | fetched / needed | all of the model |")
     print("|---:|---:|---:|---:|---:|---:|")
     for count in (8, 32, 128):
-        got, want, every = measured(count, given.steps, given.folder)
+        got, want, every = measured(count, given.steps, given.folder, given.kind)
         print(f"| {count} | {every / BYTES / 1e6:.1f}M | {got / 1e6:.1f} MB | {want / 1e6:.1f} MB | {got / want:.3f} | {every / 1e6:.1f} MB |")
