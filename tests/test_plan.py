@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -33,6 +34,8 @@ from zk.plan.speed import Machine, length, step_of
 from zk.precision import stored_dtypes
 from zk.testing.devices import CPU, pretend
 from zk.train.gpt import GPT, GPTConfig
+from zk.train.mixture import MixtureConfig
+from zk.train.sizes import model_of
 from zk.units import Layout, find_units
 
 GIB = 1 << 30
@@ -47,6 +50,7 @@ def machine(**options: Any) -> Machine:
 
 SMALL = GPTConfig(vocab=256, width=64, layers=3, heads=4, context=32)
 WIDE = GPTConfig(vocab=512, width=256, layers=6, heads=4, context=32)
+MIXTURE = MixtureConfig(width=128, layers=3, heads=4, context=32, experts=8, used=8)  # all of them, as a plan counts
 # stage, parameters, optimizer, size, dtype, state_dtype, whether device and host are apart
 REAL = [
     (0, "device", "nvme", SMALL, "bf16", "fp32", False),
@@ -63,6 +67,9 @@ REAL = [
     (2, "device", "nvme", WIDE, "bf16", "fp32", True),
     (3, "host", "host", WIDE, "bf16", "bf16", True),
     (3, "host", "nvme", WIDE, "bf16", "fp32", True),
+    (2, "device", "host", MIXTURE, "bf16", "fp32", False),
+    (3, "nvme", "nvme", MIXTURE, "bf16", "fp32", False),
+    (3, "host", "host", MIXTURE, "bf16", "fp32", True),
 ]
 
 
@@ -118,10 +125,11 @@ def test_bytes_are_those_of_real_optimizers(
 
     link = SlowestLink()
     with pretend(link) if apart else torch.enable_grad():
-        model = GPT(size)
+        model = model_of(size)
         with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), config) as optimizer:
-            for block in model.blocks:
-                block.up.register_forward_hook(look)
+            for name, module in model.named_modules():
+                if name.endswith(".up"):
+                    module.register_forward_hook(look)
             file_nbytes = sum(file.stat().st_size for file in tmp_path.rglob("state.bin"))
             for seed in range(3):
                 ids = torch.randint(0, size.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
@@ -324,6 +332,31 @@ def test_of_experts_a_token_uses_a_few(name: str, active: int, tmp_path: Path) -
     assert best["fits"] and best["nbytes"]["nvme"] + best["nbytes"]["host"] + best["nbytes"]["device"] >= 12 * CONFIGS[name][0]
 
 
+def test_a_mixture_of_experts_is_planned_by_name() -> None:
+    """The sizes of Qwen3-30B-A3B in the model that `zk train` builds: biases and a table of positions are what is between them."""
+    done = CliRunner().invoke(app, ["plan", "moe:30b-a3b", "--gpu", "24GiB", "--ram", "64GiB", "--nvme", "1TiB"], env={"COLUMNS": "160"})
+    assert "moe:30b-a3b: 30.5B parameters (3.36B for each token), 48 blocks, width 2048" in done.stdout
+    assert "param_tier='nvme', optimizer_tier='nvme'" in done.stdout
+    shape = shape_of("moe:30B-A3B")
+    assert shape.num_params == pytest.approx(CONFIGS["qwen3-30b-a3b"][0], rel=2e-4) and shape.num_active == pytest.approx(3_353_032_704, rel=1e-3)
+    assert shape.grown(2).num_params == pytest.approx(8 * shape.num_params, rel=0.05)
+    for spec, about in (("moe:100m", 100e6), ("moe:1b", 1e9), ("moe:30b", 30e9)):
+        sized = shape_of(spec)
+        assert sized.num_params == pytest.approx(about, rel=0.1) and 15.5 < sized.num_params / sized.num_active < 17.5
+
+
+def test_experts_that_travel_alone_take_less_room_in_use() -> None:
+    """At stage 3 in one process; over ranks they travel with their block, as they do in the optimizer."""
+    shape = shape_of("moe:1b")
+    config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")
+    one, two = (footprint(shape, config, machine(world=world, per_machine=world)) for world in (1, 2))
+    blocks, rest = shape.units
+    own, expert = (2 * sum(part.numels) for part in blocks.parts)
+    assert one.sizes["device", "gathered"] == pytest.approx(2 * rest.numel + 2 * own + expert, rel=0.01)
+    assert two.sizes["device", "gathered"] == pytest.approx(2 * rest.numel + 2 * (own + 128 * expert), rel=0.01)
+    assert one.on("nvme", "moments") == pytest.approx(2 * two.on("nvme", "moments"), rel=0.01)
+
+
 @pytest.mark.parametrize("family", ("Mixtral", "Qwen3Moe", "GptOss"))
 def test_mixtures_of_experts_are_counted_parameter_by_parameter(family: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -344,11 +377,13 @@ def test_experts_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_built_in_gpt_is_counted_parameter_by_parameter() -> None:
-    for config in (SMALL, WIDE):
-        model = GPT(config)
+    for config in (SMALL, WIDE, MIXTURE):
+        model = model_of(config)
         counted, real = Shape.of(gpt_decoder(config), "gpt"), shape_of_module(model, "gpt")
-        assert counted.units == real.units and counted.num_params == sum(param.numel() for param in model.parameters())
-        assert (counted.width, counted.ffn, counted.vocab, counted.layers) == (real.width, real.ffn, real.vocab, real.layers)
+        assert tuple(dataclasses.replace(units, parts=()) for units in counted.units) == real.units
+        assert counted.num_params == sum(param.numel() for param in model.parameters())
+        assert (counted.width, counted.vocab, counted.layers) == (real.width, real.vocab, real.layers)
+        assert counted.ffn == (real.ffn if config is not MIXTURE else 8 * 2 * MIXTURE.inner)
 
 
 @pytest.mark.parametrize(("spec", "num_params"), (("gpt:125m", 125e6), ("gpt:1.3B", 1.3e9), ("gpt:10b", 10e9), ("gpt:175b", 175e9), ("gpt:1t", 1e12)))

@@ -109,7 +109,7 @@ def test_other_options_run(options: list[str], tmp_path: Path) -> None:
     (
         (["--stage", "7"], "stage must be 0, 1, 2 or 3; got 7"),
         (["--optimizer-tier", "nvme"], "nvme_path is not set"),
-        (["--width", "33"], "--width must be a multiple of --heads"),
+        (["--width", "33"], "width must be a multiple of heads"),
         (["--data", "no-such-file"], "no-such-file"),
         (["--dtype", "int3"], "dtype must be one of"),
     ),

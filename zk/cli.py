@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zk.bench.commands import app as bench
-from zk.terminal import chosen, gpt_config, mendable, wide, zero_config
+from zk.terminal import chosen, mendable, wide, zero_config
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
@@ -33,10 +33,13 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    width: Annotated[int, typer.Option(min=1)] = 256,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    context: Annotated[int, typer.Option(min=2, help="Bytes the model sees at once.")] = 128,
+    model: Annotated[
+        str, typer.Option(help="gpt:125m; moe:100m or moe:30b-a3b, mixtures of experts; or sizes: gpt:width=512, moe:experts=64,used=2.")
+    ] = "gpt:layers=6",
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the model; so are the next two. Default: as --model has it.")] = None,
+    width: Annotated[int | None, typer.Option(min=1)] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Bytes the model sees at once. Default: as --model has it, or 128.")] = None,
     lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 0 nothing partitioned, 1 optimizer state, 2 and gradients, 3 and parameters.")] = 3,
     optimizer_tier: Annotated[str, typer.Option(help="Where gradients and optimizer state live: device, host, nvme, auto.")] = "host",
@@ -66,24 +69,26 @@ def train(
         bool, typer.Option("--profile", help="Record one step: trace.json, timeline.png, and how much was hidden behind compute.")
     ] = False,
 ) -> None:
-    """Train a byte-level GPT on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train.
+    """Train a byte-level GPT, or a mixture of experts, on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train.
 
     SIGTERM: the step in progress is finished, a checkpoint saved, and the exit code is 0.
     """
     options = dict(locals())
     from zk.train.run import Job
     from zk.train.run import train as run
+    from zk.train.sizes import config_of
 
     with mendable("train"):
+        sizes = {name: options[name] for name in ("layers", "width", "heads", "context") if options[name] is not None}
         zero = zero_config(options, clip_grad_norm=clip or None)
-        run(chosen(Job, options, data=tuple(data or ()), model=gpt_config(options), zero=zero))
+        run(chosen(Job, options, data=tuple(data or ()), model=config_of(model, 128, sizes), zero=zero))
 
 
 @app.command()
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="gpt:10b, gpt:layers=24,width=2048, a Hugging Face config.json, or module:factory (a function that builds the model)."),
+        typer.Argument(help="gpt:10b, moe:30b-a3b, gpt:layers=24,width=2048, a Hugging Face config.json, or module:factory (builds the model)."),
     ],
     gpu: Annotated[str | None, typer.Option(help="Memory of each rank's GPU, such as 32GiB; none without one. Default: this machine's.")] = None,
     ram: Annotated[str | None, typer.Option(help="Memory of one machine. Default: this machine's.")] = None,

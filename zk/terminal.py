@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from zk.config import ZeroConfig
-    from zk.train.gpt import GPTConfig
 
 T = TypeVar("T")
 
@@ -47,12 +46,3 @@ def zero_config(options: Mapping[str, Any], **others: Any) -> ZeroConfig:
 
     tier = options["param_tier"] or ("host" if options["stage"] == 3 else "device")
     return chosen(ZeroConfig, options, param_tier=tier, nvme_path=tuple(map(str, options["nvme_path"] or ())) or None, **others)
-
-
-def gpt_config(options: Mapping[str, Any]) -> GPTConfig:
-    """GPTConfig from the options of a command. ValueError if heads do not divide the width."""
-    from zk.train.gpt import GPTConfig
-
-    if options["width"] % options["heads"]:
-        raise ValueError(f"--width must be a multiple of --heads; got {options['width']} and {options['heads']}")
-    return chosen(GPTConfig, options)

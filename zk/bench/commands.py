@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zk.terminal import gpt_config, mendable, wide, zero_config
+from zk.terminal import chosen, mendable, wide, zero_config
 
 if TYPE_CHECKING:
     from zk.bench.clock import Report
@@ -145,5 +145,6 @@ def step(
     options = dict(locals())
     with mendable("bench step"):
         from zk.bench.step import measure
+        from zk.train.gpt import GPTConfig
 
-        _print(measure(gpt_config(options), zero_config(options), batch, rounds, plain), as_json)
+        _print(measure(chosen(GPTConfig, options), zero_config(options), batch, rounds, plain), as_json)

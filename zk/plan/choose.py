@@ -63,10 +63,18 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     """
     assert isinstance(config.dtype, torch.dtype)
     assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
-    model, units = nn.Module(), []
-    for one in shape.units:
-        params = [nn.Parameter(torch.empty(numel, device="meta"), requires_grad=one.trained) for numel in one.numels]
-        units += [Unit("", [model if one.rest else nn.Module()], params, [], one.trained, config.dtype, CPU)] * one.count
+    model, units = nn.Module(), list[Unit]()
+    experts = config.stage == 3 and machine.world == 1  # travel alone, as in ZeroOptimizer
+    for alike in shape.units:
+        parts = (experts and alike.parts) or (dataclasses.replace(alike, count=1),)
+        made, block = list[Unit](), nn.Module()
+        for one in parts:
+            params = [nn.Parameter(torch.empty(numel, device="meta"), requires_grad=one.trained) for numel in one.numels]
+            place = model if one.rest else block
+            if made:
+                block.expert = place = nn.Module()
+            made += [Unit("", [place], params, [], one.trained, config.dtype, CPU)] * one.count
+        units += made * alike.count
     groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
     found = footprint_of(model, units, config, machine.world, machine.joined, AdamRule(decoupled=True), groups)
     if tokens:

@@ -94,10 +94,14 @@ def footprint_of(
     gathered = [(unit, flat[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
     if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
         found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
-    elif gathered:  # the blocks in use and asked for, and what is outside of blocks
-        blocks = sorted((nbytes for unit, nbytes in gathered if unit.anchors[0] is not model), reverse=True)
+    elif gathered:  # the block in use, an expert of it, those asked for, and what is outside of blocks
+        places = {id(unit.anchors[0]): unit.anchors[0] for unit in each.values() if unit.anchors[0] is not model}
+        within = {id(inner) for module in places.values() for inner in module.modules() if inner is not module}
+        blocks = sorted((nbytes for unit, nbytes in gathered if id(unit.anchors[0]) in places.keys() - within), reverse=True)
+        experts = sorted((nbytes for unit, nbytes in gathered if id(unit.anchors[0]) in places.keys() & within), reverse=True)
+        ahead = sorted(blocks[1:] + experts[1:], reverse=True)[: config.prefetch]
         rest = sum(nbytes for unit, nbytes in gathered if unit.anchors[0] is model)
-        found.sizes["device", "gathered"] = rest + sum(blocks[: config.prefetch + 1])
+        found.sizes["device", "gathered"] = rest + sum(blocks[:1] + experts[:1] + ahead)
     trained = Counter(flat[id(unit)] for unit in units if unit.trained)
     found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
     if not at_least:

@@ -1,4 +1,4 @@
-"""Sizes of a model's parameters by unit, from `gpt:10b`, a config.json of Hugging Face, or `module:factory`."""
+"""Sizes of a model's parameters by unit, from `gpt:10b`, `moe:100m`, a config.json of Hugging Face, or `module:factory`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import nn
 
 from zk.materialize import deferred_init
 from zk.train.gpt import GPTConfig
+from zk.train.mixture import MixtureConfig
+from zk.train.sizes import FAMILIES, config_of
 from zk.units import find_units
 
 _LAYERNORM = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "norm_bias"), True)
@@ -29,6 +31,7 @@ class Units:
     count: int
     trained: bool = True
     rest: bool = False  # what is outside of blocks: in use all through forward and backward
+    parts: tuple[Units, ...] = ()  # of each of them, where its experts travel alone
 
     @property
     def numel(self) -> int:
@@ -57,7 +60,8 @@ class Decoder:
     head_norms: bool = False  # of queries and keys
     embedding_norm: bool = False
     fused: bool = False  # queries, keys and values are one parameter
-    experts: int = 0  # MLPs of a block, all in one parameter for each of their linear layers
+    experts: int = 0  # MLPs of a block
+    expert_modules: bool = False  # each expert is three linear layers; else all of them are in two parameters
     active: int = 0  # of them, for one token
     expert_bias: bool = False  # of experts and router
     sinks: bool = False  # a logit of each head that attends to nothing
@@ -66,7 +70,7 @@ class Decoder:
         return [self.width] * count * (2 if self.norm_bias else 1)
 
     def block(self) -> tuple[int, ...]:
-        """Elements of each parameter of a block, in ascending order."""
+        """Elements of each parameter of a block, in ascending order; without experts that are modules."""
         width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = [queries + 2 * keys] if self.fused else [queries, keys, keys]
         linears = [(width, out, self.qkv_bias) for out in projections] + [(queries, width, self.out_bias)]
@@ -76,20 +80,30 @@ class Decoder:
         biases = [fan_out for _, fan_out, biased in linears if biased] + [self.heads] * self.sinks
         if self.experts:
             weights.append(self.experts * width)
-            weights += [self.experts * numel for numel in self._expert()]
+            weights += [self.experts * numel for numel in self._expert()] if not self.expert_modules else []
         if self.expert_bias:
             biases += [self.experts, self.experts * 2 * self.ffn, self.experts * width]
         return tuple(sorted(weights + biases + self._norms(2) + [self.head_dim] * (2 if self.head_norms else 0)))
 
-    def _expert(self) -> tuple[int, int]:
+    def _expert(self) -> tuple[int, ...]:
         """Elements of the weights of one expert: into it, which is gated, and out of it."""
-        return 2 * self.width * self.ffn, self.ffn * self.width
+        linear = self.width * self.ffn
+        return (linear,) * 3 if self.expert_modules else (2 * linear, linear)
 
     @property
     def num_idle(self) -> int:
         """Elements of the experts that a token does not use."""
         biases = (2 * self.ffn + self.width) * self.expert_bias
         return self.layers * (self.experts - self.active) * (sum(self._expert()) + biases)
+
+    def blocks(self) -> Units:
+        """The blocks."""
+        block = Units(self.block(), self.layers)
+        if not self.expert_modules:
+            return block
+        experts = Units(self._expert(), self.experts)
+        whole = tuple(sorted(block.numels + experts.numels * experts.count))
+        return Units(whole, self.layers, parts=(dataclasses.replace(block, count=1), experts))
 
     def rest(self) -> tuple[int, ...]:
         """Elements of each parameter outside the blocks, in ascending order."""
@@ -118,7 +132,7 @@ class Shape:
     @classmethod
     def of(cls, decoder: Decoder, name: str) -> Shape:
         """The shape of a decoder."""
-        units = (Units(decoder.block(), decoder.layers), Units(decoder.rest(), 1, rest=True))
+        units = (decoder.blocks(), Units(decoder.rest(), 1, rest=True))
         ffn = decoder.ffn * (2 if decoder.gated else 1) * max(1, decoder.active)
         return cls(name, units, decoder.width, ffn, decoder.vocab, decoder)
 
@@ -146,12 +160,12 @@ class Shape:
 
 
 def shape_of(spec: str) -> Shape:
-    """The shape of ``gpt:SIZE``, ``gpt:layers=24,width=2048``, the path of a config.json (or its folder), or ``module:factory``.
+    """The shape of ``gpt:SIZE``, ``moe:SIZE``, ``gpt:layers=24,width=2048``, the path of a config.json (or its folder), or ``module:factory``.
 
     ValueError says what is wrong with it.
     """
-    if spec.startswith("gpt:"):
-        return Shape.of(_gpt(spec), spec)
+    if spec.startswith(tuple(f"{family}:" for family in FAMILIES)):
+        return Shape.of(gpt_decoder(config_of(spec, 1024)), spec)
     path = Path(spec)
     if spec and path.is_dir():
         path /= "config.json"
@@ -160,42 +174,18 @@ def shape_of(spec: str) -> Shape:
     if re.fullmatch(r"[\w.]+:[\w.]+", spec):
         return _from_factory(spec)
     there = f"; there is no file {str(path)!r}" if path.suffix == ".json" else ""
-    raise ValueError(f"a model is gpt:SIZE (gpt:10b), gpt:layers=24,width=2048, a config.json, or module:factory; got {spec!r}{there}")
+    raise ValueError(f"a model is gpt:SIZE or moe:SIZE (gpt:10b), gpt:layers=24,width=2048, a config.json, or module:factory; got {spec!r}{there}")
 
 
-# ---- gpt: the model of `python -m zk train` ----------------------------------------------------------------------------------------------
-
-
-def _gpt(spec: str) -> Decoder:
-    text = spec.removeprefix("gpt:")
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)([mbtMBT])", text)
-    if size is not None:
-        return _sized(float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2].lower()])
-    known = {field.name for field in dataclasses.fields(GPTConfig)}
-    given: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in known or not value.isdecimal() or not int(value):
-            raise ValueError(f"gpt: takes a size (125m, 10b, 1t) or any of {', '.join(sorted(known))}=NUMBER; got {part!r}")
-        given[name] = int(value)
-    config = GPTConfig(**{"context": 1024, **given})
-    if config.width % config.heads:
-        raise ValueError(f"gpt: width must be a multiple of heads; got {config.width} and {config.heads}")
-    return gpt_decoder(config)
-
-
-def _sized(num_params: float) -> Decoder:
-    """A GPT of about so many parameters: 128 times as wide as deep, as GPT-3 is."""
-    layers = max(1, round((num_params / (12 * 128**2)) ** (1 / 3)))
-    width = max(1, round((num_params / 12 / layers) ** 0.5 / 64)) * 64
-    return gpt_decoder(GPTConfig(width=width, layers=layers, heads=width // 64, context=1024))
+# ---- gpt, moe: the models of `python -m zk train` ----------------------------------------------------------------------------------------
 
 
 def gpt_decoder(config: GPTConfig) -> Decoder:
-    """The decoder that zk.train.gpt.GPT builds."""
-    width, heads = config.width, config.heads
-    sizes = {"width": width, "heads": heads, "kv_heads": heads, "head_dim": width // heads, "ffn": 4 * width}
-    return Decoder(layers=config.layers, vocab=config.vocab, positions=config.context, fused=True, **sizes, **_LAYERNORM)  # type: ignore[arg-type]
+    """The decoder that zk.train builds."""
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in ("layers", "width", "heads", "kv_heads", "head_dim", "vocab")}
+    if isinstance(config, MixtureConfig):
+        sizes |= {"ffn": config.inner, "experts": config.experts, "active": config.used, "gated": True, "expert_modules": True}
+    return Decoder(**{"ffn": 4 * config.width, "positions": config.context, "fused": True, **sizes, **_LAYERNORM})
 
 
 # ---- config.json -------------------------------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
-"""The record of a run: its losses and times, its bytes by tier in one step, and the timeline of another."""
+"""The record of a run: its losses and times, its experts in use, its bytes by tier in one step, and the timeline of another."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 import zk
 from zk.timeline import Recorder, Resource, Timeline, note, now_ns
 from zk.train.gpt import GPT
+from zk.train.mixture import Mixture, MixtureConfig
 
 _HOOKS: dict[str, tuple[Resource, bool]] = {  # of a block: what it is in then, and whether that begins
     "register_forward_pre_hook": ("forward", True),
@@ -19,6 +21,16 @@ _HOOKS: dict[str, tuple[Resource, bool]] = {  # of a block: what it is in then, 
     "register_full_backward_pre_hook": ("backward", True),
     "register_full_backward_hook": ("backward", False),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routing:
+    """One step of a mixture of experts."""
+
+    experts: float  # in use, the mean of the blocks
+    numel: int  # of parameters in use: of these experts, and what every token uses
+    fetched_nbytes: int  # from this rank's drive
+    needed_nbytes: float  # of them, for what is in use
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +43,7 @@ class Record:
     # one step: (phase, {"device param": bytes, ...}) at each sampling point, in order
     nbytes: list[tuple[str, dict[str, int]]] = dataclasses.field(default_factory=list)
     check_losses: list[float] = dataclasses.field(default_factory=list)
+    routing: list[Routing] = dataclasses.field(default_factory=list)
     profiled: tuple[int, Timeline] | None = None  # number of a step, from 1, and its timeline
 
 
@@ -74,6 +87,40 @@ def watched(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator
     with _at_blocks(model, at_block):
         sample("start")
         yield sample
+
+
+@contextlib.contextmanager
+def routed(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[None]:
+    """Note which experts one step uses on any rank, and what it fetches from this rank's drive; nothing of a model without experts."""
+    if not isinstance(model, Mixture):
+        yield
+        return
+    loads: list[Tensor] = []  # of each micro-batch
+    before = optimizer.metrics()
+    with model.register_forward_hook(lambda *_: loads.append(model.load)):
+        yield
+    used = torch.stack(loads).to("cpu", torch.float64)
+    optimizer.comm.all_reduce(used)
+    metrics, key = optimizer.metrics(), "fetched_nbytes"
+    needed, numel = _needed_nbytes(model, optimizer, metrics, used > 0)
+    record.routing.append(Routing(used.any(0).sum().item() / len(model.blocks), numel, int(metrics.get(key, 0) - before.get(key, 0)), needed))
+
+
+def _needed_nbytes(model: Mixture, optimizer: zk.ZeroOptimizer, metrics: Mapping[str, float], used: Tensor) -> tuple[float, int]:
+    """Bytes that a step which uses these experts, (micro-batches, layers, experts), has to fetch from this rank's drive; parameters in use.
+
+    Parameters for each forward and backward, and once more with master, moments and gradient for the update. What was added to a gradient
+    that rests there was read first.
+    """
+    config, total = optimizer.config, sum(param.numel() for param in model.parameters())
+    assert isinstance(model.config, MixtureConfig) and isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
+    shared = total - used[0].numel() * model.config.expert_numel
+    passes = len(used) * shared + int(used.sum()) * model.config.expert_numel
+    updated = shared + int(used.any(0).sum()) * model.config.expert_numel
+    param, master, moments = (metrics.get(f"nvme_{kind}_nbytes", 0) / total for kind in ("param", "master", "moments"))
+    grad = moments / (2 * config.state_dtype.itemsize) * (config.dtype if len(used) == 1 else torch.float32).itemsize
+    added = updated if config.stage == 1 else passes
+    return param * (2 * passes + updated) + (master + moments) * updated + grad * added, updated
 
 
 def state_nbytes(optimizer: zk.ZeroOptimizer) -> dict[tuple[str, str], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 import zk
 from zk.memory import peak_nbytes
+from zk.offload.tiers import readable
 from zk.timeline import Timeline
 from zk.train.picture import ROWS
 from zk.train.record import Record, state_nbytes
@@ -107,6 +109,12 @@ def print_summary(console: Console, record: Record, metrics: dict[str, float], d
         read, wrote = metrics["fetched_nbytes"] / 2**30, metrics["evicted_nbytes"] / 2**30
         hits, waited = f"{metrics['fetch_hit_rate']:.0%} ahead of use", f"{metrics['stall_ms'] / 1e3:.1f} s of waiting for it"
         lines["drive"] = f"{read:.2f} GiB read, {wrote:.2f} GiB written, {hits}, {waited}"
+    if record.routing:
+        steps = record.routing[1:] or record.routing  # the first one finds a drive that nothing was left of
+        experts, numel, fetched, needed = (statistics.fmean(values) for values in zip(*map(dataclasses.astuple, steps), strict=True))
+        lines["experts"] = f"{experts:.1f} of a layer in use in a step, {numel / 1e6:.2f}M parameters with what every token uses (mean)"
+        if needed:
+            lines["read in a step"] = f"{readable(round(fetched))}, {fetched / needed:.2f} times what these need ({readable(round(needed))})"
     if device_peak is not None:
         lines["device memory"] = f"{device_peak} at most, tensors of this process"
     lines["host memory"] = f"{peak_nbytes() / 2**30:.2f} GiB at most, all of this process"

@@ -1,4 +1,4 @@
-"""The training loop of `python -m zk train`: an ordinary torch loop around a GPT that ZeroOptimizer holds."""
+"""The training loop of `python -m zk train`: an ordinary torch loop around a model that ZeroOptimizer holds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from zk.timeline import phase, write_chrome_trace
 from zk.train import picture, report, resume
 from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
-from zk.train.record import Record, profiled, watched
+from zk.train.mixture import MixtureConfig
+from zk.train.record import Record, profiled, routed, watched
 from zk.train.save import save_model
+from zk.train.sizes import model_of
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
@@ -117,19 +119,25 @@ def train(job: Job) -> Record:
         job.out.mkdir(parents=True, exist_ok=True)  # find out now that it cannot be written
     checkpoints = job.out / "checkpoints"
     found = resume.find(job.resume, checkpoints)
+    if job.model.vocab < 256:
+        raise ValueError(f"zk train reads bytes, so vocab must be at least 256; got {job.model.vocab}")
     raw = read_text(job.data)
     text = Text.of(raw, job.model.context)
     torch.manual_seed(job.seed)
     # a model for the drive is not built in memory first, unless plain PyTorch is to train it too
     deferred = "nvme" in (job.zero.param_tier, job.zero.optimizer_tier) and not job.check
     with zk.deferred_init(device) if deferred else contextlib.nullcontext():
-        model = GPT(job.model)
+        model = model_of(job.model)
     if not deferred:
         model.to(device)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     source = ", ".join(map(str, job.data)) or "Python's documentation and standard library"
     console.print(f"text      {len(raw) / 1e6:.1f} MB: {source}")
-    console.print(f"model     GPT, {millions:.2f}M parameters: {job.model.layers} layers, width {job.model.width}, context {job.model.context}")
+    sizes = f"{job.model.layers} layers, width {job.model.width}, context {job.model.context}"
+    if isinstance(job.model, MixtureConfig):
+        millions_used = millions - job.model.idle_numel / 1e6
+        sizes += f"; a token uses {job.model.used} of {job.model.experts} experts in a layer, {millions_used:.2f}M parameters in all"
+    console.print(f"model     {type(model).__name__}, {millions:.2f}M parameters: {sizes}", soft_wrap=True)
 
     dtype = job.zero.dtype or fast_dtype(device)
     plain = PlainTrainer(model, parse_dtype(dtype, "dtype"), job) if job.check else None
@@ -169,6 +177,7 @@ def train(job: Job) -> Record:
                 with (
                     profiled(model, device, record, step + 1) if traces else contextlib.nullcontext(),
                     watched(model, optimizer, record) if watches else contextlib.nullcontext(_ignore) as note,
+                    routed(model, optimizer, record),
                 ):
                     loss = train_step(model, optimizer, batches, note)
                 scheduler.step()
@@ -224,9 +233,11 @@ def validate(model: nn.Module, text: Text, job: Job, device: torch.device, num_b
     """Mean cross entropy, in nats per byte, over the same held-out batches each time; the same on every rank."""
     draws = torch.Generator().manual_seed(job.seed + 2)
     total = 0.0
+    model.eval()  # without the balance of experts
     for _ in range(num_batches):
         ids, targets = Text.draw(text.valid, job.batch, job.model.context, draws)
         total += model(ids.to(device), targets.to(device)).item()
+    model.train()
     return total / num_batches
 
 
@@ -236,7 +247,7 @@ def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
         return ""
     prompt = text.valid[: min(64, job.model.context)].long()[None].to(device)
     ids = model.generate(prompt, job.sample, generator=torch.Generator().manual_seed(job.seed))
-    return bytes(ids[0, prompt.shape[1] :].tolist()).decode("utf-8", errors="replace")
+    return bytes(number for number in ids[0, prompt.shape[1] :].tolist() if number < 256).decode("utf-8", errors="replace")
 
 
 def finish(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, samples: dict[str, str], model: Path) -> None:
