@@ -24,9 +24,8 @@ from zk.train.record import Record, routed
 from zk.train.run import Job, adamw, train
 from zk.train.sizes import config_of, model_of
 
-CONFIG = MixtureConfig(width=32, layers=2, heads=2, context=16, experts=16, used=2, inner=44)
-EXPERT = 3 * 32 * 44
-SMALL = ["--model", "moe:width=32,layers=2,heads=2,context=16,experts=16,used=2,inner=44", "--batch", "1", "--sample", "8", "--lr", "1e-3"]
+CONFIG = MixtureConfig(width=32, layers=2, heads=2, context=16, experts=16, used=2, inner=64)
+SMALL = ["--model", "moe:width=32,layers=2,heads=2,context=16,experts=16,used=2,inner=64", "--batch", "1", "--sample", "8", "--lr", "1e-3"]
 DRIVE: dict[str, Any] = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}
 
 
@@ -76,9 +75,9 @@ def test_loss_and_gradients_are_those_of_all_experts_with_weights(used: int, mon
     with monkeypatch.context() as patch:
         patch.setattr(MixtureBlock, "mlp", mlp)
         want = F.cross_entropy(other(ids).flatten(0, 1), targets.flatten())
-    assert (used == 16 and balances[0] == 1) or 1 < balances[0] < 16
+    assert balances[0].item() == pytest.approx(1) if used == 16 else 1.001 < balances[0] < 16
     assert model.eval()(ids, targets).item() == pytest.approx(want.item(), rel=1e-5)
-    want = want + BALANCE * sum(balances) / 2
+    want = want + BALANCE * sum(balances)
     assert loss.item() == pytest.approx(want.item(), rel=1e-5) and want > 5
     want.backward()
     assert model.load.sum(-1).tolist() == [3 * 16 * used] * 2
@@ -153,7 +152,7 @@ def test_bytes_that_are_reported_are_counted_by_the_optimizer(
             before = optimizer.metrics()["fetched_nbytes"]
             with routed(model, optimizer, record):
                 for number in range(micro):
-                    optimizer.backward(model(*drawn(10 * step + number)))
+                    optimizer.backward(model(*(part[:, : 6 // micro] for part in drawn(10 * step + number))))  # few, so that some experts rest
                 optimizer.step()
                 optimizer.zero_grad()
             after, found = optimizer.metrics()["fetched_nbytes"], record.routing[-1]
@@ -203,7 +202,7 @@ def here(*options: str, ok: bool = True) -> str:
 def test_it_says_the_experts_in_use_where_nothing_is_on_a_drive(tmp_path: Path) -> None:
     for options in (["--stage", "2"], ["--accumulate", "2", "--check", "--dtype", "fp32"]):
         shown = here("--out", str(tmp_path), *options)
-        assert "Mixture, 0.16M parameters" in shown and "a token uses 2 of 16 experts in a layer, 0.04M parameters in all" in shown
+        assert "Mixture, 0.22M parameters" in shown and "a token uses 2 of 16 experts in a layer, 0.05M parameters in all" in shown
         assert re.search(r"experts +\d+\.\d of a layer in use in a step", shown) and "read in a step" not in shown
     assert float(re.search(r"largest difference of any step (\S+)", shown)[1]) < 1e-4  # type: ignore[index]
 
@@ -216,7 +215,7 @@ def test_two_ranks_count_the_experts_of_both(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], two
     one = here("--dtype", "fp32", "--batch", "2", "--out", str(tmp_path / "one"), *drive)
     assert [float(loss) for loss in losses(two)] == pytest.approx([float(loss) for loss in losses(one)], abs=5e-3)
-    assert printed(two)[0] == printed(one)[0]
+    assert printed(two)[0] == pytest.approx(printed(one)[0], abs=0.5)  # a share that is near another's may be smaller there
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------------------------

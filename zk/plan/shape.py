@@ -97,7 +97,7 @@ class Decoder:
         return self.layers * (self.experts - self.active) * (sum(self._expert()) + biases)
 
     def blocks(self) -> Units:
-        """The blocks."""
+        """The blocks; of experts that are modules, what travels with a block and what travels alone."""
         block = Units(self.block(), self.layers)
         if not self.expert_modules:
             return block

@@ -29,8 +29,8 @@ class Routing:
 
     experts: float  # in use, the mean of the blocks
     numel: int  # of parameters in use: of these experts, and what every token uses
-    fetched_nbytes: int  # from this rank's drive
-    needed_nbytes: float  # of them, for what is in use
+    needed_nbytes: float  # from this rank's drive, for what is in use
+    fetched_nbytes: int  # from there
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,25 +102,42 @@ def routed(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[
     used = torch.stack(loads).to("cpu", torch.float64)
     optimizer.comm.all_reduce(used)
     metrics, key = optimizer.metrics(), "fetched_nbytes"
-    needed, numel = _needed_nbytes(model, optimizer, metrics, used > 0)
-    record.routing.append(Routing(used.any(0).sum().item() / len(model.blocks), numel, int(metrics.get(key, 0) - before.get(key, 0)), needed))
+    fetched = int(metrics.get(key, 0) - before.get(key, 0))
+    experts = used.any(0).sum().item() / len(model.blocks)
+    record.routing.append(Routing(experts, *_needed(model, optimizer, metrics, used > 0), fetched))
 
 
-def _needed_nbytes(model: Mixture, optimizer: zk.ZeroOptimizer, metrics: Mapping[str, float], used: Tensor) -> tuple[float, int]:
-    """Bytes that a step which uses these experts, (micro-batches, layers, experts), has to fetch from this rank's drive; parameters in use.
+def _needed(
+    model: Mixture, optimizer: zk.ZeroOptimizer, metrics: Mapping[str, float], used: Tensor
+) -> tuple[int, float]:
+    """Parameters that a step uses, and bytes that it has to fetch for them from this rank's drive.
 
     Parameters for each forward and backward, and once more with master, moments and gradient for the update. What was added to a gradient
     that rests there was read first.
+
+    Args:
+        metrics: the optimizer's.
+        used: the experts of each micro-batch, (micro-batches, layers, experts).
     """
-    config, total = optimizer.config, sum(param.numel() for param in model.parameters())
-    assert isinstance(model.config, MixtureConfig) and isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
-    shared = total - used[0].numel() * model.config.expert_numel
-    passes = len(used) * shared + int(used.sum()) * model.config.expert_numel
-    updated = shared + int(used.any(0).sum()) * model.config.expert_numel
-    param, master, moments = (metrics.get(f"nvme_{kind}_nbytes", 0) / total for kind in ("param", "master", "moments"))
-    grad = moments / (2 * config.state_dtype.itemsize) * (config.dtype if len(used) == 1 else torch.float32).itemsize
-    added = updated if config.stage == 1 else passes
-    return param * (2 * passes + updated) + (master + moments) * updated + grad * added, updated
+    config, sizes = optimizer.config, model.config
+    assert isinstance(sizes, MixtureConfig)
+    assert isinstance(config.dtype, torch.dtype)
+    assert isinstance(config.state_dtype, torch.dtype)
+    total = sum(param.numel() for param in model.parameters())
+    shared = total - used[0].numel() * sizes.expert_numel
+    passes = len(used) * shared + int(used.sum()) * sizes.expert_numel
+    updated = shared + int(used.any(0).sum()) * sizes.expert_numel
+    # bytes on this rank's drive for each element of the model
+    param, master, moments = (
+        metrics.get(f"nvme_{kind}_nbytes", 0) / total
+        for kind in ("param", "master", "moments")
+    )
+    precision = config.dtype if len(used) == 1 else torch.float32
+    grad = moments / (2 * config.state_dtype.itemsize) * precision.itemsize
+    needed = param * (2 * passes + updated)
+    needed += (master + moments) * updated
+    needed += grad * (updated if config.stage == 1 else passes)
+    return updated, needed
 
 
 def state_nbytes(optimizer: zk.ZeroOptimizer) -> dict[tuple[str, str], int]:

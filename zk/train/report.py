@@ -111,10 +111,14 @@ def print_summary(console: Console, record: Record, metrics: dict[str, float], d
         lines["drive"] = f"{read:.2f} GiB read, {wrote:.2f} GiB written, {hits}, {waited}"
     if record.routing:
         steps = record.routing[1:] or record.routing  # the first one finds a drive that nothing was left of
-        experts, numel, fetched, needed = (statistics.fmean(values) for values in zip(*map(dataclasses.astuple, steps), strict=True))
+        experts, numel, needed, fetched = (
+            statistics.fmean(values)
+            for values in zip(*map(dataclasses.astuple, steps), strict=True)
+        )
         lines["experts"] = f"{experts:.1f} of a layer in use in a step, {numel / 1e6:.2f}M parameters with what every token uses (mean)"
         if needed:
-            lines["read in a step"] = f"{readable(round(fetched))}, {fetched / needed:.2f} times what these need ({readable(round(needed))})"
+            times = f"{fetched / needed:.2f} times what these need"
+            lines["read in a step"] = f"{readable(round(fetched))}, {times} ({readable(round(needed))})"
     if device_peak is not None:
         lines["device memory"] = f"{device_peak} at most, tensors of this process"
     lines["host memory"] = f"{peak_nbytes() / 2**30:.2f} GiB at most, all of this process"

@@ -14,19 +14,33 @@ FAMILIES: dict[str, type[GPTConfig]] = {"gpt": GPTConfig, "moe": MixtureConfig}
 _PROPORTIONS = {"gpt": (12, 128), "moe": (4 + 128 * 3 * 3 / 8, 128 / 3)}
 _KNOWN = {
     "moe:30b-a3b": {  # Qwen3-30B-A3B
-        "layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936, "experts": 128, "used": 8, "inner": 768,
+        "layers": 48,
+        "width": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "vocab": 151936,
+        "experts": 128,
+        "used": 8,
+        "inner": 768,
     },
-}  # fmt: skip
+}
 
 
 def config_of(spec: str, context: int, sizes: Mapping[str, int] | None = None) -> GPTConfig:
-    """The sizes that ``spec`` names, ``context`` where it does not say it; ``sizes`` replace them. ValueError says what is wrong."""
+    """The sizes of a model. ValueError says what is wrong with ``spec``.
+
+    Args:
+        spec: a family and a size, ``gpt:10b``; or sizes by name, ``moe:layers=8,experts=64``, the others as the family has them.
+        context: where the spec does not say it.
+        sizes: by name, instead of those of the spec.
+    """
     family, _, text = spec.partition(":")
     if family not in FAMILIES or not text:
         raise ValueError(f"a model is gpt:SIZE or moe:SIZE (gpt:10b, moe:100m), or sizes by name (moe:layers=8,width=256,experts=128); got {spec!r}")
-    given = {"context": context, **(_KNOWN.get(spec.lower()) or _sized(family, text) or _named(family, text)), **(sizes or {})}
+    found = _KNOWN.get(spec.lower()) or _sized(family, text) or _named(family, text)
     try:
-        return FAMILIES[family](**given)
+        return FAMILIES[family](**{"context": context, **found, **(sizes or {})})
     except ValueError as error:
         raise ValueError(f"{family}: {error}") from None
 
@@ -42,7 +56,8 @@ def _sized(family: str, text: str) -> dict[str, int] | None:
     if size is None:
         return None
     block, aspect = _PROPORTIONS[family]
-    num_params = float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2]]
+    scale = {"m": 1e6, "b": 1e9, "t": 1e12}[size[2]]
+    num_params = float(size[1]) * scale
     layers = max(1, round((num_params / (block * aspect**2)) ** (1 / 3)))
     heads = max(1, round((num_params / block / layers) ** 0.5 / 64))
     return {"width": 64 * heads, "layers": layers, "heads": heads}
