@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from zk.events import Event
 from zk.offload.streams import Joined
 from zk.plan import report
 from zk.plan.choose import as_dict, as_python, consider, footprint, largest, plan, shown
+from zk.plan.footprint import Footprint
 from zk.plan.picture import draw
 from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
 from zk.plan.speed import Machine, length, step_of
@@ -116,6 +117,23 @@ def test_bytes_are_those_of_real_optimizers(
     )
     planned = footprint(Shape.of(gpt_decoder(size), "gpt"), config, machine(gpu_nbytes=GIB if apart else None))
 
+    def loss(model: Any, seed: int) -> Tensor:
+        ids = torch.randint(0, size.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
+        return model(ids[:, :-1], ids[:, 1:])  # type: ignore[no-any-return]
+
+    compare(planned, lambda: model_of(size), ".up", loss, config, apart, tmp_path)
+
+
+def compare(
+    planned: Footprint,
+    build: Callable[[], nn.Module],
+    inside: str,
+    loss: Callable[[nn.Module, int], Tensor],
+    config: zk.ZeroConfig,
+    apart: bool,
+    folder: Path,
+) -> None:
+    """Check what was planned against the third step of a real optimizer. ``inside``: how the names of layers end that come late in a block."""
     real: Counter[tuple[str, str]] = Counter()
     gathered = 0
 
@@ -125,15 +143,14 @@ def test_bytes_are_those_of_real_optimizers(
 
     link = SlowestLink()
     with pretend(link) if apart else torch.enable_grad():
-        model = model_of(size)
+        model = build()
         with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), config) as optimizer:
             for name, module in model.named_modules():
-                if name.endswith(".up"):
+                if name.endswith(inside):
                     module.register_forward_hook(look)
-            file_nbytes = sum(file.stat().st_size for file in tmp_path.rglob("state.bin"))
+            file_nbytes = sum(file.stat().st_size for file in folder.rglob("state.bin"))
             for seed in range(3):
-                ids = torch.randint(0, size.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
-                optimizer.backward(model(ids[:, :-1], ids[:, 1:]))
+                optimizer.backward(loss(model, seed))
                 if seed < 2:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -145,11 +162,12 @@ def test_bytes_are_those_of_real_optimizers(
                     real[tier, kind] += int(nbytes)
     want = Counter(planned.sizes)
     # metrics() adds buckets to gradients, under the name of where they go if the device is a CPU, also one that is pretended to be something else
-    want["device" if optimizer_tier == "device" else "host", "grad"] += want.pop(("device", "bucket"), 0)
+    want["device" if config.optimizer_tier == "device" else "host", "grad"] += want.pop(("device", "bucket"), 0)
     buffers, spare = want.pop(("host", "buffer"), 0), want.pop(("nvme", "spare"), 0)
     most_gathered = want.pop(("device", "gathered"), 0)
     want.pop(("host", "staging"), None)
-    want.pop(("device", "fresh"))  # autograd's
+    for kind in ("fresh", "dequantized", "scales"):  # autograd's, and of packages that quantize
+        want.pop(("device", kind), None)
     used = real.pop(("host", "buffer"), 0)
     assert +real == +want
     assert gathered == most_gathered

@@ -98,6 +98,12 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank computes in a step.")] = 8192,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
+    adapters: Annotated[
+        str | None, typer.Option(help="Train adapters over the frozen model: rank=16, of LoRA on all linear layers of its blocks.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Linear layers of the frozen model: nf4, int8, fp8, or as --dtype. Default: what its config.json says.")
+    ] = None,
     tflops: Annotated[
         float | None,
         typer.Option(help="1e12 operations/s that the model's matrix products reach on a rank. Default: 100 on a GPU, 0.15 for each core without."),
@@ -126,6 +132,7 @@ def plan(
     from zk.offload.cpu_adam import default_threads
     from zk.plan import choose, picture, report
     from zk.plan import measure as rates
+    from zk.plan.adapters import adapted
     from zk.plan.shape import shape_of
     from zk.plan.speed import Machine
 
@@ -152,7 +159,7 @@ def plan(
             disk_gbps=disk,
             fabric_gbps=fabric,
         )
-        found = choose.plan(shape_of(model), machine, tokens, dtype, state_dtype, nvme_path or "/path/on/the/drive")
+        found = choose.plan(adapted(shape_of(model), adapters, base, dtype), machine, tokens, dtype, state_dtype, nvme_path or "/path/on/the/drive")
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:

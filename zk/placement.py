@@ -98,7 +98,7 @@ class Placement:
         for unit in units:
             numel, size = self.slice_numel(unit, 1), unit.dtype.itemsize
             params, grads = max(params, numel * size), max(grads, numel * size * unit.trained)
-            largest = max((part.stop - part.start for part in chunks_of(0, numel)), default=0)
+            largest = max((part.stop - part.start for part in chunks_of(0, numel)), default=0) if unit.trained else 0
             chunk = max(chunk, largest * (self.state_nbytes(unit) + 2 * size))
         params *= self.config.param_tier in ("nvme", "auto")
         return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads

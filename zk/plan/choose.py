@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -63,20 +64,23 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     """
     assert isinstance(config.dtype, torch.dtype)
     assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
-    model, units = nn.Module(), list[Unit]()
+    model, units, blocks = nn.Module(), list[Unit](), defaultdict[Any, nn.Module](nn.Module)
     experts = config.stage == 3  # travel alone, as in ZeroOptimizer
     for alike in shape.units:
         parts = (experts and alike.parts) or (dataclasses.replace(alike, count=1),)
-        made, block = list[Unit](), nn.Module()
+        made, block = list[Unit](), blocks[alike.block, alike.count]
         for one in parts:
             params = [nn.Parameter(torch.empty(numel, device="meta"), requires_grad=one.trained) for numel in one.numels]
             place = model if one.rest else block
             if made:
                 block.expert = place = nn.Module()
-            made += [Unit("", [place], params, [], one.trained, config.dtype, CPU)] * one.count
+            made += [Unit("", [place], params, [], one.trained, one.dtype or config.dtype, CPU)] * one.count
         units += made * alike.count
     groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
     found = footprint_of(model, units, config, machine.world, machine.joined, AdamRule(decoupled=True), groups)
+    found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
+    found.sizes["device", "dequantized"] = config.dtype.itemsize * max((one.widest for one in shape.units), default=0)
+    found.sizes = +found.sizes
     if tokens:
         found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize)
     return found
@@ -194,7 +198,8 @@ def as_dict(found: Plan) -> dict[str, Any]:
     """All of it, as JSON can hold it."""
 
     def model(shape: Shape) -> dict[str, Any]:
-        return {"num_params": shape.num_params, "num_active": shape.num_active, "layers": shape.layers, "width": shape.width}
+        counts = {"num_params": shape.num_params, "num_active": shape.num_active, "num_trained": shape.num_trained}
+        return {**counts, "layers": shape.layers, "width": shape.width}
 
     def option(one: Option) -> dict[str, Any]:
         return {

@@ -94,14 +94,23 @@ def footprint_of(
     gathered = [(unit, flat[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
     if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
         found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
-    elif gathered:  # the block in use, an expert of it, those asked for, and what is outside of blocks
+    elif gathered:  # the block in use, an expert of it, units that were asked for, and what is outside of blocks
         places = {id(unit.anchors[0]): unit.anchors[0] for unit in each.values() if unit.anchors[0] is not model}
         within = {id(inner) for module in places.values() for inner in module.modules() if inner is not module}
-        blocks = sorted((nbytes for unit, nbytes in gathered if id(unit.anchors[0]) in places.keys() - within), reverse=True)
-        experts = sorted((nbytes for unit, nbytes in gathered if id(unit.anchors[0]) in places.keys() & within), reverse=True)
-        ahead = sorted(blocks[1:] + experts[1:], reverse=True)[: config.prefetch]
+        blocks: dict[int, Counter[int]] = {}  # bytes of each unit, by the id of its block
+        experts, others = list[int](), Counter[int]()
+        for unit, nbytes in gathered:
+            if id(unit.anchors[0]) in within:
+                experts.append(nbytes)
+            elif unit.anchors[0] is not model:
+                blocks.setdefault(id(unit.anchors[0]), Counter())[id(unit)] = nbytes
+                others[id(unit)] += 1
+        most = max(blocks.values(), key=lambda block: block.total(), default=Counter[int]())
+        others.subtract(dict.fromkeys(most, 1))
+        experts.sort(reverse=True)
+        ahead = sorted([*experts[1:], *(flat[key] for key in others.elements())], reverse=True)[: config.prefetch]
         rest = sum(nbytes for unit, nbytes in gathered if unit.anchors[0] is model)
-        found.sizes["device", "gathered"] = rest + sum(blocks[:1] + experts[:1] + ahead)
+        found.sizes["device", "gathered"] = rest + most.total() + sum([*experts[:1], *ahead])
     trained = Counter(flat[id(unit)] for unit in units if unit.trained)
     found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
     if not at_least:
@@ -159,7 +168,7 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
             most |= Counter(state=largest * element, grad=largest * size, written=numel * size)
         else:
             element = size
-            most |= Counter(param=largest * size, whole=numel * size)
+            most |= Counter(param=largest * size * units[key].trained, whole=numel * size)  # chunks are for the update
         grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
         if is_state or placement.in_place(units[key], "nvme") is None:
             file_nbytes += count * (sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)

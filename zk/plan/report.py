@@ -19,6 +19,8 @@ _KINDS = {
     "moments": "Adam's moments",
     "param_copy": "copies, to update elsewhere",
     "gathered": "units in use",
+    "scales": "scales of 4-bit weights",
+    "dequantized": "a weight being dequantized",
     "bucket": "gradients leaving",
     "fresh": "a gradient being made",
     "buffer": "buffers of the drive",
@@ -54,7 +56,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     shape = plan.shape
     width = f", width {shape.width}" if shape.width else ""
     active = f" ({count(shape.num_active)} for each token)" if shape.num_active < shape.num_params else ""
-    console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}, {shape.layers} blocks{width}", highlight=False)
+    trained = f", {count(shape.num_trained)} of them trained" if shape.num_trained < shape.num_params else ""
+    console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}", highlight=False)
     console.print(_machine(plan.machine, plan.tokens), highlight=False, style="dim")
     table = _table("each rank", ("stage", "params", "optimizer"), TIERS.values())
     table.padding = (0, 1, 0, 0)

@@ -8,13 +8,15 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zk.materialize import deferred_init
+from zk.owners import inner_tensors, is_wrapper
 from zk.train.gpt import GPTConfig
 from zk.train.mixture import MixtureConfig
 from zk.train.sizes import FAMILIES, config_of
@@ -31,12 +33,21 @@ class Units:
     count: int
     trained: bool = True
     rest: bool = False  # what is outside of blocks: in use all through forward and backward
+    block: int = 0  # units of one number are parts of the same blocks
+    dtype: torch.dtype | None = None  # that stays as it is; None: what the run computes in
+    values: int | None = None  # parameters that one unit stands for, where its elements are codes or scales
+    beside_nbytes: int = 0  # of one unit: what belongs to it and stays on the device
+    widest: int = 0  # elements of its largest weight that is dequantized for each use
     parts: tuple[Units, ...] = ()  # of each of them, where its experts travel alone
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
-        return self.count * sum(self.numels)
+        """Parameters of all of them."""
+        return self.count * (sum(self.numels) if self.values is None else self.values)
+
+    def stored_nbytes(self, size: int) -> int:
+        """Bytes of all of them, ``size`` for an element of what the run computes in."""
+        return self.count * sum(self.numels) * (size if self.dtype is None else self.dtype.itemsize)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +76,23 @@ class Decoder:
     active: int = 0  # of them, for one token
     expert_bias: bool = False  # of experts and router
     sinks: bool = False  # a logit of each head that attends to nothing
+    quantization: Mapping[str, Any] | None = None  # what its configuration says of stored weights
 
     def _norms(self, count: int) -> list[int]:
         return [self.width] * count * (2 if self.norm_bias else 1)
 
-    def block(self) -> tuple[int, ...]:
-        """Elements of each parameter of a block, in ascending order; without experts that are modules."""
+    def linears(self) -> list[tuple[int, int, bool]]:
+        """Linear layers of a block: inputs, outputs, and if there is a bias."""
         width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = [queries + 2 * keys] if self.fused else [queries, keys, keys]
         linears = [(width, out, self.qkv_bias) for out in projections] + [(queries, width, self.out_bias)]
         if not self.experts:
             linears += [*[(width, self.ffn, self.mlp_bias)] * (2 if self.gated else 1), (self.ffn, width, self.mlp_bias)]
+        return linears
+
+    def block(self) -> tuple[int, ...]:
+        """Elements of each parameter of a block, in ascending order; without experts that are modules."""
+        width, linears = self.width, self.linears()
         weights = [fan_in * fan_out for fan_in, fan_out, _ in linears]
         biases = [fan_out for _, fan_out, biased in linears if biased] + [self.heads] * self.sinks
         if self.experts:
@@ -118,6 +135,11 @@ class Decoder:
         return dataclasses.replace(self, layers=max(1, round(self.layers * factor)), width=width, head_dim=head_dim, ffn=ffn)
 
 
+def whole(decoder: Decoder) -> tuple[Units, ...]:
+    """The units of a decoder that is trained as it is."""
+    return decoder.blocks(), Units(decoder.rest(), 1, rest=True)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a model that a plan depends on."""
@@ -128,17 +150,22 @@ class Shape:
     ffn: int  # of the widest thing inside a block, per token, all of it together
     vocab: int
     decoder: Decoder | None = None
+    divided: Callable[[Decoder], tuple[Units, ...]] = whole  # a decoder into units
 
     @classmethod
-    def of(cls, decoder: Decoder, name: str) -> Shape:
+    def of(cls, decoder: Decoder, name: str, divided: Callable[[Decoder], tuple[Units, ...]] = whole) -> Shape:
         """The shape of a decoder."""
-        units = (decoder.blocks(), Units(decoder.rest(), 1, rest=True))
         ffn = decoder.ffn * (2 if decoder.gated else 1) * max(1, decoder.active)
-        return cls(name, units, decoder.width, ffn, decoder.vocab, decoder)
+        return cls(name, divided(decoder), decoder.width, ffn, decoder.vocab, decoder, divided)
 
     @property
     def num_params(self) -> int:
         return sum(units.numel for units in self.units)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are not frozen."""
+        return sum(units.numel for units in self.units if units.trained)
 
     @property
     def num_active(self) -> int:
@@ -153,9 +180,11 @@ class Shape:
     def grown(self, factor: float) -> Shape:
         """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""
         if self.decoder is not None:
-            return Shape.of(self.decoder.grown(factor), self.name)
+            return Shape.of(self.decoder.grown(factor), self.name, self.divided)
         most = max(self.units, key=lambda units: units.count)
-        units = tuple(dataclasses.replace(u, count=max(1, round(u.count * factor))) if u is most else u for u in self.units)
+        alike = [u.block == most.block and u.rest == most.rest for u in self.units]
+        grown = max(1, round(most.count * factor))
+        units = tuple(dataclasses.replace(u, count=grown) if grows else u for u, grows in zip(self.units, alike, strict=True))
         return dataclasses.replace(self, units=units)
 
 
@@ -271,6 +300,7 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         vocab=size("vocab_size"),
         ffn=ffn,
         positions=positions,
+        quantization=config.get("quantization_config"),
         **options,
     )
 
@@ -299,9 +329,22 @@ def _from_factory(spec: str) -> Shape:
 
 def shape_of_module(model: nn.Module, name: str) -> Shape:
     """The shape of a model with or without memory; width and vocabulary, for the estimate of activations, are read off its weights."""
-    found = find_units(model, {param: 0 for param in model.parameters() if param.requires_grad})
-    alike = Counter((tuple(sorted(param.numel() for param in unit.params)), unit.trained, unit.anchors[0] is model) for unit in found)
-    units = tuple(Units(numels, count, trained, rest) for (numels, trained, rest), count in alike.items())
+    # the dtype of what stays as it is; another, that no run has, of what a run casts to its own
+    stored: dict[Tensor, torch.dtype] = {}
+    for param in model.parameters():
+        is_cast = param.is_floating_point() and param.itemsize > 1 and not is_wrapper(param)
+        stored |= {inner: torch.float64 if is_cast else inner.dtype for _, inner in inner_tensors(param)}
+    found = find_units(model, {param: 0 for param in model.parameters() if param.requires_grad}, stored)
+    blocks: dict[nn.Module, list[Any]] = {}
+    for unit in found:
+        dtype = None if unit.dtype == torch.float64 else unit.dtype
+        blocks.setdefault(unit.anchors[0], []).append((tuple(sorted(param.numel() for param in unit.params)), unit.trained, dtype))
+    alike = Counter((tuple(parts), anchor is model) for anchor, parts in blocks.items())
+    units = tuple(
+        Units(numels, count, trained, rest, 0 if rest else number, dtype)
+        for number, ((parts, rest), count) in enumerate(alike.items())
+        for numels, trained, dtype in parts
+    )
     if not units:
         raise ValueError(f"{name!r} has no parameters")
     linear = Counter((module.in_features, module.out_features) for module in model.modules() if isinstance(module, nn.Linear))

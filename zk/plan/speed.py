@@ -83,21 +83,22 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
         # what comes over the link for each use; parameters of the drive come through host memory
         uploaded = found.sizes["host", "param"] + drive if found.sizes["device", "gathered"] else 0
     updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
-    gather = size * shape.num_params * (machine.world - 1) // machine.world  # all parameters to a rank, or all gradients from it
+    stored, changed = (sum(units.stored_nbytes(size) for units in shape.units if units.trained or not only) for only in (False, True))
+    gather, reduced = (nbytes * (machine.world - 1) // machine.world for nbytes in (stored, changed))  # to a rank, and all gradients from it
     operations = shape.num_active * tokens
-    # operations of forward: 2 for each parameter and token. Of backward: 4, and forward again (checkpointing)
+    # operations of forward: 2 for each parameter and token. Of backward: 2, 2 for each that is trained, and forward again (checkpointing)
     forward = Counter(compute=2 * operations, link=uploaded, disk=drive, ranks=gather * (stage == 3))
     backward = Counter(
-        compute=6 * operations,
+        compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params,
         link=max(uploaded, away * early),
         disk=drive + written * early,
-        ranks=gather * ((stage == 3) + early + (stage == 0)),
+        ranks=gather * (stage == 3) + reduced * (early + (stage == 0)),
     )
     update = Counter(
         link=max(returned, away * (not early)),
         cpu=updated,
-        disk=written * (1 + (not early)) + 2 * drive + 2 * state,
-        ranks=gather * ((not early) + (stage in (1, 2))),
+        disk=written * (1 + (not early)) + 2 * drive * changed // stored + 2 * state,
+        ranks=reduced * ((not early) + (stage in (1, 2))),
     )
     work = {"forward": forward, "backward": backward, "update": update}
     if overlap_step:
