@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from torch import nn
 from typer.testing import CliRunner
 
 import zk
@@ -145,3 +146,55 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     assert again.exit_code == 2 and "zk export:" in again.output and "name a new one" in again.output
     wrong = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "new"), "--dtype", "int8"])
     assert wrong.exit_code == 2 and "--dtype must be one of" in wrong.output
+
+
+class Noted(nn.Linear):
+    """A layer whose own code adds to state_dict() what it reads off its weight, and what is no tensor."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.largest"] = self.weight.detach().abs().max()
+
+    def get_extra_state(self) -> Any:
+        return {"uses": 3}
+
+
+def whole_model(options: dict[str, Any]) -> list[bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Noted(8, 8) for _ in range(3)))
+    model[0].requires_grad_(False)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), units=[Noted], **options) as optimizer:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        got, want = optimizer.consolidated_state_dict(), model.state_dict()
+        some = optimizer.consolidated_state_dict(names=["1.weight"])
+    same = [torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value for name, value in want.items()]
+    return [got.keys() == want.keys(), all(same), got["2._extra_state"] == {"uses": 3}, list(some) == ["1.weight"]]
+
+
+def test_the_whole_model_has_what_modules_add_to_state_dict(tmp_path: Path) -> None:
+    drive = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    cases: list[dict[str, Any]] = [{"stage": 0}, {"stage": 2, "overlap_step": True}, {"stage": 3}, drive]
+    for case in cases:
+        assert whole_model(case) == [True] * 4, case
+    assert run_world(2, whole_model, cases) == [[[True] * 4] * 2] * len(cases)
+
+
+def test_what_modules_add_is_compared_where_it_belongs_to_a_frozen_weight(tmp_path: Path) -> None:
+    def built(scale: float) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(Noted(8, 8), Noted(8, 8))
+        model[0].requires_grad_(False)
+        model[0].weight *= scale
+        model[1].weight.data.mul_(scale)
+        return model
+
+    with zk.ZeroOptimizer(model := built(1), torch.optim.AdamW(model.parameters())) as optimizer:
+        optimizer.save_checkpoint(tmp_path / "saved")
+    with zk.ZeroOptimizer(model := built(2), torch.optim.AdamW(model.parameters())) as optimizer:
+        with pytest.raises(ValueError, match=r"saved over another base: '0.weight.largest' and 0 more"):
+            optimizer.load_checkpoint(tmp_path / "saved")
+        model[0].weight /= 2
+        optimizer.load_checkpoint(tmp_path / "saved")  # what is trained comes from the checkpoint
+        assert torch.equal(model[1].weight, built(1)[1].weight)
+    assert export(tmp_path / "saved", tmp_path / "out").entries == ["0.weight.largest"]

@@ -79,6 +79,16 @@ def check_params(
                 )
     check_one_device(names, device is not None)
     for param, name in names.items():
+        if type(param).__name__ == "Int8Params" and param.dtype == torch.int8:
+            raise ValueError(
+                f"parameter {name!r} is of bitsandbytes in 8 bits, whose layers keep a second hold on their codes, so that these cannot be moved; "
+                "quantize to 4 bits (load_in_4bit=True), or with torchao's Int8WeightOnlyConfig"
+            )
+        if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"bitsandbytes has packed the codes of parameter {name!r} for evaluation on this CPU: no gradient goes through the layer now, and "
+                "its scales were rounded; load the model again, and make ZeroOptimizer, which keeps codes as they are, before evaluating it"
+            )
         if device is not None and param.device != device and is_wrapper(param):
             raise ValueError(
                 f"parameter {name!r} is a {type(param).__name__} on {param.device}, and cannot be moved to {device} without a copy; quantize the "

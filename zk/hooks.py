@@ -30,6 +30,26 @@ class Hook:
         return Hook, (None,)
 
 
+class KeepCodes:
+    """Handle: until it is removed, bitsandbytes leaves the codes of 4-bit layers as they are in evaluation, too.
+
+    For CPUs with bf16 products it packs them anew, in place, at the first forward in eval mode. No gradient goes through such a layer any
+    more, its scales have been rounded, and its bytes and shape are no longer those of the base that was loaded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
+        self._allow(False)
+
+    def _allow(self, packing: bool) -> None:
+        for module in self.modules:
+            module.support_avx512bf16_for_cpu = packing  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Let it pack them."""
+        self._allow(True)
+
+
 @dataclasses.dataclass(frozen=True)
 class CastInputs:
     """Forward pre-hook: floating point inputs are cast to ``dtype``, in which the parameters are. Copies of the model keep it."""

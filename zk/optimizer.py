@@ -28,7 +28,7 @@ from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
 from zk.config import ZeroConfig, parse_dtype
 from zk.gradients import Gradients
-from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, weakly
+from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, trim
@@ -215,6 +215,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 units[0].name,
             )
         self._note_frozen()
+        self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
         # before anything is gathered for it
         self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))
         # an optimizer that is dropped takes no gradients away any more
@@ -968,7 +969,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             rank0_only: the other ranks take part and get an empty dict, so a machine holds the model once.
             names: of parameters that are wanted, as in ``model.state_dict()``; units without any of them are not gathered. None: all.
 
-        Tied parameters share memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
+        What modules' own code adds to ``state_dict()``, such as the scales of bitsandbytes' weights, is there too. Tied parameters share
+        memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
         """
         self._check_open()
         self._check_whole("consolidated_state_dict()")
@@ -993,6 +995,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if is_kept:
                     full[param] = values.to("cpu", held.unit.dtype if wanted is None or param in coded else wanted).contiguous()
             held.unpin()
+        with self.partition.reading():
+            added = {name: value for _, name, value in base.entries_of(self.model) if names is None or name in names}
         if not is_kept:
             return {}
         named: dict[str, Tensor] = {}
@@ -1004,7 +1008,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 whole[tiles[name].place] = full[param]
             elif all(tensor in full for _, tensor in inner_tensors(param)):
                 named[name] = rebuilt(param, full.__getitem__)
-        return {**named, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in save.buffers_of(self)}}
+        beside = {**added, **dict(save.buffers_of(self))}
+        return {**named, **{name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in beside.items()}}
 
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.

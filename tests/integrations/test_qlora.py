@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import zk
 from tests.world import run_world
+from zk.cli import app
+from zk.owners import inner_tensors
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -52,7 +55,6 @@ def quantized(kind: str, folder: Path) -> nn.Module:
 def adapted(kind: str, folder: Path, dora: bool) -> nn.Module:
     model = quantized(kind, folder)
     torch.manual_seed(1)
-    # (in eval mode bitsandbytes packs codes anew for CPUs with bf16 arithmetic)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=dora)).train()  # type: ignore[no-any-return]
 
 
@@ -162,3 +164,86 @@ def test_adapters_over_published_files_leave_them_where_they_are(tmp_path: Path)
         frozen = sum(param.numel() * 4 for param in plain.parameters() if not param.requires_grad)
         assert optimizer.metrics()["nvme_in_place_nbytes"] == frozen > 10 * written
     assert digest(published) == before
+
+
+def same_entries(model: nn.Module, optimizer: zk.ZeroOptimizer) -> bool:
+    """The whole model has what state_dict() has."""
+    got, want = optimizer.consolidated_state_dict(), model.state_dict()
+    if got.keys() != want.keys():
+        return False
+    return all(torch.equal(a, b) for name in want for (_, a), (_, b) in zip(inner_tensors(got[name]), inner_tensors(want[name]), strict=True))
+
+
+def whole(case: tuple[int, Path]) -> bool:
+    stage, folder = case
+    options: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": folder} if stage == 3 else {}
+    model = adapted("nf4", folder, False)
+    with zk.ZeroOptimizer(model, adamw(model), stage=stage, **options) as optimizer:
+        train(model, optimizer, 1)
+        return same_entries(model, optimizer) and any(name.endswith("quant_state.bitsandbytes__nf4") for name in optimizer.consolidated_state_dict())
+
+
+def test_the_whole_model_has_the_scales_of_4_bit_weights(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base_in(tmp_path)
+    cases = [(stage, tmp_path) for stage in (0, 2, 3)]
+    assert all(map(whole, cases))
+    assert run_world(2, whole, cases[1:]) == [[True, True]] * 2
+
+
+def test_evaluation_leaves_the_base_as_it_was(tmp_path: Path) -> None:
+    """bitsandbytes would pack its codes for CPUs with bf16 products, through which no gradient goes."""
+    pytest.importorskip("bitsandbytes")
+    base_in(tmp_path)
+    model, plain = adapted("nf4", tmp_path, False), adapted("nf4", tmp_path, False)
+    for module in (*model.modules(), *plain.modules()):
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # also on CPUs without
+            module.support_avx512bf16_for_cpu = module in set(model.modules())
+    with on_drive(model, tmp_path) as optimizer:
+        got = train(model, optimizer, 2)
+        logits(model)
+        optimizer.save_checkpoint(tmp_path / "small", frozen=False)
+        got += train(model.train(), optimizer, 2, 2)
+    assert got == train(plain, adamw(plain), 4)
+    assert any(getattr(module, "support_avx512bf16_for_cpu", False) for module in model.modules())  # it may from now on
+    fresh = adapted("nf4", tmp_path, False)
+    with on_drive(fresh, tmp_path) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "small")
+        assert train(fresh, optimizer, 2, 2) == got[2:]
+    for param in (packed := adapted("nf4", tmp_path, False)).parameters():
+        if hasattr(param, "quant_state"):
+            param.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match=r"bitsandbytes has packed the codes of parameter .*load the model again"):
+        on_drive(packed, tmp_path)
+
+
+def test_the_same_codes_under_other_scales_are_another_base(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base_in(tmp_path)
+    model = adapted("nf4", tmp_path, False)
+    with on_drive(model, tmp_path) as optimizer:
+        train(model, optimizer, 1)
+        small = optimizer.save_checkpoint(tmp_path / "small", frozen=False)
+        optimizer.save_checkpoint(tmp_path / "whole")
+    assert small is not None
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    largest = max(path.stat().st_size for path in small.iterdir())
+    assert 3 * 4 * trained <= largest <= 1.2 * 3 * 4 * trained + 8192  # master and two moments in fp32; a header
+    other = adapted("nf4", tmp_path, False)
+    with torch.no_grad():
+        next(param for param in other.parameters() if hasattr(param, "quant_state")).quant_state.offset *= 2
+    with on_drive(other, tmp_path) as optimizer:
+        for folder in ("small", "whole"):
+            with pytest.raises(ValueError, match=r"saved over another base: 'base_model.*weight.quant_state.bitsandbytes__nf4' and 0 more"):
+                optimizer.load_checkpoint(tmp_path / folder)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "whole"), str(tmp_path / "out")])
+    assert done.exit_code == 0 and "more, which modules add to state_dict() themselves, are not in the checkpoint" in done.output
+
+
+def test_weights_in_8_bits_that_cannot_be_moved_are_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    how = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    model = transformers.LlamaForCausalLM.from_pretrained(base_in(tmp_path), quantization_config=how, device_map="cpu")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4))
+    with pytest.raises(ValueError, match="is of bitsandbytes in 8 bits, whose layers keep a second hold on their codes"):
+        zk.ZeroOptimizer(model, adamw(model))

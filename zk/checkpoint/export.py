@@ -30,6 +30,7 @@ class Exported:
     nbytes: int
     tied: dict[str, str]  # name that is left out -> name of the same tensor
     not_there: int  # frozen parameters that the checkpoint has not
+    entries: list[str]  # that modules' own code adds to state_dict(), which it has not
 
 
 def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_nbytes: int = 5 * 10**9) -> Exported:
@@ -87,7 +88,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
             out.rmdir()
         beside.rename(out)
         sync_folder(out.parent)
-    return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights))
+    left_out = list(manifest.head.get("entries", ()))
+    return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), left_out)
 
 
 def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:

@@ -286,7 +286,7 @@ def _check_model(optimizer: Training, manifest: Manifest) -> list[_Target]:
 
 
 def _check_base(optimizer: Training, manifest: Manifest, targets: Sequence[_Target]) -> None:
-    """Check that what was left out of a checkpoint, as it was frozen, is the same here. On all ranks."""
+    """Check that what was left out of a checkpoint, as it was frozen or is a module's own, is the same here. On all ranks."""
     left_out = {part.name: part.sha256 for target in targets for part in target.parts if part.sha256}
     here = base.digests(optimizer) if left_out else {}
     others = [name for name, sha256 in left_out.items() if here[name] != sha256]
@@ -294,6 +294,14 @@ def _check_base(optimizer: Training, manifest: Manifest, targets: Sequence[_Targ
         raise CheckpointError(
             f"{manifest.folder} was saved without its frozen parameters, over another base: {others[0]!r} and {len(others) - 1} more of "
             f"{len(left_out)} had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
+        )
+    saved = manifest.head.get("entries", {})  # older checkpoints do not say
+    entries = base.digests_of_entries(optimizer) if saved else {}
+    scales = [name for name, sha256 in saved.items() if entries.get(name, sha256) != sha256]
+    if scales:
+        raise CheckpointError(
+            f"{manifest.folder} was saved over another base: {scales[0]!r} and {len(scales) - 1} more, which belong to its weights and are "
+            "not in the checkpoint, had other values; load the base that it was trained over first"
         )
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zk.offload.tiers import Tier
     from zk.offload.transfer import Transfer
     from zk.parallel.comm import Group, Solo
+    from zk.parallel.partitioned import Partition
     from zk.precision import LossScaler
     from zk.store import UnitStore
 
@@ -56,6 +57,7 @@ class Training(Protocol):
     scaler: LossScaler
     counters: dict[str, int]
     frozen: list[nn.Parameter]
+    partition: Partition
     claim: Claim
 
     def metrics(self) -> dict[str, float]: ...

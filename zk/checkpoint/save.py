@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import folders, manifest
+from zk.checkpoint.base import digests_of_entries
 from zk.checkpoint.files import CheckpointError, Entry, Writer, overlap, undone, write_durably
 from zk.events import COMPLETED, Event, Ticket
 from zk.logs import rank_log
@@ -178,6 +179,7 @@ class Save:
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
         self.claim = optimizer.claim
         self.head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
+        self.head["entries"] = digests_of_entries(optimizer)
         self.random = manifest.random_state(optimizer.device)
         self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
         self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Partition:
         self.makes_graph = False  # which it is with create_graph=True
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
         self.below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None  # the hooks on saved tensors around them
-        self.closed = False
+        self.closed = self.reads = False
 
     # ---- wiring --------------------------------------------------------------------------------------------------------------
 
@@ -284,6 +284,16 @@ class Partition:
             own = [store for store in own if not store.unit.is_expert]
         return own + self.experts.of.get(module, [])
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context: parameters become full where they are read, which all ranks do in one order."""
+        self.reads = True
+        try:
+            yield
+        finally:
+            self.reads = False
+            self.reset()
+
     def on_use(self, store: UnitStore) -> None:
         """A released parameter is read. Inside a forward or backward that is a use like any other."""
         if self.closed:
@@ -292,6 +302,9 @@ class Partition:
             )
         if self.entered or torch._C._current_graph_task_id() != -1:
             self._use(store)
+            return
+        if self.reads:
+            store.gather()
             return
         raise RuntimeError(
             f"a parameter of unit {store.unit.name!r} ({', '.join(store.unit.names[:3])}{', ...' if len(store.unit.names) > 3 else ''}) is "
