@@ -131,7 +131,7 @@ def _quantized(linears: list[tuple[int, int]], layers: int, base: str) -> list[U
             dtype=BASES[base],
             values=sum(weights),
             beside_nbytes=beside_nbytes,
-            widest=max(weights),
+            dequantized=max(weights) if beside_nbytes else sum(weights),  # torchao keeps them for backward
         )
     ]
     if not beside_nbytes:

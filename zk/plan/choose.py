@@ -79,7 +79,7 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
     found = footprint_of(model, units, config, machine.world, machine.joined, AdamRule(decoupled=True), groups)
     found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
-    found.sizes["device", "dequantized"] = config.dtype.itemsize * max((one.widest for one in shape.units), default=0)
+    found.sizes["device", "dequantized"] = config.dtype.itemsize * max((one.dequantized for one in shape.units), default=0)
     found.sizes = +found.sizes
     if tokens:
         found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize)

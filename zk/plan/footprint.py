@@ -165,10 +165,11 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
         largest = max(chunks, default=0)
         if is_state:
             element = placement.state_nbytes(units[key])
-            most |= Counter(state=largest * element, grad=largest * size, written=numel * size)
+            most |= Counter(state=round_up(largest * element), grad=round_up(largest * size), written=round_up(numel * size))
         else:
             element = size
-            most |= Counter(param=largest * size * units[key].trained, whole=numel * size)  # chunks are for the update
+            # (chunks are for the update)
+            most |= Counter(param=round_up(largest * size) * units[key].trained, whole=round_up(numel * size))
         grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
         if is_state or placement.in_place(units[key], "nvme") is None:
             file_nbytes += count * (sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)

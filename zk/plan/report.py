@@ -20,7 +20,7 @@ _KINDS = {
     "param_copy": "copies, to update elsewhere",
     "gathered": "units in use",
     "scales": "scales of 4-bit weights",
-    "dequantized": "a weight being dequantized",
+    "dequantized": "dequantized weights in use",
     "bucket": "gradients leaving",
     "fresh": "a gradient being made",
     "buffer": "buffers of the drive",

@@ -37,7 +37,7 @@ class Units:
     dtype: torch.dtype | None = None  # that stays as it is; None: what the run computes in
     values: int | None = None  # parameters that one unit stands for, where its elements are codes or scales
     beside_nbytes: int = 0  # of one unit: what belongs to it and stays on the device
-    widest: int = 0  # elements of its largest weight that is dequantized for each use
+    dequantized: int = 0  # elements of one unit that are there in full precision at once, while it is computed with
     parts: tuple[Units, ...] = ()  # of each of them, where its experts travel alone
 
     @property
