@@ -184,6 +184,8 @@ def test_codes_of_experts_are_not_made_up(tmp_path: Path) -> None:
     assert adapted(shape, "rank=4", None).num_trained == 32 * 4 * (4 * 4096 + 2 * (4096 + 1024))  # of attention
     with pytest.raises(ValueError, match=r"experts are one parameter .* only --base bf16 is counted"):
         adapted(shape, "rank=4", "nf4")
+    with pytest.raises(ValueError, match="experts that are modules of their own, as 'moe:100m' has"):
+        adapted(shape_of("moe:100m"), "rank=4", None)
 
 
 def test_the_command_counts_adapters_and_refuses_by_name() -> None:

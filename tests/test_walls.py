@@ -32,11 +32,16 @@ BESIDE |= {"stash", "tiled_matmul", "tiles", "tiled_experts"}
 SIZES = {
     # 140 lines and 1,545 tokens for what is unfrozen, or new, and trained later; 25 and 345 for experts; 105 and 770 for wrappers;
     # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
-    # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on
-    "core": (10_870, 79_690),
-    "beside the core": (3_660, 27_665),  # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one
-    "checkpoint": (2_755, 21_985),  # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen
-    "plan": (1_450, 13_040),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on;
+    # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict()
+    "core": (10_920, 79_960),
+    # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
+    # 12 and 70 for options of adapters, and what the export has not
+    "beside the core": (3_670, 27_735),
+    # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base
+    "checkpoint": (2_800, 22_415),
+    # 210 and 1,630 for adapters over bases in 4 and 8 bits
+    "plan": (1_662, 14_670),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     "integrations": (2_460, 16_265),
     "train": (1_155, 10_020),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks

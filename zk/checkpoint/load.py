@@ -296,6 +296,8 @@ def _check_base(optimizer: Training, manifest: Manifest, targets: Sequence[_Targ
             f"{len(left_out)} had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
         )
     saved = manifest.head.get("entries", {})  # older checkpoints do not say
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{manifest.folder / 'manifest.json'} is damaged: its entries are {saved!r}")
     entries = base.digests_of_entries(optimizer) if saved else {}
     scales = [name for name, sha256 in saved.items() if entries.get(name, sha256) != sha256]
     if scales:

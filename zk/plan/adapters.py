@@ -71,6 +71,8 @@ def adapted(shape: Shape, spec: str | None, base: str | None, dtype: str = "bf16
     decoder = shape.decoder
     if decoder is None:
         raise ValueError(f"--adapters needs gpt:SIZE or a config.json; {shape.name!r} has to build its model with adapters, and freeze the rest")
+    if decoder.expert_modules:
+        raise ValueError(f"--adapters over experts that are modules of their own, as {shape.name!r} has, is not counted; give a module:factory")
     kind = _kind(decoder, base, dtype)
     if kind and decoder.experts:
         raise ValueError(f"experts are one parameter for each of their linear layers, which {kind} leaves as it is; only --base {dtype} is counted")
