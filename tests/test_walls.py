@@ -37,11 +37,11 @@ SIZES = {
     "core": (10_920, 79_960),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not
-    "beside the core": (3_670, 27_735),
+    "beside the core": (3_670, 27_730),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base
     "checkpoint": (2_800, 22_415),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits
-    "plan": (1_662, 14_670),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (1_660, 14_620),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     "integrations": (2_460, 16_265),
     "train": (1_155, 10_020),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks

@@ -65,7 +65,7 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     assert isinstance(config.dtype, torch.dtype)
     assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
     model, units, blocks = nn.Module(), list[Unit](), defaultdict[Any, nn.Module](nn.Module)
-    experts = config.stage == 3  # travel alone, as in ZeroOptimizer
+    experts = config.stage == 3 and machine.world == 1  # travel alone; over ranks those that are in use are there with their block
     for alike in shape.units:
         parts = (experts and alike.parts) or (dataclasses.replace(alike, count=1),)
         made, block = list[Unit](), blocks[alike.block, alike.count]

@@ -94,23 +94,20 @@ def footprint_of(
     gathered = [(unit, flat[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
     if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
         found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
-    elif gathered:  # the block in use, an expert of it, units that were asked for, and what is outside of blocks
-        places = {id(unit.anchors[0]): unit.anchors[0] for unit in each.values() if unit.anchors[0] is not model}
-        within = {id(inner) for module in places.values() for inner in module.modules() if inner is not module}
-        blocks: dict[int, Counter[int]] = {}  # bytes of each unit, by the id of its block
-        experts, others = list[int](), Counter[int]()
-        for unit, nbytes in gathered:
-            if id(unit.anchors[0]) in within:
-                experts.append(nbytes)
-            elif unit.anchors[0] is not model:
-                blocks.setdefault(id(unit.anchors[0]), Counter())[id(unit)] = nbytes
-                others[id(unit)] += 1
-        most = max(blocks.values(), key=lambda block: block.total(), default=Counter[int]())
-        others.subtract(dict.fromkeys(most, 1))
-        experts.sort(reverse=True)
-        ahead = sorted([*experts[1:], *(flat[key] for key in others.elements())], reverse=True)[: config.prefetch]
+    elif gathered:  # what is outside of blocks, the block in use, an expert of it, and units that were asked for
         rest = sum(nbytes for unit, nbytes in gathered if unit.anchors[0] is model)
-        found.sizes["device", "gathered"] = rest + most.total() + sum([*experts[:1], *ahead])
+        inside = [(unit, nbytes) for unit, nbytes in gathered if unit.anchors[0] is not model]
+        by_module: dict[nn.Module, Counter[int]] = {}  # bytes of each unit
+        for unit, nbytes in inside:
+            by_module.setdefault(unit.anchors[0], Counter())[id(unit)] = nbytes
+        experts = {inner for module in by_module for inner in module.modules() if inner is not module}
+        others, in_use = Counter(id(unit) for unit, _ in inside), 0
+        for modules in (by_module.keys() - experts, by_module.keys() & experts):
+            most = max((by_module[module] for module in modules), key=lambda one: one.total(), default=Counter[int]())
+            others.subtract(dict.fromkeys(most, 1))
+            in_use += most.total()
+        asked = sorted((flat[key] for key in others.elements()), reverse=True)[: config.prefetch]
+        found.sizes["device", "gathered"] = rest + in_use + sum(asked)
     trained = Counter(flat[id(unit)] for unit in units if unit.trained)
     found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
     if not at_least:
