@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 
 from zk.logs import log
 from zk.owners import is_wrapper, owner_of
+from zk.parallel.comm import CHOICE
 from zk.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
@@ -295,19 +296,17 @@ class TiledExperts(Tiled):
     def _taken(self, routing: _Routing) -> tuple[list[bool], bool]:
         """The tiles that this call takes; and whether all ranks take the same ones, in forward and in backward.
 
-        Alone, those with tokens. Ranks that partition parameters have to gather alike, and each knows its own tokens only: they take all.
+        Those with tokens. Ranks that partition parameters have to gather alike: they take what has tokens on any of them. On all ranks.
         """
-        tiles = self.each_tile()
-        owner = owner_of(next(self.tiles.parameters()))
+        spans = [routing.span(tile) for tile in self.each_tile()]
+        has_tokens = [span.stop > span.start for span in spans]
+        param = next(self.tiles.parameters())
+        owner = owner_of(param)
         if owner is None or owner.comm.world == 1 or owner.config.stage < 3:
-            spans = [routing.span(tile) for tile in tiles]
-            return [span.stop > span.start for span in spans], False
-        if self._rest:
-            raise RuntimeError(
-                "tile_experts(rest=True) at stage 3 over several ranks: every rank gathers all experts there, and so none of them rests; use "
-                "stage 2, one process, or rest=False"
-            )
-        return [True] * len(tiles), True
+            return has_tokens, False
+        everywhere = torch.tensor(has_tokens, dtype=torch.float32)
+        owner.comm.all_reduce(everywhere, CHOICE, owner.units[param][0].index)
+        return [ranks > 0 for ranks in everywhere.tolist()], True
 
     def _adds_by_token(self) -> bool:
         """Check which of the products of transformers computes: all but the eager one add up the outputs of each token."""

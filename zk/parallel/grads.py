@@ -149,7 +149,7 @@ class GradReducer:
             self.flatten(store)
             self.completed.append(position)
             if self.eager and store.unit.chooser is None:
-                for following in self.order:
+                for following in self.order if self.comm.world > 1 else (position,):
                     if following not in self.started and self.stores[following].unit.chooser is None:
                         if following not in self.completed:
                             break
