@@ -1,16 +1,18 @@
-"""Bytes that a step fetches from the drive, against those of the experts that it uses.
+"""Bytes that a step fetches from the drive, and gathers from other ranks, against those of the experts that it uses.
 
     python benchmarks/experts.py [FOLDER] [--steps 12] [--kind modules|tiled|resting]
+    torchrun --nproc_per_node 2 benchmarks/experts.py ...
 
 A model of two blocks, each with so many experts of 131,712 parameters of which every token uses the best of four that are drawn for each step.
 Experts are modules of a ModuleList, or rows of one parameter in tiles of one expert each. What is needed: for each element in use its parameter
 for forward, for backward and for the update, two moments and the gradient, in fp32. The update of rows of one parameter takes those that are not in
-use too, unless they rest.
+use too, unless they rest. Over ranks each one draws experts of its own; what any rank uses counts for all, and is gathered for forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from zk.parallel.comm import Group
 
 WIDTH, OPEN, LAYERS = 128, 4, 2
 BYTES = 4 * 3 + 8 + 4  # of each element: parameters three times, moments, gradient
@@ -68,34 +71,53 @@ class Block(nn.Module):
         return x + out
 
 
-def measured(experts: int, steps: int, folder: str, kind: str) -> tuple[float, float, float]:
-    """Bytes fetched in a step, those that are needed, and those of a model that fetches every expert."""
+class Gathered:
+    """Counter of the bytes that ranks gather."""
+
+    def __init__(self) -> None:
+        self.nbytes, gather = 0, Group.all_gather
+
+        def counting(group: Group, unit: int, full: Tensor, shard: Tensor) -> object:
+            self.nbytes += full.nbytes
+            return gather(group, unit, full, shard)
+
+        Group.all_gather = counting  # type: ignore[method-assign,assignment]
+
+
+def measured(experts: int, steps: int, folder: str, kind: str, gathered: Gathered) -> tuple[float, float, float, float]:
+    """Bytes that all ranks fetch in a step, that are needed, and of a model that fetches every expert; bytes gathered, over twice those in use."""
     torch.manual_seed(0)
-    draw = random.Random(0)
+    draw = random.Random(int(os.environ.get("RANK", "0")))
     model = nn.Sequential(*(Block(experts, kind != "modules") for _ in range(LAYERS)))
     expert = 8 * WIDTH * WIDTH + 5 * WIDTH
     if kind != "modules":
         zk.tile_experts(model, 4 * expert, rest=kind == "resting")
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     total = sum(param.numel() for param in model.parameters())
-    needed = 0
+    needed = in_use = 0
     with zk.ZeroOptimizer(model, inner, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=folder) as optimizer:
         for step in range(2 + steps):
             if step == 2:
                 optimizer.synchronize()
-                before = optimizer.metrics()["fetched_nbytes"]
+                before, gathered.nbytes = optimizer.metrics()["fetched_nbytes"], 0
             for block in model:
                 block.open = draw.sample(range(experts), OPEN)
             model(torch.randn(512, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if step >= 2:
-                used = sum(len(block.used) for block in model)
+                everywhere = torch.zeros(LAYERS, experts)
+                for place, block in enumerate(model):
+                    everywhere[place, list(block.used)] = 1
+                optimizer.comm.all_reduce(everywhere)
+                used = int(everywhere.count_nonzero())
+                in_use += total - LAYERS * experts * expert + used * expert
                 others = LAYERS * experts * expert - used * expert
                 needed += BYTES * (total - others) + (UPDATE * others if kind == "tiled" else 0)
         optimizer.synchronize()
-        fetched = optimizer.metrics()["fetched_nbytes"] - before
-    return fetched / steps, needed / steps, BYTES * total
+        fetched = torch.tensor([float(optimizer.metrics()["fetched_nbytes"] - before)])
+        optimizer.comm.all_reduce(fetched)
+    return fetched.item() / steps, needed / steps, BYTES * total, gathered.nbytes / (2 * 4 * in_use)
 
 
 if __name__ == "__main__":
@@ -104,8 +126,13 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kind", choices=("modules", "tiled", "resting"), default="modules")
     given = parser.parse_args()
-    print("| experts in a block | parameters | fetched in a step | needed | fetched / needed | all of the model |")
-    print("|---:|---:|---:|---:|---:|---:|")
+    ranks, counter = int(os.environ.get("WORLD_SIZE", "1")), Gathered()
+    heads = ["experts in a block", "parameters", "fetched in a step", "needed", "fetched / needed", "all of the model"]
+    heads += ["gathered / in use"] * (ranks > 1)
+    rows = [f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads)]
     for count in (8, 32, 128):
-        got, want, every = measured(count, given.steps, given.folder, given.kind)
-        print(f"| {count} | {every / BYTES / 1e6:.1f}M | {got / 1e6:.1f} MB | {want / 1e6:.1f} MB | {got / want:.3f} | {every / 1e6:.1f} MB |")
+        got, want, every, share = measured(count, given.steps, given.folder, given.kind, counter)
+        rows.append(f"| {count} | {every / BYTES / 1e6:.1f}M | {got / 1e6:.1f} MB | {want / 1e6:.1f} MB | {got / want:.3f} | {every / 1e6:.1f} MB |")
+        rows[-1] += f" {share:.3f} |" if ranks > 1 else ""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(rows))
