@@ -75,6 +75,7 @@ NVME = [
             ("checkpointed", {"prefetch": 3}),
             ("sometimes", {"dtype": "fp32"}),
             ("experts", {"prefetch": 3}),
+            ("experts_checkpointed", {}),
             ("elsewhere", {"prefetch": 0}),
             ("plain", {"optimizer": "Adam"}),
             ("plain", {"optimizer": "SGD"}),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests.models import GPT, batch, loss_of
@@ -221,7 +223,13 @@ def unusual_orders_are_exact() -> None:
             x = block(x)
         return nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
 
+    def twice_in_a_checkpoint(model: nn.Module, ids: Tensor, use_reentrant: bool = False) -> Tensor:
+        x = checkpoint(lambda x: model.blocks[0](model.blocks[1](model.blocks[0](x))), model.tokens(ids[:, :-1]), use_reentrant=use_reentrant)
+        return nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
+
     for make, loss in (
+        (GPT, twice_in_a_checkpoint),
+        (GPT, functools.partial(twice_in_a_checkpoint, use_reentrant=True)),
         (Auxiliary, kept),
         (Auxiliary, only_kept),
         (GPT, siamese),

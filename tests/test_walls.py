@@ -34,7 +34,7 @@ SIZES = {
     # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
     # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on;
     # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict()
-    "core": (10_920, 79_970),
+    "core": (10_940, 80_155),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not
     "beside the core": (3_670, 27_775),

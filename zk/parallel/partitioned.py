@@ -13,6 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -99,6 +101,9 @@ class Partition:
         self.thread = 0  # in which they are
         self.task = -1  # the backward in progress
         self.makes_graph = False  # which it is with create_graph=True
+        # forwards whose backward is not complete, by unit: of each checkpoint, and of those that backward repeats by itself (use_reentrant=True)
+        self.frames: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
+        self.repeated = Counter[int]()
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
         self.below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None  # the hooks on saved tensors around them
         self.closed = self.reads = False
@@ -209,13 +214,14 @@ class Partition:
             store.depth += 1
         for store in units:
             self._use(store)
-        blocks = []
-        if torch.is_grad_enabled():
+        blocks, calls = [], self._calls(in_backward)
+        if calls is not None and torch.is_grad_enabled():
             blocks = [store.index for store in self._released_with(module) if self.model not in store.unit.anchors]
+            calls.update(blocks)
         # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
         inputs = [t for given in (*args, *kwargs.values()) for t in _tensors(given) if t.grad_fn is not None] if blocks else []
         if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
-            _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks, module))
+            _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks, module, calls))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self.entered[-1:] != [module] or self.thread != threading.get_ident():
@@ -327,10 +333,24 @@ class Partition:
         for store in stores:
             store.is_borrowed |= self.makes_graph
 
-    def _inputs_done(self, blocks: Sequence[int], module: nn.Module, *_: Any) -> None:
+    def _calls(self, in_backward: bool) -> Counter[int] | None:
+        """The counter of a forward that begins; None where another one stands for it in backward.
+
+        What a checkpoint has saved again for one call of a module is read without hooks of this class, so it stays until the other calls in that
+        checkpoint are done too.
+        """
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0] == self._pack:  # a block inside of a checkpoint was called by itself
+            hooks = self.below
+        if hooks is None or hooks[0].__module__ != checkpoint.__name__:
+            return self.repeated if in_backward else Counter()
+        return None if in_backward else self.frames.setdefault(hooks[0], Counter())
+
+    def _inputs_done(self, blocks: Sequence[int], module: nn.Module, calls: Counter[int], *_: Any) -> None:
         self._watch_backward()
+        calls.subtract(blocks)
         for index in blocks:
-            if not self.by_index[index].depth:
+            if not calls[index] and not self.by_index[index].depth:
                 self.by_index[index].release()
         if module in self.experts.of:
             self.experts_done(module)
@@ -380,6 +400,7 @@ class Partition:
 
     def release_all(self) -> None:
         """Release what no forward is using."""
+        self.repeated.clear()
         for store in self.stores:
             if not store.depth:
                 store.release()
