@@ -33,8 +33,8 @@ SIZES = {
     # 140 lines and 1,545 tokens for what is unfrozen, or new, and trained later; 25 and 345 for experts; 105 and 770 for wrappers;
     # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
     # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on;
-    # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict()
-    "core": (10_940, 80_155),
+    # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 3 and 30 for codes kept in 16 bits
+    "core": (10_945, 80_185),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not
     "beside the core": (3_670, 27_775),

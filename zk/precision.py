@@ -84,8 +84,9 @@ def stored_dtypes(
 ) -> dict[Tensor, torch.dtype]:
     """The dtype that each parameter and buffer has once it is held; all keep their own without ``dtype``."""
     kept = kept_in_dtype(model, keep, cast_buffers) if dtype is not None else set()
-    for param in filter(is_wrapper, model.parameters()):  # its own code knows their dtypes
-        kept.update(inner for _, inner in inner_tensors(param))
+    for param in model.parameters():
+        if is_wrapper(param) or hasattr(param, "quant_state"):  # its own code knows their dtypes; bitsandbytes may keep codes as bf16
+            kept.update(inner for _, inner in inner_tensors(param))
     return {
         tensor: dtype if dtype is not None and tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)
     }

@@ -90,6 +90,8 @@ class UnitStore:
         self.param_tier, self.held, self.home, self.uploads, self.on_use = param_tier, held, home, uploads, on_use
         self.held_numel: int = held.stop - held.start
         self.is_whole = self.held_numel == layout.numel  # this rank's slice is everything
+        # bitsandbytes keeps codes in bytes, or, if asked to, two or four to a number of another dtype
+        self.has_codes = unit.dtype.itemsize == 1 or any(hasattr(param, "quant_state") for param in unit.params)
         self.owner: weakref.ref[Any] | None = None  # the ZeroOptimizer
         self.lock = threading.RLock()  # several threads may want the parameters at once
         self.counting = threading.Lock()  # while versions change; never held while waiting

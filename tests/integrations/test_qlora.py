@@ -39,12 +39,15 @@ def base_in(folder: Path) -> Path:
     return folder / "base"
 
 
+def in_4_bits(**options: Any) -> Any:
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32, **options}
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+
+
 def quantized(kind: str, folder: Path) -> nn.Module:
     pytest.importorskip(KINDS[kind])
     if kind == "nf4":
-        how = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
-        )
+        how = in_4_bits()
     else:
         quantization = pytest.importorskip("torchao.quantization")
         how = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig() if kind == "int8" else quantization.Float8WeightOnlyConfig())
@@ -52,10 +55,13 @@ def quantized(kind: str, folder: Path) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def adapted(kind: str, folder: Path, dora: bool) -> nn.Module:
-    model = quantized(kind, folder)
+def wrapped(model: nn.Module, dora: bool = False) -> nn.Module:
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=dora)).train()  # type: ignore[no-any-return]
+
+
+def adapted(kind: str, folder: Path, dora: bool) -> nn.Module:
+    return wrapped(quantized(kind, folder), dora)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -247,3 +253,22 @@ def test_weights_in_8_bits_that_cannot_be_moved_are_refused_by_name(tmp_path: Pa
     model = peft.get_peft_model(model, peft.LoraConfig(r=4))
     with pytest.raises(ValueError, match="is of bitsandbytes in 8 bits, whose layers keep a second hold on their codes"):
         zk.ZeroOptimizer(model, adamw(model))
+
+
+@pytest.mark.parametrize("storage", (torch.bfloat16, torch.float16), ids=str)
+def test_codes_that_are_kept_as_numbers_of_16_bits_are_no_numbers(storage: torch.dtype, tmp_path: Path) -> None:
+    """Backward needs them, too, and no cast changes them."""
+    pytest.importorskip("bitsandbytes")
+    how = in_4_bits(bnb_4bit_quant_storage=storage)
+
+    def made() -> nn.Module:
+        base = base_in(tmp_path)
+        return wrapped(transformers.LlamaForCausalLM.from_pretrained(base, quantization_config=how, device_map="cpu", dtype=torch.float32))
+
+    plain, model = made(), made()
+    with on_drive(model, tmp_path) as optimizer:
+        assert train(model, optimizer, 2) == train(plain, adamw(plain), 2)
+    model = made()
+    with zk.ZeroOptimizer(model, adamw(model), stage=2, dtype=torch.float16 if storage == torch.bfloat16 else torch.bfloat16):
+        codes = {name: param for name, param in plain.named_parameters() if hasattr(param, "quant_state")}
+        assert codes and all(torch.equal(model.get_parameter(name).view(torch.int16), param.view(torch.int16)) for name, param in codes.items())

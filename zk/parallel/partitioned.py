@@ -238,7 +238,7 @@ class Partition:
             self.experts.choose_no_more(module, None if in_backward or output is None else has_graph)
         # bitsandbytes keeps a view of the codes for backward where autograd does not see it; some ranks may not use the router
         own = [store for store in self.by_module[module] if store.lease is not None]
-        gathered = [store for store in own if module in self.experts.of or store.unit.dtype.itemsize == 1]
+        gathered = [store for store in own if module in self.experts.of or store.has_codes]
         gathered += [store for store in self.experts.of.get(module, ()) if store.state is State.GATHERED]
         for tensor in with_graph if gathered else ():
             tensor.register_hook(functools.partial(weakly(self._outputs_done), [store.index for store in gathered]))
