@@ -26,18 +26,18 @@ from zk import ZeroOptimizer
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zk"
 BESIDE = {"tiled_linear", "activations", "materialize", "pretrained", "access", "timeline", "cli", "doctor", "terminal", "__main__", "__init__"}
-BESIDE |= {"stash", "tiled_matmul", "tiles", "tiled_experts"}
+BESIDE |= {"stash", "tiled_matmul", "tiles", "tiled_experts", "prequantized"}
 
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
     # 140 lines and 1,545 tokens for what is unfrozen, or new, and trained later; 25 and 345 for experts; 105 and 770 for wrappers;
     # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
     # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on;
-    # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 3 and 30 for codes kept in 16 bits
-    "core": (10_945, 80_185),
+    # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 5 and 40 for codes in 16 bits, and ranks' scales
+    "core": (10_945, 80_195),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
-    # 12 and 70 for options of adapters, and what the export has not
-    "beside the core": (3_670, 27_775),
+    # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
+    "beside the core": (3_765, 28_615),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base
     "checkpoint": (2_800, 22_415),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits

@@ -47,6 +47,7 @@ from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
+from zk.prequantized import scales_of
 from zk.store import UnitStore
 from zk.tiles import pieces_of
 from zk.torch_calls import watch_torch
@@ -246,6 +247,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             names[number : number + 1] = [unit.name]
         params = {
             name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
+            + scales_of(param)
             for _, unit in numbered
             for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
         }
