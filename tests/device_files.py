@@ -25,6 +25,7 @@ IN_PART = (
     "test_dcp.py",
     "test_deepspeed_config.py",
     "test_doctor.py",
+    "test_model_parallel.py",
     "test_precision.py",
     "test_pretrained.py",
     "test_tiled_experts.py",

@@ -889,8 +889,6 @@ def test_initialize_refuses_what_it_cannot_take() -> None:
         zk.initialize(model)
     with pytest.raises(ValueError, match=r"give the config once: .*; got 2"):
         zk.initialize(model, config=config, config_params=config)
-    with pytest.raises(ValueError, match="no model parallelism"):
-        zk.initialize(model, config=config, mpu=object())
     with pytest.raises(ValueError, match="there is no 'optimizer', and none was given; pass optimizer="):
         zk.initialize(model, config=config)
     with pytest.raises(TypeError, match="stages"):

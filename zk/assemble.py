@@ -14,7 +14,6 @@ import torch
 from zk.config import ZeroConfig
 from zk.logs import log
 from zk.materialize import give_memory, values_of
-from zk.memory import ranks_here
 from zk.offload.nvme import ALIGN, Excerpt, round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
@@ -60,6 +59,7 @@ class Assembly(Placement):
         device: where the model computes.
         transfer: between the device and the host; it gets its page-locked memory here.
         worker: adds up gradients that arrive from the device, in the background.
+        ranks: how many share this machine.
     """
 
     def __init__(
@@ -72,9 +72,11 @@ class Assembly(Placement):
         device: torch.device,
         transfer: Transfer,
         worker: Worker,
+        ranks: int,
     ) -> None:
-        super().__init__(config, comm.world, rule, groups, transfer.joined)
+        super().__init__(config, comm.shards, rule, groups, transfer.joined)
         self.comm, self.num_threads, self.device, self.transfer, self.worker = comm, num_threads, device, transfer, worker
+        self.ranks = ranks
         self.tiers: dict[str, Tier] = {
             "device": MemoryTier("device", device, self.on_device, transfer, worker),
             "host": MemoryTier("host", torch.device("cpu"), "host", transfer, worker),
@@ -89,7 +91,7 @@ class Assembly(Placement):
         self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         is_auto = "auto" in (config.param_tier, config.optimizer_tier)
-        ranks, is_first = ranks_here(self.comm.world), self.room is None
+        ranks, is_first = self.ranks, self.room is None
         if self.room is None:
             self.room = self._agreed_rooms() if is_auto else rooms(config, self.device, ranks)
         placed = self.tiers_of([*others, *units], self.device, ranks, self.room)[len(others) :]
@@ -112,7 +114,7 @@ class Assembly(Placement):
 
     def _agreed_rooms(self) -> dict[str, int]:
         """The least that any rank has: all divide their state alike, as they publish and gather it in one order, and over one backend."""
-        mine = rooms(self.config, self.device, ranks_here(self.comm.world))
+        mine = rooms(self.config, self.device, self.ranks)
         everywhere = torch.zeros(self.comm.world, len(mine), dtype=torch.int64)
         everywhere[self.comm.rank] = torch.tensor(list(mine.values()))
         self.comm.all_reduce(everywhere, MEMORY)
@@ -150,7 +152,7 @@ class Assembly(Placement):
         """This rank's slice of a unit, in the ``places`` of its parameters."""
         layout = self.layout(unit)
         for index, place in enumerate(places):
-            mine, elements = layout.part(index, layout.shard(self.comm.rank))
+            mine, elements = layout.part(index, layout.shard(self.comm.shard_rank))
             yield place.part(elements, mine.start, unit.dtype.itemsize)
 
     def _room(self, unit: Unit, param_tier: str, names: Sequence[tuple[str, int]], home: FileParams | None) -> _Room:
@@ -209,7 +211,7 @@ class Assembly(Placement):
         for param in unit.params:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
-        held = layout.shard(self.comm.rank) if self.config.stage else slice(0, layout.numel)
+        held = layout.shard(self.comm.shard_rank) if self.config.stage else slice(0, layout.numel)
         home: ResidentFields | FileParams
         if self.partitions(room.param_tier.name):
             full, home = None, room.home or room.param_tier.home(numel, unit.dtype)

@@ -14,6 +14,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Tier = Literal["device", "host", "nvme", "auto"]
 
@@ -193,8 +194,15 @@ class ZeroConfig:
     """Stage 3: how many units are gathered ahead of the one in use."""
     num_threads: int | None = None
     """Threads of the CPU update; None: cores / ranks on this machine."""
-    process_group: ProcessGroup | None = None
-    """Ranks that train together; None: the default group, or one process where there is none."""
+    process_group: ProcessGroup | DeviceMesh | None = None
+    """Ranks that train together; None: the default group, or one process where there is none. Of a mesh of two dimensions the second partitions
+    states, and gathers parameters; along the first they are replicated, and gradients alone are sent (hybrid sharding)."""
+    model_parallel_group: ProcessGroup | DeviceMesh | None = None
+    """Ranks with other parts of the model for the same data (tensor or pipeline parallel); None: each rank has all of it. The norm of gradients,
+    overflow and checkpoints are then of the whole model, and ``process_group`` is the ranks with this one's part."""
+    replicated_params: Sequence[str] | None = None
+    """With ``model_parallel_group``: names of parameters, or whole parts of names, that its ranks have alike, and that count once. None: those
+    without ``param.tensor_model_parallel``."""
     check_memory: bool = True
     """Refuse, before anything is moved, what cannot fit in the memory that is free; False where more will be free than it seems: parameters
     that never get a gradient, or other programs that are about to end."""
@@ -252,6 +260,12 @@ class ZeroConfig:
         for name in ("units", "keep_dtype"):
             if getattr(self, name) is not None:
                 normalize(name, parse_modules(getattr(self, name), name))
+        if self.replicated_params is not None:
+            names = self.replicated_params
+            if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"replicated_params must be a sequence of names of parameters, or whole parts of names; got {names!r}")
+            if self.model_parallel_group is None:
+                raise ValueError(f"replicated_params={list(names)} has no effect without model_parallel_group=; remove it")
         for name in ("cast_buffers", "keep_dtype"):
             if getattr(self, name) and self.dtype is None:
                 raise ValueError(f"{name} has no effect without dtype=, as nothing is cast; give a dtype, or remove it")

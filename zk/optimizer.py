@@ -31,7 +31,7 @@ from zk.gradients import Gradients
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
-from zk.memory import overwrite, trim
+from zk.memory import overwrite, ranks_here, trim
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
@@ -43,6 +43,7 @@ from zk.offload.worker import Worker
 from zk.owners import held_params, inner_tensors, is_wrapper, owner_of, rebuilt
 from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.grads import GradReducer
+from zk.parallel.model_parallel import connect_parts
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.plan.check import Case, refuse_what_cannot_fit
@@ -58,7 +59,7 @@ _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product
 
 
 # fields of ZeroConfig that may differ from rank to rank
-_OF_A_RANK = ("device", "process_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
+_OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -111,6 +112,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
+        try:
+            self.parts = connect_parts(self.comm, self.config.model_parallel_group, self.config.replicated_params, model)
+        except BaseException as error:
+            self.comm.fail(error)
+            raise
+        self.everyone = self.parts.everyone
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
         self.forward_order: dict[int, None] = {}  # of units, with overlap_step
@@ -132,7 +139,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             self._build()
         except BaseException as error:
-            self.comm.fail(error)
+            self._fail(error)
             with _logged():
                 self._close_memory()
             raise
@@ -163,7 +170,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _build(self) -> None:
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
-        config, device = self.config, self.device
+        config, device, here = self.config, self.device, ranks_here(self.everyone.world)
         units = self._found()
         self._name(list(enumerate(units)))
         self._agree()
@@ -171,12 +178,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
         if config.check_memory:
-            case = Case(self.model, self.stored, units, self.inner, device, self.transfer.joined, self.comm.world)
+            ranks = self.comm.world
+            case = Case(self.model, self.stored, units, self.inner, device, self.transfer.joined, self.comm.shards, here, ranks)
             refuse_what_cannot_fit(case, config, self.comm)
-        self.assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker)
+        self.assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
+            if self.parts.count > 1 and not self.comm.gloo:
+                raise ValueError(
+                    f"overlap_step=True at stage {config.stage} gathers updated parameters in the background, over NCCL, while model parallel ranks "
+                    "use NCCL in forward: two communicators at once may wait for each other for good. Use stage=3, which gathers in forward, or "
+                    "overlap_step=False"
+                )
             self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
         self.partition = Partition(self.model, config.prefetch, weakly(self._written), self.comm)
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
@@ -238,7 +252,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         moved = self.config.device is not None
         experts = self.config.stage == 3  # below it nothing is gathered
-        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, self.comm.world if experts else 1)
+        world, elsewhere = self.comm.world if experts else 1, self.parts.elsewhere
+        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, world, elsewhere)
 
     def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
         """Agree with the other ranks on units that are about to be held, each as its number."""
@@ -366,7 +381,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for number, unit in entries:
                     self._hold(unit, number)
         except BaseException as error:
-            self.comm.fail(error)
+            self._fail(error)
             self._tear(error)
             raise
         for held in self._trained:
@@ -435,7 +450,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        with save.telling(self.comm, "step()"):
+        with save.telling(self.everyone, "step()"), save.telling(self.comm, "step()"):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -447,11 +462,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finish_update()
         self._agree()
         if self.saver is not None:
-            self.saver.check(self.comm)
+            self.saver.check(self.everyone)
         self._reduce()
         if not any(held.used for held in self.held):
             self._without_gradient()
             return loss
+        if self.parts.count > 1:
+            self._compare_parts()
         self.last_norm = self._global_norm()
         if math.isfinite(self.last_norm):
             self._update(self.clip_by * clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
@@ -511,6 +528,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be more than 0; got {max_norm!r}")
         self._reduce()
+        if self.parts.count > 1:
+            self._compare_parts()
         self.last_norm = self._global_norm()
         norm = self.last_norm * self.clip_by
         if not math.isinf(max_norm):
@@ -548,6 +567,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
         self.comm.agree({name: _as_number(value) for name, value in rules.items()})
 
+    def _compare_parts(self) -> None:
+        """Compare with other parts of the model what has a gradient, and what becomes of it: a step of one part alone would be another model's."""
+        rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
+        used = {held.unit.names[index] for held in self._trained for index in held.used}
+        taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
+        self.everyone.agree({**{name: _as_number(value) for name, value in rules.items()}, **taken}, "have parts of the model that differ")
+
     @property
     def _trained(self) -> list[UnitStore]:
         return [held for held in self.held if held.shard is not None]
@@ -583,13 +609,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
-        sums = [part for held in self._trained if held.shard for part in held.shard.squares()]
-        on_device = [part for part in sums if isinstance(part, Tensor)]
+        # what other ranks have too counts on one of them
+        is_first = self.comm.replica == 0 if self.config.stage > 0 else self.comm.rank == 0 or self.parts.count == 1
+        sums = [(part, is_first and held.unit.is_counted) for held in self._trained if held.shard for part in held.shard.squares()]
+        on_device = [part for part, _ in sums if isinstance(part, Tensor)]
         values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
-        total = sum(next(values) if isinstance(part, Tensor) else part for part in sums)
-        if self.config.stage > 0 and self.comm.world > 1:
+        found = [(next(values) if isinstance(part, Tensor) else part, counts) for part, counts in sums]
+        total = sum(part for part, counts in found if counts or not math.isfinite(part))
+        if (self.config.stage > 0 and self.comm.world > 1) or self.parts.count > 1:
             everywhere = torch.tensor([total], dtype=torch.float64)
-            self.comm.all_reduce(everywhere)
+            self.everyone.all_reduce(everywhere)
             total = everywhere.item()
         return norm_of(total, self.scaler.scale)
 
@@ -669,6 +698,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.interrupted = self.interrupted or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
         self.mixed = {"parameters", "state"}
 
+    def _fail(self, error: BaseException) -> None:
+        """Tell ranks that wait, or come to wait, for this one why it will not come."""
+        self.comm.fail(error)
+        if self.everyone is not self.comm:
+            self.everyone.fail(error)
+
     def _written(self, store: UnitStore, indices: list[int]) -> None:
         self._end_save()
         store.keep_written(indices)
@@ -727,7 +762,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         before = self.interrupted
         self.interrupted, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
         try:
-            with save.together(self.comm, what):
+            with save.together(self.everyone, what):
                 yield
         except BaseException as error:
             self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"
@@ -779,7 +814,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             if any(held.steps for held in self.held):
                 for held in self.held:
-                    self.state.update(held.export_state(own_part=self.config.stage == 3 and self.comm.world > 1))  # type: ignore[arg-type]
+                    self.state.update(held.export_state(own_part=self.config.stage == 3 and self.comm.shards > 1))  # type: ignore[arg-type]
             plain = super().state_dict()
         finally:
             self.state = shown
@@ -797,12 +832,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        with save.together(self.comm, "load_state_dict()"):
+        with save.together(self.everyone, "load_state_dict()"):
             params = self._saved_params(state_dict)
         frozen = [param for key, param in params.items() if key in state_dict["state"] and self.units[param][0].shard is None]
         if frozen:
             self.unfreeze(frozen)  # as they had been when it was saved
-        with save.together(self.comm, "load_state_dict()"):
+        with save.together(self.everyone, "load_state_dict()"):
             plan: list[Callable[[], None]] = []
             for key, param in params.items():
                 held, index = self.units[param]
@@ -823,7 +858,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 group.update({key: value for key, value in saved.items() if key != "params"})
             for held in self._trained:
                 held.settle()
-            with save.together(self.comm, "load_state_dict()"):  # all of it, before ranks exchange anything
+            with save.together(self.everyone, "load_state_dict()"):  # all of it, before ranks exchange anything
                 for write in plan:
                     write()
             for held in self._trained:
@@ -916,15 +951,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.reset()
         quiet = on_save_error == "warn"
         digests = None if frozen else base.digests(self)
-        with save.together(self.comm, f"saving into {directory}"):
+        with save.together(self.everyone, f"saving into {directory}"):
             begun = save.Save(self, Path(directory), scheduler, extra, keep, digests)
         if async_save:
             if self.saver is None:
-                self.saver = save.Saver(self.comm)
+                self.saver = save.Saver(self.everyone)
             self.saver.start(begun, save.room_for_copies(self), quiet)
             return begun.final
         try:
-            begun.run(self.comm)
+            begun.run(self.everyone)
         except OSError as error:
             save.refuse(error, quiet)
             return None
@@ -952,7 +987,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 has been changed.
         """
         self._check_open()
-        with save.together(self.comm, "load_checkpoint()"):
+        with save.together(self.everyone, "load_checkpoint()"):
             self._end_save()
             self._end_update()
             self._drop_gradients()
@@ -1085,6 +1120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._close_memory()
         self.claim.release()
         self.comm.close()
+        self.everyone.close()
         self.publisher.close()
 
     def _end_update(self) -> None:

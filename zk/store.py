@@ -192,7 +192,7 @@ class UnitStore:
         else:
             mine = self.full[self.held]
             self.uploaded = self.uploads.upload(mine, source)
-            if self.comm.world > 1:
+            if self.comm.shards > 1:
                 with self.uploads.beside():
                     self.pending = self.comm.all_gather(self.index, self.full, mine)
 

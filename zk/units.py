@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,7 @@ class Unit:
     orders: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # as of ``order_of``, of parameters that have one
     # over several ranks, the block around a list of experts, of the experts and of what is left of the block: each rank may use other ones
     chooser: nn.Module | None = None
+    is_counted: bool = True  # in the norm of gradients, and saved; other ranks have the same parameters, and do so otherwise
 
     @property
     def numel(self) -> int:
@@ -180,7 +182,7 @@ def _chosen(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterab
     return sorted(matched, key=lambda entry: -entry[0].count("."))
 
 
-def _note_choosers(model: nn.Module, units: Mapping[tuple[str, bool, torch.dtype, torch.device], Unit], modules: Mapping[str, nn.Module]) -> None:
+def _note_choosers(model: nn.Module, units: Mapping[tuple[Any, ...], Unit], modules: Mapping[str, nn.Module]) -> None:
     """Note the chooser of units in a list inside of a block, and of such blocks. ``modules``: of all blocks, experts and tiles, by path."""
     inside: dict[nn.Module, set[nn.Module]] = {}
     for (path, *_), unit in units.items():
@@ -208,6 +210,7 @@ def find_units(
     moved: bool = False,
     experts: bool = False,
     world: int = 1,
+    elsewhere: Collection[str] = (),
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -220,6 +223,7 @@ def find_units(
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
         experts: members of ModuleLists inside of blocks are units too, where they are alike.
         world: ranks, which may use other experts each.
+        elsewhere: names of parameters that other ranks count in the norm of gradients: units of their own.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
@@ -229,7 +233,7 @@ def find_units(
     for path, block in (*tiles, *blocks):  # a tile is a block of its own, wherever it is
         for module in block.modules():
             owner.setdefault(id(module), path)
-    units: dict[tuple[str, bool, torch.dtype, torch.device], Unit] = {}
+    units: dict[tuple[Any, ...], Unit] = {}
     home: dict[Tensor, Unit] = {}
     anchors = dict((*blocks, *tiles))
     for module_path, module in model.named_modules(remove_duplicate=False):
@@ -239,13 +243,15 @@ def find_units(
             if param not in home:
                 is_trained = param in groups and param.requires_grad
                 dtype = param.dtype if stored is None else stored[param]
+                is_counted = name not in elsewhere
                 place = device if (param.is_meta or moved) and device is not None else param.device
-                key = (path, is_trained, dtype, place)
+                key = (path, is_trained, dtype, place, is_counted)
                 if key not in units:
                     label = path or "rest"
                     if any(unit.name == label for unit in units.values()):
-                        label += f" ({'trained' if is_trained else 'frozen'}, {str(dtype).removeprefix('torch.')})"
-                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place)
+                        replicated = "" if is_counted else ", replicated"
+                        label += f" ({'trained' if is_trained else 'frozen'}, {str(dtype).removeprefix('torch.')}{replicated})"
+                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place, is_counted=is_counted)
                 units[key].params.append(param)  # type: ignore[arg-type]
                 units[key].names.append(name)
                 home[param] = units[key]

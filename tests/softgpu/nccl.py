@@ -96,6 +96,10 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def name(self) -> str:
         return "nccl"
 
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
     def _set_sequence_number_for_group(self) -> None:
         return
 
@@ -160,7 +164,8 @@ class ProcessGroupNCCL(dist.ProcessGroup):
                 _launched[queue.serial] = queue, 0
             join(queue.clock, current_queue(device).clock)
             queue.issue()
-            thread = threading.get_ident()
+            # who calls backward() waits for the threads that it runs in
+            thread = threading.get_ident() if torch._C._current_graph_task_id() == -1 else threading.main_thread().ident
             for other, launcher in _launched.values():
                 if other.device == device and launcher not in (0, thread) and queue.clock.get(other.serial, 0) < other.count:
                     race("collectives of two communicators are in flight at once, launched by two threads: ranks may launch them in different orders")

@@ -67,12 +67,12 @@ class Place:
     @classmethod
     def of(cls, held: Any, index: int) -> Place:
         assert isinstance(held.comm, Group)
-        pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.world))
+        pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.shards))
         return cls(held.unit.params[index].shape, held.unit.orders.get(index), tuple(pieces), held.index, held.comm)
 
     @property
     def mine(self) -> slice:
-        return self.pieces[self.comm.rank]
+        return self.pieces[self.comm.shard_rank]
 
     def is_cut_as(self, other: Place) -> bool:
         """Check that every rank has the same elements, in the same order."""

@@ -62,7 +62,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     beside.mkdir()
     with undone(shutil.rmtree, beside, ignore_errors=True), Contents(manifest) as contents:
         entries = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
-        entries += [dataclasses.replace(contents.buffers.entries[f"buffer/{name}"], key=name) for name in manifest.buffers]
+        found = {name: contents.buffer_entry(name) for name in contents.buffers}
+        entries += [dataclasses.replace(entry, key=name) for name, entry in found.items() if entry is not None]
         files = shards(entries, shard_nbytes)
         for name, shard in files.items():
             own = {entry.key for entry in shard}
@@ -74,7 +75,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
                         for values in _row_by_row(contents, weights[entry.key]):
                             writer.add(_rounded(values, entry))
                     else:
-                        writer.add(contents.buffers.read(f"buffer/{entry.key}"))
+                        writer.add(contents.buffer(entry.key))
                 writer.finish()
         total = sum(entry.nbytes for entry in entries)
         if len(files) > 1:

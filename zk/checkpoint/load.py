@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import base, folders, save
-from zk.checkpoint.files import CheckpointError, Reader, check_file, overlap
+from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file, overlap
 from zk.checkpoint.manifest import (
     Manifest,
     Saved,
@@ -32,11 +33,11 @@ from zk.checkpoint.manifest import (
 )
 from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
-from zk.tiles import pieces_of
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training
+    from zk.parallel.model_parallel import Parts
     from zk.store import UnitStore
 
 
@@ -57,7 +58,10 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     with _checking(optimizer, path) as manifest:
         targets = _check(optimizer, manifest)
         _check_scheduler(manifest, scheduler)
-        random = manifest.ranks[optimizer.comm.rank]["random"] if optimizer.comm.rank < len(manifest.ranks) else None  # an import has none
+        rank, random = optimizer.everyone.rank, None
+        # model parallel ranks draw alike, or not, as they did then; an import has none
+        if rank < len(manifest.ranks) and manifest.head.get("model_parallel", 1) == optimizer.parts.count:
+            random = manifest.ranks[rank]["random"]
         if random is not None:
             check_random_state(random)
     _check_base(optimizer, manifest, targets)
@@ -65,7 +69,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     frozen = [param for param in optimizer.frozen if param in updated]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
-        with save.together(optimizer.comm, f"checking {manifest.folder}"):
+        with save.together(optimizer.everyone, f"checking {manifest.folder}"):
             targets = _check(optimizer, manifest)
     with optimizer.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
         _fill_all(optimizer, manifest, targets)
@@ -105,7 +109,7 @@ def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _checking(optimizer: Training, path: Path) -> Iterator[Manifest]:
     """The checkpoint that all ranks read, after each has checked a share of its files. A CheckpointError on one rank, inside too, is one on all."""
-    comm, what = optimizer.comm, f"checking {path}"
+    comm, what = optimizer.everyone, f"checking {path}"
     with save.together(comm, what):
         found = find(path) if comm.rank == 0 else path
     name = comm.exchange(found.name if comm.rank == 0 and found != path else "", what)[0]  # the first rank's choice, as each rank sees it
@@ -168,7 +172,7 @@ class _Target:
 
 def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
     """Every parameter that this rank has, unit by unit. CheckpointError unless the checkpoint is of the same weights."""
-    tiles = pieces_of(optimizer.model)
+    tiles = optimizer.parts.pieces_of(optimizer.model)
     weights = manifest.weights(tiles)
     targets = []
     for held in optimizer.held:
@@ -182,6 +186,9 @@ def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
             alike = [part for part in weight.parts if part.place == place and part.order == held.unit.orders.get(index)]
             targets.append(_Target(held, index, weight, place, alike[:1] or weight.parts, bool(alike)))
     known = {target.weight.name for target in targets}
+    if optimizer.parts.count > 1:
+        said = optimizer.everyone.exchange(json.dumps(sorted(known)), "comparing the parts of the model")
+        known = set(itertools.chain.from_iterable(map(json.loads, said)))
     for name in weights:
         if name not in known:
             raise CheckpointError(f"{manifest.path}: parameter {name!r} is {weights[name].shape}, and not there in this model")
@@ -190,8 +197,8 @@ def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
 
 def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target]) -> None:
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
-    with Contents(manifest) as contents:
-        with save.together(optimizer.comm, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
+    with Contents(manifest, optimizer.parts) as contents:
+        with save.together(optimizer.everyone, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
             for held, of_unit in itertools.groupby(targets, lambda target: target.held):
                 _fill(held, list(of_unit), contents)
         for held in optimizer.held:
@@ -199,8 +206,8 @@ def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target
             if held.shard is not None:
                 held.rewritten()
         buffers = dict(save.buffers_of(optimizer))
-        for name in manifest.buffers:
-            overwrite(buffers[name], contents.buffers.read(f"buffer/{name}").view(buffers[name].shape))
+        for name in contents.buffers:
+            overwrite(buffers[name], contents.buffer(name).view(buffers[name].shape))
     for tier in optimizer.tiers.values():
         tier.flush()
 
@@ -273,12 +280,13 @@ def _check_model(optimizer: Training, manifest: Manifest) -> list[_Target]:
         if gap is not None:
             raise CheckpointError(f"{where}: {kind!r} of parameter {name!r} is not there (elements {gap[0]} to {gap[1]})")
     buffers = dict(save.buffers_of(optimizer))
-    if sorted(buffers) != manifest.buffers:
-        raise CheckpointError(f"{where} has the buffers {manifest.buffers}, and this model {sorted(buffers)}")
-    with Contents(manifest, is_checked=False) as contents:  # headers only, of files that have just been checked
+    with Contents(manifest, optimizer.parts, is_checked=False) as contents:  # of files that have just been checked
+        missing, others = set(buffers).difference(contents.buffers), set(contents.buffers).difference(buffers)
+        if missing or (others and optimizer.parts.count == 1):
+            raise CheckpointError(f"{where} has the buffers {sorted(contents.buffers)}, and this model {sorted(buffers)}")
         _check_pieces(contents)
         for name, buffer in buffers.items():
-            entry = contents.buffers.entries.get(f"buffer/{name}")
+            entry = contents.buffer_entry(name)
             if entry is None or entry.shape != tuple(buffer.shape) or entry.dtype.is_floating_point != buffer.is_floating_point():
                 saved = "not there" if entry is None else f"{entry.dtype} {entry.shape}"
                 raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {buffer.dtype} {tuple(buffer.shape)} in this model")
@@ -314,12 +322,14 @@ class Contents(contextlib.ExitStack):
     """The tensors of a checkpoint, as a context: files are opened as they are needed.
 
     Args:
+        parts: of the model now; None: one.
         is_checked: what is read is checked once more, as a drive may give other bytes the second time.
     """
 
-    def __init__(self, manifest: Manifest, is_checked: bool = True) -> None:
+    def __init__(self, manifest: Manifest, parts: Parts | None = None, is_checked: bool = True) -> None:
         super().__init__()
         self.manifest = manifest
+        self.buffers = manifest.buffers(parts.part, parts.count) if parts is not None else manifest.buffers()
         self.files = {written.name: written if is_checked else None for written in manifest.files}
         self.opened: dict[str, Reader] = {}
         self.blocks = functools.lru_cache(maxsize=3)(Reader.block)  # of all files: memory does not grow with their number
@@ -330,10 +340,19 @@ class Contents(contextlib.ExitStack):
             self.opened[name] = self.enter_context(Reader(self.manifest.folder / name, self.files[name], self.blocks))
         return self.opened[name]
 
-    @property
-    def buffers(self) -> Reader:
-        """The file with the model's buffers, as ``buffer/name``: the first rank's."""
-        return self.reader(self.manifest.ranks[0]["file"])
+    def buffer_entry(self, name: str) -> Entry | None:
+        """The description of a buffer of the model; CheckpointError where parts of the model had different ones."""
+        key, files = f"buffer/{name}", self.buffers[name]
+        if len(files) > 1 and not all(torch.equal(self.reader(file).read(key), self.buffer(name)) for file in files[1:]):
+            raise CheckpointError(
+                f"{self.manifest.path}: the model parallel ranks had different values of buffer {name!r} each, and are another number now; load it "
+                f"with {len(files)} of them"
+            )
+        return self.reader(files[0]).entries.get(key)
+
+    def buffer(self, name: str) -> Tensor:
+        """The values of a buffer of the model."""
+        return self.reader(self.buffers[name][0]).read(f"buffer/{name}")
 
     def elements(self, part: Saved, kind: str, wanted: slice) -> Tensor:
         """Some elements of a parameter, in the order in which it was saved: (n,). Zeros of a kind that it has not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -19,7 +20,6 @@ from torch import Tensor
 from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular, overlap
 from zk.checkpoint.folders import MANIFEST, crc_of
 from zk.tiles import Piece as TilePlace
-from zk.tiles import pieces_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zk.offload.tiers import Tier
     from zk.offload.transfer import Transfer
     from zk.parallel.comm import Group, Solo
+    from zk.parallel.model_parallel import Parts
     from zk.parallel.partitioned import Partition
     from zk.precision import LossScaler
     from zk.store import UnitStore
@@ -50,6 +51,8 @@ class Training(Protocol):
     config: ZeroConfig
     device: torch.device
     comm: Solo | Group
+    everyone: Solo | Group
+    parts: Parts
     held: list[UnitStore]
     units: dict[nn.Parameter, tuple[UnitStore, int]]
     tiers: dict[str, Tier]
@@ -84,7 +87,9 @@ def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[st
     ``digests``: of frozen parameters, which are left out then.
     """
     left_out = digests if held.shard is None else None
-    params = []
+    params: list[dict[str, Any]] = []
+    if not held.unit.is_counted:  # others save it
+        return {"name": held.unit.name, "trained": held.shard is not None, "kinds": [], "params": params}
     for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True)):
         dtype, steps = str(held.unit.dtype).removeprefix("torch."), held.steps.get(index, 0)
         entry = {"name": name, "shape": list(param.shape), "dtype": dtype, "offset": offset, "steps": steps}
@@ -152,13 +157,14 @@ def of_optimizer(optimizer: Training, scheduler: Any, extra: Any, digests: Mappi
     for number, (group, names) in enumerate(zip(optimizer.param_groups, names_of_groups(optimizer), strict=True)):
         options = {key: plain(value, f"param_groups[{number}][{key!r}]") for key, value in group.items() if key != "params"}
         groups.append({**options, "params": names})
-    tiles = pieces_of(optimizer.model)
+    tiles = optimizer.parts.pieces_of(optimizer.model)
     config = getattr(getattr(optimizer.model, "config", None), "to_json_string", None)  # of models of Hugging Face
     return {
         "format": FORMAT,
         "version": VERSION,
         "optimizer": type(optimizer.inner).__name__,
-        "world": optimizer.comm.world,
+        "world": optimizer.everyone.world,
+        "model_parallel": optimizer.parts.count,
         "stage": optimizer.config.stage,
         "counters": dict(optimizer.counters),
         "loss_scale": optimizer.scaler.state_dict(),
@@ -170,6 +176,36 @@ def of_optimizer(optimizer: Training, scheduler: Any, extra: Any, digests: Mappi
         "scheduler_type": type(scheduler).__name__ if scheduler is not None else None,
         "extra": plain(extra, "extra"),
     }
+
+
+def of_all_parts(parts: Parts, is_first: bool, head: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Put together the heads of all parts of the model; return that of the whole, and the number of this part's first unit. On all ranks.
+
+    Args:
+        is_first: this rank speaks for its part.
+        head: of this part.
+    """
+    if parts.count == 1:
+        return head, 0
+    for name, why in parts.unclear.items():
+        raise ValueError(
+            f"parameter {name!r} cannot be saved, as its place in the whole model is not known: {why}. Give modules the names that they have in the "
+            "whole model, set param.partition_dim of what is cut, or name it in replicated_params"
+        )
+    said = parts.everyone.exchange(json.dumps(head) if is_first else "", "saving the parts of the model")
+    heads = [json.loads(said[leader]) for leader in parts.leaders]
+    whole = heads[0]
+    firsts = list(itertools.accumulate((len(other["units"]) for other in heads), initial=0))
+    for other in heads[1:]:
+        if [{**group, "params": ()} for group in other["groups"]] != [{**group, "params": ()} for group in whole["groups"]]:
+            raise ValueError("the parts of the model have other param_groups each, and a checkpoint has those of the whole; build the same ones")
+    for other in heads[1:]:
+        whole["units"] += other["units"]
+        for group, others in zip(whole["groups"], other["groups"], strict=True):
+            group["params"] = list(dict.fromkeys((*group["params"], *others["params"])))
+        whole["tied"] |= other["tied"]
+        whole["entries"] |= other["entries"]
+    return whole, firsts[parts.part]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -320,11 +356,17 @@ class Manifest:
         """The manifest's own file."""
         return self.folder / MANIFEST
 
-    @property
-    def buffers(self) -> list[str]:
-        """The names of the model's buffers, which the first rank has saved."""
-        names: list[str] = self.ranks[0]["buffers"]
-        return names
+    def buffers(self, part: int = 0, count: int = 1) -> dict[str, list[str]]:
+        """The model's buffers: name -> the files that have it, of which one will do if they are not of as many parts of the model as now.
+
+        Each part has saved its own.
+        """
+        saved = [said for said in self.ranks if "part" in said] or self.ranks[:1]  # checkpoints of one part do not say so
+        found: dict[str, list[str]] = {}
+        for said in saved[part : part + 1] if len(saved) == count else saved:
+            for name in said["buffers"]:
+                found.setdefault(name, []).append(said["file"])
+        return found
 
     def weights(self, tiles: Mapping[str, TilePlace] | None = None) -> dict[str, Weight]:
         """All weights by the name that they have in the model without tiles. ``tiles`` of today's model tell what a manifest does not say yet."""

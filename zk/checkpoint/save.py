@@ -98,13 +98,17 @@ class Part:
 def parts_of(optimizer: Training) -> list[Part]:
     """All that this rank writes, in the order in which the next update changes it."""
     order, backwards = optimizer.update_order()
-    parts = []
+    parts: list[Part] = []
+    if optimizer.comm.replica:
+        return parts
     for number in [*order, *(number for number in range(len(optimizer.held)) if number not in order)]:
         held = optimizer.held[number]
+        if not held.unit.is_counted:
+            continue
         dtypes = {kind: held.unit.dtype if held.shard is None else held.shard.dtype_of(kind) for kind in manifest.kinds_of(held)}
         for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
             first = held.held.start + chunk.start
-            mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.rank))
+            mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.shard_rank))
             pieces = [
                 Piece(number, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
                 for begin in range(mine.start, mine.stop, PIECE_NUMEL)
@@ -143,10 +147,14 @@ def write_rank(
     values: Generator[Tensor],
     buffers: Mapping[str, Tensor],
     random: Mapping[str, Any] | None,
+    first_unit: int = 0,
+    part: int | None = None,
 ) -> None:
     """Write a rank's tensors, and what it says of them.
 
     Args:
+        first_unit: the number that its first unit has in the manifest.
+        part: of the model, for the rank that saves the buffers of one of several parts.
         values: the elements of ``pieces``, one after the other.
         random: the states of its generators.
     """
@@ -158,8 +166,9 @@ def write_rank(
         for value in itertools.chain(values, buffers.values()):
             writer.add(value)
         written = writer.finish()
-    places = [[piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
+    places = [[first_unit + piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
     said = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers), "random": random}
+    said |= {"part": part} if part is not None else {}
     write_durably(folder / words, json.dumps(said, separators=(",", ":")).encode())
 
 
@@ -175,14 +184,16 @@ class Save:
     def __init__(
         self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None, digests: Mapping[str, str] | None = None
     ) -> None:
-        self.keep, self.rank, self.world = keep, optimizer.comm.rank, optimizer.comm.world
+        self.keep, self.rank, self.world = keep, optimizer.everyone.rank, optimizer.everyone.world
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
         self.claim = optimizer.claim
-        self.head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
-        self.head["entries"] = digests_of_entries(optimizer)
+        head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
+        head["entries"] = digests_of_entries(optimizer)
+        self.head, self.first_unit = manifest.of_all_parts(optimizer.parts, optimizer.comm.rank == 0, head)
         self.random = manifest.random_state(optimizer.device)
         self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
-        self.buffers = dict(buffers_of(optimizer)) if self.rank == 0 else {}
+        self.buffers = dict(buffers_of(optimizer)) if optimizer.comm.rank == 0 else {}
+        self.part = optimizer.parts.part if optimizer.parts.count > 1 and optimizer.comm.rank == 0 else None
         self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
         self.unread: dict[int, Unread] = {}
         self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
@@ -237,7 +248,7 @@ class Save:
         """Write this rank's part."""
         pieces = [piece for part in self.parts for piece in part.pieces]
         try:
-            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.random)
+            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.random, self.first_unit, self.part)
         except FileNotFoundError as error:
             if beside.exists():
                 raise
@@ -337,7 +348,9 @@ def tell(comm: Speaks, what: str, error: BaseException) -> None:
 
 def _is_known(error: BaseException, comm: Speaks) -> bool:
     """Check whether all who speak over ``comm`` have heard of the error. One error may end a save and a step, which speak apart."""
-    return comm in getattr(error, "known_to", ()) or (isinstance(error, RankError) and not isinstance(comm, Board))
+    if isinstance(error, RankError) and isinstance(comm, (Solo, Group)) and error.ranks.issuperset(comm.ranks):
+        return True
+    return comm in getattr(error, "known_to", ())
 
 
 def _mark_known(error: Any, comm: Speaks) -> BaseException:

@@ -189,7 +189,7 @@ def initialize(
         training_data: a dataset; each rank reads its own part, in micro batches.
         collate_fn: makes a batch of samples, for the loader of ``training_data``.
         dist_init_required: taken for compatibility: the default process group is joined, or made, in any case.
-        mpu: must be None; there is no model parallelism.
+        mpu: Megatron's, which has the groups of data parallel and model parallel ranks. As overrides: ``process_group``, ``model_parallel_group``.
         auto: values for what the config says is "auto", by dotted key: ``{"optimizer.params.lr": 3e-4}``.
         overrides: ZeroConfig fields that win over the config.
 
@@ -204,7 +204,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}. zk.initialize takes args= by name")
     if mpu is not None:
-        raise ValueError("mpu must be None: zk has no model parallelism; stage 3 partitions parameters over all ranks")
+        overrides = {"process_group": mpu.get_data_parallel_group(), "model_parallel_group": mpu.get_model_parallel_group(), **overrides}
     given = [found for found in (config, deepspeed_config, config_params, getattr(args, "deepspeed_config", None)) if found is not None]
     if len(given) != 1:
         raise ValueError(f"give the config once: config=, a path or a dict, or args.deepspeed_config; got {len(given)} of them")

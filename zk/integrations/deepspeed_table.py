@@ -86,7 +86,8 @@ A elastic_checkpoint | checkpoints load at any number of ranks
 A ignore_unused_parameters=true | parameters without gradient are left as they are
 A legacy_stage1 round_robin_gradients parameter_alignment pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks \
     memory_efficient_linear=true override_module_apply=true | about how DeepSpeed works inside
-A zero_hpz_partition_size=0,1 mics_shard_size=-1 mics_hierarchical_params_gather | parameters are partitioned over all ranks, in one group
+A zero_hpz_partition_size=0,1 mics_shard_size=-1 mics_hierarchical_params_gather \
+    | results are the same; process_group= a mesh of two dimensions partitions within machines
 [zero_optimization.offload_optimizer]
 T device | `optimizer_tier`: none, cpu, nvme become device, host, nvme |
 T nvme_path | `nvme_path` | only where the device is nvme; two different paths are striped over

@@ -56,7 +56,7 @@ class Elsewhere(MutableMapping[str, Any]):
 def check_names(optimizer: ZeroOptimizer, folder: Path) -> None:
     """CheckpointError if a model has other parameters or buffers than a folder: these are never loaded in part."""
     manifest = Manifest.read(load.find(folder))
-    saved, tiles = {*manifest.weights(), *manifest.buffers}, pieces_of(optimizer.model)
+    saved, tiles = {*manifest.weights(), *manifest.buffers()}, pieces_of(optimizer.model)
     mine = {tiles[name].whole if name in tiles else name for held in optimizer.held for name in held.unit.names}
     mine.update(name for name, _ in buffers_of(optimizer))
     if saved != mine:

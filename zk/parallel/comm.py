@@ -33,11 +33,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zk.events import COMPLETED, Awaited
 from zk.kernels.reference import unchecked
@@ -45,6 +46,7 @@ from zk.logs import rank_log
 from zk.parallel.presence import Board, Presence, fail, why
 from zk.timeline import note, now_ns, phase, recording
 
+Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"  # that train together, as ZeroConfig.process_group has them
 GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES, CHOICE = range(9)
 _VERBS = (
     "gather", "reduce", "norm", "broadcast", "state", "the check of memory", "the exchange of errors", "the check of options",
@@ -57,18 +59,24 @@ INTERRUPT_S = 2.0  # how long Ctrl-C is put off for other ranks to come to what 
 
 
 class RankError(RuntimeError):
-    """An error that all ranks of the group have heard of, at the same point: nobody need tell it again."""
+    """An error that all of ``ranks`` have heard of, at the same point: nobody need tell them again."""
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = frozenset(ranks)
 
 
 class Solo:
     """One process: every collective is already done. Buffers and shards are the same memory, so nothing is copied."""
 
     rank, world = 0, 1
+    shard_rank, shards, replica = 0, 1, 0
+    ranks: Sequence[int] = ()
 
     def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
         return
 
-    def agree(self, rules: Mapping[str, object]) -> None:
+    def agree(self, rules: Mapping[str, object], failing: str = "") -> None:
         return
 
     def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
@@ -125,23 +133,39 @@ class Group:
     """Ranks of a torch.distributed process group (gloo or NCCL), with connections of zk's own for announcements and host values.
 
     Args:
-        process_group: None takes the default group.
+        group: carries what is sent; None takes the default group.
         overlap: False waits for each collective where it is started.
         exact: False leaves the reduction of gradients to NCCL, in their own 16 bits.
+        ranks: all that take part, where these are more than are in ``group``.
+        column: the ranks of other groups that have the same place in theirs.
 
     All of the group's ranks make one at the same point; ranks that are not in it have no part in that.
+
+    States are divided into ``shards``, one for each rank of ``group``; this rank has number ``shard_rank``. Where there is a ``column``, ``ranks``
+    are rows and columns: each row has all shards, as a ``replica``. Parameters are gathered in a row, and gradients are reduced there first.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, overlap: bool = True, exact: bool = True) -> None:
-        self.group: Any = process_group or dist.distributed_c10d._get_default_group()
-        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.gloo = dist.get_backend(self.group) == "gloo"
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        overlap: bool = True,
+        exact: bool = True,
+        ranks: Sequence[int] | None = None,
+        column: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.row: Any = group or dist.distributed_c10d._get_default_group()
+        self.row_ranks = dist.get_process_group_ranks(self.row)
+        self.ranks = list(ranks or self.row_ranks)
+        self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self.shard_rank, self.shards = dist.get_rank(self.row), len(self.row_ranks)
+        self.column: Any = column
+        self.replica = dist.get_rank(column) if column is not None else 0
+        self.gloo = dist.get_backend(self.row) == "gloo"
         self.overlap, self.exact = overlap, exact
         self.names: tuple[str, ...] = ()
         self.count = self.boards = 0
         self.interrupted: KeyboardInterrupt | None = None  # put off until what was announced has begun
-        self.ranks = dist.get_process_group_ranks(self.group)
-        self.timeout: timedelta = self.group._get_backend(torch.device("cpu" if self.gloo else "cuda")).options._timeout
+        self.timeout: timedelta = self.row._get_backend(torch.device("cpu" if self.gloo else "cuda")).options._timeout
         self.place = _next_place(self.ranks)
         self.presence = Presence(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         if not _GROUPS:
@@ -149,20 +173,29 @@ class Group:
         _GROUPS.add(self)
         # torch's own rendezvous waits for a rank that has ended, and does not hear Ctrl-C: ranks meet before it
         self.presence.meet(self.place, self.ranks, self.timeout.total_seconds())
-        self.control: Any = self._own("gloo")
+        self._connect(self.row if ranks is None else None)
+
+    def _connect(self, group: Any) -> None:
+        """Make the connections, but for those that ``group`` has."""
+        self.control: Any = self._own("gloo", self.ranks)
+        self.group: Any = group or self._own(dist.get_backend(self.row), self.ranks)
+        self.row_of_host: Any = self.row
+        if not self.gloo:
+            self.row_of_host = self.control if self.shards == self.world else self._own("gloo", self.row_ranks)
 
     @property
     def _of_host(self) -> Any:
         """The group that carries host memory."""
         return self.group if self.gloo else self.control
 
-    def _own(self, backend: str) -> Any:
-        return dist.new_group(self.ranks, self.timeout, backend, use_local_synchronization=True)
+    def _own(self, backend: str, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks), self.timeout, backend, use_local_synchronization=True)
 
     def twin(self) -> Group:
         """The same ranks over connections of their own, for another thread; a collective."""
         twin: Group = copy.copy(self)
-        twin.group, twin.control, twin.count = self._own(dist.get_backend(self.group)), self._own("gloo"), 0
+        twin.row, twin.count = self._own(dist.get_backend(self.row), self.row_ranks), 0
+        twin._connect(twin.row if self.shards == self.world else None)
         _GROUPS.add(twin)
         return twin
 
@@ -173,7 +206,7 @@ class Group:
 
     def close(self) -> None:
         """Let go of the process groups, so that destroying them ends their threads."""
-        self.group = self.control = None
+        self.group = self.control = self.row = self.row_of_host = self.column = None
 
     def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
         """Agree on the units: ``names`` for error messages; ``params`` says what each parameter is. RuntimeError on all ranks where these differ."""
@@ -192,7 +225,8 @@ class Group:
             for rank, others in enumerate(everyone):
                 if others.get(key) != everyone[0].get(key):
                     here, there = (said.get(key, "not there") for said in (everyone[0], others))
-                    raise RankError(f"the ranks {failing}: {key} is {here} on rank 0 and {there} on rank {rank}; it must be the same on all ranks")
+                    reason = f"the ranks {failing}: {key} is {here} on rank 0 and {there} on rank {rank}; it must be the same on all ranks"
+                    raise RankError(reason, self.ranks)
         raise AssertionError(f"the same rules have other digests: {everyone}")
 
     def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
@@ -322,7 +356,7 @@ class Group:
                 if operation == TEXT and value >= 0:
                     return said
                 reasons = "; ".join(f"rank {rank} failed: {reason_of(text)}" for rank, text in enumerate(self._say(b"", said, control)) if text)
-                raise RankError(f"{reasons} (this rank was in {label})")
+                raise RankError(f"{reasons} (this rank was in {label})", self.ranks)
             if any(row[:3] != rows[0][:3] for row in rows):
                 # (on NCCL this is found later, and not by all ranks at one point)
                 labels = [self._label(*row[:2]) for row in rows]
@@ -332,7 +366,8 @@ class Group:
                 raise RankError(
                     f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
                     f"{labels[rank].rstrip(chr(0))} (its number {rows[rank][2]}). Every rank must run the same modules in the same order: "
-                    "look for a branch that depends on the rank's data, or for a call made on one rank only"
+                    "look for a branch that depends on the rank's data, or for a call made on one rank only",
+                    self.ranks,
                 )
             return [row[3] for row in rows]
 
@@ -366,42 +401,58 @@ class Group:
         return pending
 
     def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Awaited:
-        """Collect every rank's ``shard`` (shard_numel,) into ``full`` (world * shard_numel,). ``shard`` may be a view of ``full``.
+        """Collect every rank's ``shard`` (shard_numel,) into ``full`` (shards * shard_numel,). ``shard`` may be a view of ``full``.
 
         Host memory goes over gloo, whatever carries the device's.
         """
         with self._undivided():
             label, check = self._announce(GATHER, unit)
-            if not self.gloo and full.device.type != "cpu":
-                return self._launch(label, check, lambda: [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), self.group)], on_device=True)
-            parts = full.chunk(self.world)
-            if parts[self.rank].data_ptr() != shard.data_ptr():
-                parts[self.rank].copy_(shard)
-            as_bytes = [part.view(torch.uint8) for part in parts]
-            group = self._of_host
-            return self._launch(
-                label,
-                check,
-                lambda: [dist.broadcast(part, self.ranks[rank], group=group, async_op=True) for rank, part in enumerate(as_bytes)],
-            )
+            on_device = not self.gloo and full.device.type != "cpu"
+            group = self.row if on_device else self.row_of_host
+            return self._launch(label, check, lambda: _gather(full, shard, group), on_device=on_device)
 
     def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor, stats: Tensor | None = None) -> Awaited:
-        """The mean over ranks of ``bucket`` (world * shard_numel,), this rank's slice of it to ``shard`` (shard_numel,).
+        """The mean over ranks of ``bucket`` (shards * shard_numel,), this rank's slice of it to ``shard`` (shard_numel,).
 
         Summed in fp32 in the order of ranks and rounded once, whatever carries it, if it is to be exact. ``stats`` as for ``zk.kernels.reduce``.
         """
         with self._undivided():
             label, check = self._announce(REDUCE, unit)
             # what each rank has for this one; or their mean, as NCCL takes it
-            rows = bucket.new_empty(self.world if self.exact else 1, shard.numel())
+            rows = bucket.new_empty(self.shards if self.exact else 1, shard.numel())
+            reduce = unchecked("reduce", shard.device)
 
             def start() -> list[dist.Work]:
-                if self.exact:
-                    sent = rows.view(-1).view(torch.uint8), bucket.view(torch.uint8)
-                    return [dist.all_to_all_single(*sent, group=self.group, async_op=True)]
-                return [_reduce_scatter(rows[0], bucket, self.group)]
+                return [_exchange(rows, bucket, self.row) if self.exact else _reduce_scatter(rows[0], bucket, self.row)]
 
-            return self._launch(label, check, start, lambda: unchecked("reduce", shard.device)(rows, shard, stats), on_device=not self.gloo)
+            def finish() -> None:
+                if self.column is None:
+                    reduce(rows, shard, stats)
+                    return
+                mean = torch.empty_like(shard, dtype=torch.float32)
+                reduce(rows, mean, None)
+                whole = self._mean_of_replicas(label, mean, shard.dtype)
+                reduce(whole[None], shard, stats)
+
+            return self._launch(label, check, start, finish, on_device=not self.gloo)
+
+    def _mean_of_replicas(self, label: str, mine: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mean over the column of each rank's ``mine`` (n,) fp32, in ``dtype``: each has a part of it to sum, and gathers the others'."""
+        replicas = dist.get_world_size(self.column)
+        part = math.ceil(mine.numel() / replicas)
+        padded, rows = mine.new_zeros(replicas * part), mine.new_empty(replicas, part)
+        padded[: mine.numel()] = mine
+        self._finish(label, [_exchange(rows, padded, self.column)])
+        whole = torch.empty(replicas * part, dtype=dtype, device=mine.device)
+        summed = torch.empty(part, dtype=dtype, device=mine.device)
+        unchecked("reduce", mine.device)(rows, summed, None)
+        self._finish(label, _gather(whole, summed, self.column))
+        return whole[: mine.numel()]
+
+    def _finish(self, label: str, works: Sequence[dist.Work]) -> None:
+        """Wait for what was started."""
+        for work in works:
+            self.guard(label, functools.partial(self.wait_for if self.gloo else dist.Work.wait, work))
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         """Overwrite ``tensor`` (contiguous) on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
@@ -440,6 +491,24 @@ def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.W
     return work
 
 
+def _gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start to collect every rank's ``shard`` into ``full``."""
+    if dist.get_backend(group) != "gloo":
+        return [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), group)]
+    parts, ranks = full.chunk(dist.get_world_size(group)), dist.get_process_group_ranks(group)
+    mine = parts[dist.get_rank(group)]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard)
+    return [dist.broadcast(part.view(torch.uint8), rank, group=group, async_op=True) for part, rank in zip(parts, ranks, strict=True)]
+
+
+def _exchange(rows: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send each rank its part of ``bucket``; ``rows`` are what they have for this one."""
+    sent = rows.view(-1).view(torch.uint8), bucket.view(torch.uint8)
+    work: dist.Work = dist.all_to_all_single(*sent, group=group, async_op=True)
+    return work
+
+
 def _reduce_scatter(shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
     call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     work: dist.Work = call(shard, bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
@@ -465,14 +534,14 @@ def reason_of(words: str) -> str:
 
 
 @contextlib.contextmanager
-def giving_up(process_group: dist.ProcessGroup | None) -> Iterator[None]:
+def giving_up(process_group: Ranks) -> Iterator[None]:
     """Tell ranks that come to ``connect``, where this fails, that this one will not; they must have met before."""
     try:
         yield
     except BaseException as error:
-        if dist.is_available() and dist.is_initialized() and isinstance(process_group, (dist.ProcessGroup, type(None))):
-            ranks = dist.get_process_group_ranks(process_group or dist.distributed_c10d._get_default_group())
-            fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), why(dist.get_rank(process_group), error))
+        if dist.is_available() and dist.is_initialized() and isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
+            ranks = _ranks_of(process_group)
+            fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), why(ranks.index(dist.get_rank()), error))
         raise
 
 
@@ -501,14 +570,39 @@ def _meeting_place() -> dict[str, Any]:
     return {"store": dist.distributed_c10d.PrefixStore(f"zk/attempt/{attempt}", store), "rank": rank, "world_size": world}
 
 
-def world_to_join(process_group: dist.ProcessGroup | None) -> int:
+def _ranks_of(process_group: Ranks) -> list[int]:
+    """The ranks, in order, that train together."""
+    if isinstance(process_group, DeviceMesh):
+        return process_group.mesh.flatten().tolist()  # type: ignore[no-any-return]
+    return dist.get_process_group_ranks(process_group or dist.distributed_c10d._get_default_group())
+
+
+def _dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int] | None, dist.ProcessGroup | None]:
+    """The arguments of Group for a mesh: group, ranks, column."""
+    sizes = tuple(mesh.mesh.shape)
+    if len(sizes) not in (1, 2):
+        raise ValueError(
+            f"process_group is a mesh of {len(sizes)} dimensions; give one (ranks that partition the states), or two (replicas, and the ranks of "
+            "each that partition them), such as mesh['replicate', 'shard']"
+        )
+    if len(sizes) == 1 or sizes[0] == 1:
+        return mesh.get_group(len(sizes) - 1), None, None
+    if sizes[1] == 1:
+        raise ValueError(
+            f"process_group is a mesh of {sizes[0]} replicas of one rank each, and no state would be partitioned; give its first dimension alone, "
+            "with stage=0, or another mesh"
+        )
+    return mesh.get_group(1), _ranks_of(mesh), mesh.get_group(0)
+
+
+def world_to_join(process_group: Ranks) -> int:
     """How many ranks ``connect`` would find."""
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return dist.get_world_size(process_group)
+        return len(_ranks_of(process_group))
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torch.device, exact: bool = True) -> Solo | Group:
+def connect(process_group: Ranks, overlap: bool, device: torch.device, exact: bool = True) -> Solo | Group:
     """The ranks to train with: the group given, the default group, one made from torchrun's environment, or this process alone."""
     available = dist.is_available()
     if process_group is None and available and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -516,11 +610,15 @@ def connect(process_group: dist.ProcessGroup | None, overlap: bool, device: torc
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
     if process_group is None and not (available and dist.is_initialized()):
         return Solo()
-    if dist.get_world_size(process_group) == 1:
+    ranks = _ranks_of(process_group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"this rank, {dist.get_rank()}, is not in process_group, which has ranks {ranks}; give each rank the group that it is in")
+    if len(ranks) == 1:
         return Solo()
-    if not exact and dist.get_backend(process_group) == "gloo":  # (before ranks make a group, which one that leaves would disturb)
+    group, others, column = _dimensions(process_group) if isinstance(process_group, DeviceMesh) else (process_group, None, None)
+    if not exact and dist.get_backend(group) == "gloo":  # (before ranks make a group, which one that leaves would disturb)
         raise ValueError(
             "exact_reduce=False leaves the reduction of gradients to NCCL, and these ranks are connected by gloo, where the exact one is the "
             "faster one; remove it"
         )
-    return Group(process_group, overlap, exact)
+    return Group(group, overlap, exact, others, column)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zk.config import ZeroConfig
 from zk.doctor import in_memory
-from zk.memory import free_addresses, free_swap, host_memory, ranks_here
+from zk.memory import free_addresses, free_swap, host_memory
 from zk.offload.rules import rule_for
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes, readable
@@ -85,7 +85,9 @@ class Case:
         model, stored, units: as for ZeroOptimizer.
         inner: the user's optimizer.
         device, joined: where the model computes, and whether that memory is the host's.
-        world: ranks; as many to each machine as to this one share its host memory and drive.
+        world: ranks that partition the states.
+        local: how many share this machine's host memory and drive.
+        ranks: in all.
     """
 
     model: nn.Module
@@ -95,12 +97,13 @@ class Case:
     device: torch.device
     joined: bool
     world: int
-    local: int = dataclasses.field(init=False)
+    local: int
+    ranks: int
     freed: list[Counter[str]] = dataclasses.field(init=False)
     kinds: list[Unit] = dataclasses.field(init=False)  # for each unit, the first one like it
 
     def __post_init__(self) -> None:
-        self.local, self.freed = ranks_here(self.world), self._freed()
+        self.freed = self._freed()
         group_of = {param: number for number, group in enumerate(self.inner.param_groups) for param in group["params"]}
         firsts: dict[Any, Unit] = {}
         self.kinds = []
@@ -204,9 +207,9 @@ def _refusal(case: Case, config: ZeroConfig, rows: Sequence[Sequence[Nbytes]], s
     """Lines of the error. ``rows``: needed and free by rank; ``short``: the ranks that have too little."""
     needed, free = rows[short[0]]
     who = ""
-    if case.world > 1:
+    if case.ranks > 1:
         named = ", ".join(map(str, short[:8])) + (f" and {len(short) - 8} more" if len(short) > 8 else "")
-        who = f" on rank{'s' * (len(short) > 1)} {named} of {case.world}"
+        who = f" on rank{'s' * (len(short) > 1)} {named} of {case.ranks}"
     yield f"there is not enough memory{who} for this model with {_pasted(config, ZeroConfig()) or 'the defaults'}. Nothing has been changed."
     yield f"{'':8}{'still needed':>14}{'free':>14}"
     few = lacking(needed, free)
@@ -243,6 +246,7 @@ def _remedies(case: Case, config: ZeroConfig, free: Nbytes) -> Iterator[str]:
         ranks = first(lambda world, one=one: case.fits(one, free, world=world), case.world, _MOST_RANKS) if one.stage else None  # type: ignore[misc]
         if ranks is not None:
             change = _pasted(one, config) or "this"
+            ranks *= case.ranks // case.world
             yield f"More ranks: {change} fits from {ranks} ranks on, {case.local} to a machine with as much memory as this one"
             break
 
