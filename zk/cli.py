@@ -95,6 +95,8 @@ def plan(
     nvme: Annotated[str, typer.Option(help="Room on the drive of one machine, such as 1TiB; none without one.")] = "none",
     world: Annotated[int, typer.Option(min=1, help="Ranks.")] = 1,
     per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks that share a machine's RAM, CPU and drive. Default: up to 8.")] = None,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks, of which each has its part of every block; neighbours.")] = 1,
+    replicate: Annotated[int, typer.Option(min=1, help="Replicas of the states, each over --world / --tensor / --replicate ranks.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank computes in a step.")] = 8192,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
@@ -112,6 +114,7 @@ def plan(
     cpu_adam: Annotated[float, typer.Option(help="CPU update of one machine, 1e9 parameters/s.")] = 2.5,
     disk: Annotated[float, typer.Option(help="GB/s of one machine's drive, reads and writes together.")] = 3.0,
     fabric: Annotated[float, typer.Option(help="GB/s between ranks, for each.")] = 20.0,
+    network: Annotated[float | None, typer.Option(help="GB/s between machines, for each rank. Default: as --fabric.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure --cpu-adam here, --disk in --nvme-path, and --link where there is a GPU, in seconds.")
     ] = False,
@@ -141,8 +144,8 @@ def plan(
             gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
         if tflops is None:
             tflops = 100.0 if gpu != "none" else 0.15 * default_threads()
-        for option, rate in (("tflops", tflops), ("link", link), ("cpu-adam", cpu_adam), ("disk", disk), ("fabric", fabric)):
-            if not 0 < rate < float("inf"):
+        for option, rate in (("tflops", tflops), ("link", link), ("cpu-adam", cpu_adam), ("disk", disk), ("fabric", fabric), ("network", network)):
+            if rate is not None and not 0 < rate < float("inf"):
                 raise ValueError(f"--{option} must be a rate above 0; got {rate}")
         if measure:
             cpu_adam, disk = rates.measure_cpu_adam(), rates.measure_disk(nvme_path or ".") if nvme != "none" else disk
@@ -158,6 +161,9 @@ def plan(
             cpu_adam=cpu_adam,
             disk_gbps=disk,
             fabric_gbps=fabric,
+            network_gbps=network,
+            tensor=tensor,
+            replicas=replicate,
         )
         found = choose.plan(adapted(shape_of(model), adapters, base, dtype), machine, tokens, dtype, state_dtype, nvme_path or "/path/on/the/drive")
         if as_json:

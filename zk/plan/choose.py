@@ -14,7 +14,7 @@ from zk.config import ZeroConfig
 from zk.offload.rules import AdamRule
 from zk.plan.check import changes
 from zk.plan.footprint import CPU, Footprint, footprint_of
-from zk.plan.shape import Shape
+from zk.plan.shape import Shape, whole
 from zk.plan.speed import Machine, Step, step_of
 from zk.units import Unit
 
@@ -64,8 +64,9 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     """
     assert isinstance(config.dtype, torch.dtype)
     assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
+    shape = shape.part(machine.tensor)
     model, units, blocks = nn.Module(), list[Unit](), defaultdict[Any, nn.Module](nn.Module)
-    experts = config.stage == 3 and machine.world == 1  # travel alone; over ranks those that are in use are there with their block
+    experts = config.stage == 3 and machine.shards == 1  # travel alone; over ranks those that are in use are there with their block
     for alike in shape.units:
         parts = (experts and alike.parts) or (dataclasses.replace(alike, count=1),)
         made, block = list[Unit](), blocks[alike.block, alike.count]
@@ -77,9 +78,12 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
             made += [Unit("", [place], params, [], one.trained, one.dtype or config.dtype, CPU)] * one.count
         units += made * alike.count
     groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
-    found = footprint_of(model, units, config, machine.world, machine.joined, AdamRule(decoupled=True), groups)
+    found = footprint_of(model, units, config, machine.shards, machine.joined, AdamRule(decoupled=True), groups)
     found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
     found.sizes["device", "dequantized"] = config.dtype.itemsize * max((one.dequantized for one in shape.units), default=0)
+    if machine.replicas > 1:  # the largest shard in fp32, its parts as they are sent and as they come, and the mean
+        shard = max(unit.numel for unit in found.units) // machine.shards
+        found.sizes["device", "replicas"] = shard * (3 * torch.float32.itemsize + config.dtype.itemsize)
     found.sizes = +found.sizes
     if tokens:
         found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize)
@@ -166,7 +170,8 @@ def largest(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> 
 
 
 def plan(shape: Shape, machine: Machine, tokens: int, dtype: str = "bf16", state_dtype: str = "fp32", nvme_path: str = "/nvme") -> Plan:
-    """Look at every choice."""
+    """Look at every choice. ValueError where ranks, or the model, cannot be divided as the machine says."""
+    _check_division(shape, machine)
     every = configs(machine, dtype, state_dtype, nvme_path)
     options = [option for config in every if (option := consider(shape, config, machine, tokens)) is not None]
     fitting = [option for option in options if option.fits]
@@ -182,6 +187,32 @@ def plan(shape: Shape, machine: Machine, tokens: int, dtype: str = "bf16", state
         if found is not None and (name not in most or found.num_params > most[name][0].num_params):
             most[name] = found, config
     return Plan(shape, machine, tokens, options, best, most)
+
+
+def _check_division(shape: Shape, machine: Machine) -> None:
+    if machine.world % (machine.tensor * machine.replicas):
+        raise ValueError(
+            f"--tensor {machine.tensor} times --replicate {machine.replicas} must divide the ranks; --world is {machine.world}, so take a multiple "
+            f"of {machine.tensor * machine.replicas}"
+        )
+    if machine.replicas > 1 and machine.shards == 1:
+        raise ValueError(
+            f"--replicate {machine.replicas} leaves one rank to each replica, and nothing would be partitioned; --world must be at least twice "
+            f"--tensor times --replicate, {2 * machine.tensor * machine.replicas}, or leave --replicate out"
+        )
+    if machine.tensor == 1:
+        return
+    if shape.decoder is None or shape.divided is not whole:
+        raise ValueError(
+            f"--tensor cuts gpt:SIZE, moe:SIZE or a config.json, without --adapters; {shape.name!r} is none: give a module:factory that builds the "
+            "part of one tensor parallel rank, and in --world the ranks that have the same part"
+        )
+    for name in ("heads", "kv_heads", "ffn"):
+        if getattr(shape.decoder, name) % machine.tensor:
+            raise ValueError(
+                f"--tensor must divide the model's {name}; {shape.name!r} has {getattr(shape.decoder, name)}, and --tensor is {machine.tensor} "
+                "(sizes that can be divided: gpt:layers=96,width=12288,heads=96)"
+            )
 
 
 def shown(config: ZeroConfig) -> dict[str, Any]:
@@ -212,6 +243,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
             "bound": one.step.bound,
             "busy_s": one.step.busy,
             "phases_s": one.step.phases,
+            "sent_nbytes": one.step.sent,
         }
 
     return {

@@ -14,6 +14,7 @@ _COLORS = {
     "grad": "#ee6677",
     "bucket": "#f4a6b0",
     "fresh": "#f9d0d6",
+    "replicas": "#e0a3c8",
     "master": "#228833",
     "moments": "#ccbb44",
     "param_copy": "#aa3377",

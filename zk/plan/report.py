@@ -23,6 +23,7 @@ _KINDS = {
     "dequantized": "dequantized weights in use",
     "bucket": "gradients leaving",
     "fresh": "a gradient being made",
+    "replicas": "gradients between replicas",
     "buffer": "buffers of the drive",
     "staging": "gradients on their way to the drive",
     "spare": "room for fp32 gradients, pages",
@@ -99,24 +100,31 @@ def _table(title: str, headings: Iterable[str], numbers: Iterable[str] = ()) -> 
 
 def _machine(machine: Machine, tokens: int) -> str:
     gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
-    ranks = f"{machine.world} ranks, {machine.per_machine} on each machine: " if machine.world > 1 else ""
+    meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
+    mesh = f" ({', '.join(f'{name} {extent}' for name, extent in meshes.items() if extent > 1)})" if machine.shards < machine.world else ""
+    ranks = f"{machine.world} ranks{mesh}, {machine.per_machine} on each machine: " if machine.world > 1 else ""
+    network = f", between machines {machine.network_gbps:g} GB/s" if machine.network_gbps is not None else ""
     use = ", ".join(f"{share:.0%} of {what}" for what, share in zip(("GPU", "RAM", "drive"), USABLE.values(), strict=True))
     return (
         f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {size(machine.nvme_nbytes) or 'none'} of drive ({use} to be used); {tokens:,} tokens "
         f"a step and rank\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 parameters/s, "
-        f"drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s"
+        f"drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
     )
 
 
 def _recommend(console: Console, plan: Plan) -> None:
     assert plan.best is not None
     step, config = plan.best.step, plan.best.config
-    rate = plan.tokens * plan.machine.world / step.seconds
+    rate = plan.tokens * plan.machine.world / plan.machine.tensor / step.seconds
     console.print(f"\n[bold green]Recommended[/]: {seconds(step.seconds)} a step ({rate:,.0f} tokens/s), bound by {step.bound}", highlight=False)
     console.print(as_python(config), soft_wrap=True)
     console.print(json.dumps(shown(config)), soft_wrap=True, style="dim")
     busy, phases = (", ".join(f"{name} {seconds(value)}" for name, value in times.items() if value) for times in (step.busy, step.phases))
     console.print(f"busy: {busy}; phases: {phases}", highlight=False)
+    if plan.machine.world > 1:
+        sources = {"within": "from its machine", "between": "from other machines"}
+        came = ", ".join(f"{size(nbytes)} {sources[where]}" for where, nbytes in step.sent.items() if nbytes)
+        console.print(f"to each rank in a step: {came}", highlight=False)
     table = _table("", [""], TIERS.values())
     for kind, words in _KINDS.items():
         row = [plan.best.found.sizes[tier, kind] for tier in TIERS]

@@ -23,6 +23,7 @@ from zk.train.sizes import FAMILIES, config_of
 from zk.units import find_units
 
 _LAYERNORM = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "norm_bias"), True)
+_CUT = ("heads", "kv_heads", "ffn", "vocab")  # over tensor parallel ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +128,13 @@ class Decoder:
         rows = [self.vocab] * (1 if self.tied else 2) + [self.positions] * bool(self.positions)
         return tuple(sorted([count * self.width for count in rows] + self._norms(2 if self.embedding_norm else 1)))
 
+    def part(self, ranks: int) -> Decoder:
+        """The part of each of ``ranks`` tensor parallel ranks: of heads, of the inside of MLPs, and of the vocabulary, rounded up.
+
+        Each has all of the norms, biases of what a block hands on, positions, and routers.
+        """
+        return dataclasses.replace(self, **{name: -(-getattr(self, name) // ranks) for name in _CUT})
+
     def grown(self, factor: float) -> Decoder:
         """Of about the same proportions, ``factor`` times as wide and as deep, with as many heads."""
         width = max(1, round(self.width * factor / 8)) * 8
@@ -176,6 +184,10 @@ class Shape:
     def layers(self) -> int:
         """Number of blocks: of the units that there are most of."""
         return max(units.count for units in self.units)
+
+    def part(self, ranks: int) -> Shape:
+        """What each of ``ranks`` tensor parallel ranks has."""
+        return self if ranks == 1 or self.decoder is None else Shape.of(self.decoder.part(ranks), self.name, self.divided)
 
     def grown(self, factor: float) -> Shape:
         """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""

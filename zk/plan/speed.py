@@ -30,10 +30,26 @@ class Machine:
     cpu_adam: float = 2.5  # 1e9 parameters/s; what two cores do (README)
     disk_gbps: float = 3.0  # 1e9 bytes/s, reads and writes together
     fabric_gbps: float = 20.0  # 1e9 bytes/s between ranks
+    network_gbps: float | None = None  # of them, between ranks of different machines; None: as fabric_gbps
+    tensor: int = 1  # ranks that divide each block; neighbours
+    replicas: int = 1  # times that the states are there; furthest from each other
 
     @property
     def joined(self) -> bool:
         return self.gpu_nbytes is None
+
+    @property
+    def shards(self) -> int:
+        """Ranks that partition the states."""
+        return self.world // (self.tensor * self.replicas)
+
+    def crossing(self, nbytes: int, ranks: int, stride: int) -> tuple[int, int]:
+        """Bytes that come to a rank from its machine, and from other machines, where it has one of ``ranks`` parts and gets the others'.
+
+        ``stride``: how far these ranks are from each other.
+        """
+        here = min(ranks, max(1, self.per_machine // stride))
+        return nbytes * (here - 1) // ranks, nbytes * (ranks - here) // ranks
 
     def capacity(self, tier: str) -> int:
         """Bytes of a rank that training may take; without an accelerator "host" is also the device's."""
@@ -48,12 +64,13 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """Expected seconds of a step, and the resource that most of them are spent on: compute, link, cpu, disk or ranks."""
+    """Expected seconds of a step, and the resource that most of them are spent on: compute, link, cpu, disk, ranks or tensor."""
 
     seconds: float
     bound: str
     busy: dict[str, float]  # resource -> seconds, in all phases together
     phases: dict[str, float]  # forward, backward, update
+    sent: dict[str, int]  # bytes that come to a rank from others: "within" its machine, and "between" machines
 
 
 def length(times: Mapping[str, float], units: int) -> float:
@@ -65,13 +82,15 @@ def length(times: Mapping[str, float], units: int) -> float:
 def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine, tokens: int, overlap_step: bool = False) -> Step:
     """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
 
-    The device's own update, attention beyond its matrix products, and waits for a cold cache are not counted.
+    The device's own update, attention beyond its matrix products, and waits for a cold cache are not counted. Compute waits for each sum over
+    tensor parallel ranks: two of a block's activations in forward, two in backward, two where forward is computed again, and one at either end.
 
     Args:
-        tokens: that a rank computes in a step.
+        tokens: that a rank computes in a step, its part of the model if ranks are tensor parallel.
         overlap_step: the update runs in the background of the next forward; with an accelerator, as on a CPU both are the same cores.
     """
     assert isinstance(config.dtype, torch.dtype)
+    shape = shape.part(machine.tensor)
     size, stage, drive = config.dtype.itemsize, config.stage, found.sizes["nvme", "param"]
     early = stage != 1  # gradients leave in backward
     grads = found.sizes["host", "grad"] + found.sizes["nvme", "grad"]
@@ -84,21 +103,40 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
         uploaded = found.sizes["host", "param"] + drive if found.sizes["device", "gathered"] else 0
     updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
     stored, changed = (sum(units.stored_nbytes(size) for units in shape.units if units.trained or not only) for only in (False, True))
-    gather, reduced = (nbytes * (machine.world - 1) // machine.world for nbytes in (stored, changed))  # to a rank, and all gradients from it
+
+    def exchanged(gathers: bool, reductions: int, is_averaged: bool, sums: int) -> dict[str, int]:
+        """Bytes of collectives, those between machines as many as take as long within one.
+
+        They are of all parameters or gradients, of the gradients' mean over replicas, and of activations.
+        """
+        rows = gathers * stored + reductions * changed
+        shard = changed // size // machine.shards
+        zero = [machine.crossing(rows, machine.shards, machine.tensor)]
+        # fp32 to those who sum, and sums in the gradients' precision back
+        zero += [machine.crossing(is_averaged * (4 + size) * shard, machine.replicas, machine.tensor * machine.shards)]
+        tensor = machine.crossing(2 * sums * tokens * shape.width * size, machine.tensor, 1)
+        for within, between in (*zero, tensor):
+            sent["within"] += within
+            sent["between"] += between
+        slower = machine.fabric_gbps / (machine.network_gbps or machine.fabric_gbps)
+        *of_zero, of_tensor = (within + round(slower * between) for within, between in (*zero, tensor))
+        return {"ranks": sum(of_zero), "tensor": of_tensor}
+
+    sent = {"within": 0, "between": 0}
     operations = shape.num_active * tokens
     # operations of forward: 2 for each parameter and token. Of backward: 2, 2 for each that is trained, and forward again (checkpointing)
-    forward = Counter(compute=2 * operations, link=uploaded, disk=drive, ranks=gather * (stage == 3))
+    forward = Counter(compute=2 * operations, link=uploaded, disk=drive, **exchanged(stage == 3, 0, False, 2 * shape.layers + 1))
     backward = Counter(
         compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params,
         link=max(uploaded, away * early),
         disk=drive + written * early,
-        ranks=gather * (stage == 3) + reduced * (early + (stage == 0)),
+        **exchanged(stage == 3, early + (stage == 0), early, 4 * shape.layers + 1),
     )
     update = Counter(
         link=max(returned, away * (not early)),
         cpu=updated,
         disk=written * (1 + (not early)) + 2 * drive * changed // stored + 2 * state,
-        ranks=reduced * ((not early) + (stage in (1, 2))),
+        **exchanged(False, (not early) + (stage in (1, 2)), not early, 0),
     )
     work = {"forward": forward, "backward": backward, "update": update}
     if overlap_step:
@@ -109,13 +147,16 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
         "cpu": 1e9 * machine.cpu_adam / machine.per_machine,
         "disk": 1e9 * machine.disk_gbps / machine.per_machine,
         "ranks": 1e9 * machine.fabric_gbps,
+        "tensor": 1e9 * machine.fabric_gbps,
     }
     phases: dict[str, float] = {}
     blame = dict.fromkeys(rates, 0.0)
     busy = dict.fromkeys(rates, 0.0)
     for phase, amounts in work.items():
         times = {resource: amounts[resource] / rate for resource, rate in rates.items()}
-        phases[phase] = length(times, sum(units.count for units in shape.units))
-        blame[max(times, key=lambda resource: times[resource])] += phases[phase]
+        together = {**times, "compute": times["compute"] + times["tensor"], "tensor": 0.0}
+        phases[phase] = length(together, sum(units.count for units in shape.units))
+        slowest = max(together, key=lambda resource: together[resource])
+        blame["tensor" if slowest == "compute" and times["tensor"] > times["compute"] else slowest] += phases[phase]
         busy = {resource: seconds + times[resource] for resource, seconds in busy.items()}
-    return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases)
+    return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases, sent)
