@@ -35,13 +35,13 @@ SIZES = {
     # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on;
     # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 5 and 40 for codes in 16 bits, and ranks' scales;
     # 285 and 2,410 for model parallel ranks, their place in the whole model, and replicas of shards
-    "core": (11_230, 82_605),
+    "core": (11_235, 82_675),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_770, 28_700),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
-    "checkpoint": (2_875, 23_245),
+    "checkpoint": (2_885, 23_280),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits
     "plan": (1_760, 15_380),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     "integrations": (2_460, 16_285),

@@ -450,7 +450,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        with save.telling(self.everyone, "step()"), save.telling(self.comm, "step()"):
+        apart = self.everyone is not self.comm and self.comm.world > 1  # some wait in what this part does, others in what all do
+        with save.telling(self.everyone, "step()", self._fail if apart else None):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -700,9 +701,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
-        self.comm.fail(error)
-        if self.everyone is not self.comm:
-            self.everyone.fail(error)
+        for comm in (self.comm, self.everyone):
+            comm.fail(error, self.everyone.rank)
 
     def _written(self, store: UnitStore, indices: list[int]) -> None:
         self._end_save()

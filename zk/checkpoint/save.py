@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -328,15 +328,21 @@ def together(comm: Speaks, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def telling(comm: Solo | Group, what: str) -> Iterator[None]:
-    """Tell other ranks, wherever they are, what goes wrong on this one; ``together`` without an exchange where nothing does."""
+def telling(comm: Solo | Group, what: str, fail: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+    """Tell other ranks, wherever they are, what goes wrong on this one; ``together`` without an exchange where nothing does.
+
+    ``fail`` tells ranks that would not hear an exchange, as they may wait over other connections; it is the last that they do with this one.
+    """
     try:
         yield
     except Exception as error:
-        tell(comm, what, error)
+        if fail is None:
+            tell(comm, what, error)
+        elif not _is_known(error, comm):
+            fail(error)
         raise
     except BaseException as error:  # Ctrl-C: this rank goes, and waits for nobody
-        comm.fail(error)
+        (fail or comm.fail)(error)
         raise
 
 

@@ -85,7 +85,7 @@ class Solo:
     def board(self) -> Solo:
         return self
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, rank: int | None = None) -> None:
         return
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Group:
         self.shard_rank, self.shards = dist.get_rank(self.row), len(self.row_ranks)
         self.column: Any = column
         self.replica = dist.get_rank(column) if column is not None else 0
-        self.gloo = dist.get_backend(self.row) == "gloo"
+        self.gloo = _backend_of(self.row) == "gloo"
         self.overlap, self.exact = overlap, exact
         self.names: tuple[str, ...] = ()
         self.count = self.boards = 0
@@ -178,7 +178,7 @@ class Group:
     def _connect(self, group: Any) -> None:
         """Make the connections, but for those that ``group`` has."""
         self.control: Any = self._own("gloo", self.ranks)
-        self.group: Any = group or self._own(dist.get_backend(self.row), self.ranks)
+        self.group: Any = group or self._own(_backend_of(self.row), self.ranks)
         self.row_of_host: Any = self.row
         if not self.gloo:
             self.row_of_host = self.control if self.shards == self.world else self._own("gloo", self.row_ranks)
@@ -194,7 +194,7 @@ class Group:
     def twin(self) -> Group:
         """The same ranks over connections of their own, for another thread; a collective."""
         twin: Group = copy.copy(self)
-        twin.row, twin.count = self._own(dist.get_backend(self.row), self.row_ranks), 0
+        twin.row, twin.count = self._own(_backend_of(self.row), self.row_ranks), 0
         twin._connect(twin.row if self.shards == self.world else None)
         _GROUPS.add(twin)
         return twin
@@ -273,9 +273,9 @@ class Group:
         self.guard(label, lambda: self.wait_for(works[0], is_promised=True))
         return [row[:length].numpy().tobytes().decode() for row, length in zip(all_, lengths, strict=True)]
 
-    def fail(self, error: BaseException) -> None:
-        """Tell ranks that wait, or come to wait, for this one why it will not come."""
-        self.presence.fail(self.place, why(self.rank, error))
+    def fail(self, error: BaseException, rank: int | None = None) -> None:
+        """Tell ranks that wait, or come to wait, for this one, which they may know as another ``rank``, why it will not come."""
+        self.presence.fail(self.place, why(self.rank if rank is None else rank, error))
 
     def wait_for(self, work: dist.Work, is_promised: bool = False) -> None:
         """Wait for a collective in host memory; RuntimeError where it cannot end any more.
@@ -491,9 +491,15 @@ def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.W
     return work
 
 
+def _backend_of(group: dist.ProcessGroup | None) -> str:
+    """The name of what carries a group; where torch was not told, as for the default group of a mesh, what it takes for the device."""
+    name: str = dist.get_backend(group)
+    return ("nccl" if torch.cuda.is_available() else "gloo") if name == "undefined" else name
+
+
 def _gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """Start to collect every rank's ``shard`` into ``full``."""
-    if dist.get_backend(group) != "gloo":
+    if _backend_of(group) != "gloo":
         return [_all_gather(full.view(torch.uint8), shard.view(torch.uint8), group)]
     parts, ranks = full.chunk(dist.get_world_size(group)), dist.get_process_group_ranks(group)
     mine = parts[dist.get_rank(group)]
@@ -616,7 +622,7 @@ def connect(process_group: Ranks, overlap: bool, device: torch.device, exact: bo
     if len(ranks) == 1:
         return Solo()
     group, others, column = _dimensions(process_group) if isinstance(process_group, DeviceMesh) else (process_group, None, None)
-    if not exact and dist.get_backend(group) == "gloo":  # (before ranks make a group, which one that leaves would disturb)
+    if not exact and _backend_of(group) == "gloo":  # (before ranks make a group, which one that leaves would disturb)
         raise ValueError(
             "exact_reduce=False leaves the reduction of gradients to NCCL, and these ranks are connected by gloo, where the exact one is the "
             "faster one; remove it"
