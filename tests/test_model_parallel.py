@@ -122,7 +122,7 @@ def run(case: Case) -> str:
         else:
             losses, norms = train(case, model, optimizer, rank, data, range(STEPS))
         with zk.gather(model.parameters()):
-            params = {name: param.detach().cpu() for name, param in model.named_parameters()}
+            params = {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
         skipped = optimizer.metrics()["skipped_steps"]
         optimizer.close()
     want_losses, want, want_norms = plain(count, case.clip, case.overflow)
@@ -188,6 +188,35 @@ def train_engine(_: int) -> list[float]:
 def test_the_engine_takes_megatrons_groups() -> None:
     for losses in run_world(4, train_engine, [0])[0]:
         assert losses == pytest.approx(plain(2, 0.3, False)[0], rel=1e-5)
+
+
+def fail_in_part(_: int) -> str:
+    """A rank fails while its part publishes what was loaded; says what each hears."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = cut_model(mesh.get_group("tensor"))
+    optimizer = zk.ZeroOptimizer(
+        model, torch.optim.AdamW(model.parameters()), process_group=mesh["data"], model_parallel_group=mesh["tensor"], check_memory=False
+    )
+    loss_of(model, batch(0, mesh.get_local_rank("data"))).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    if dist.get_rank() == 1:
+        optimizer.held[0].republish = refuse  # type: ignore[method-assign]
+    try:
+        optimizer.load_state_dict(state)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return "nothing"
+
+
+def test_a_rank_that_fails_while_its_part_publishes_is_heard_of_by_all() -> None:
+    assert all("no memory" in said for said in run_world(4, fail_in_part, [0], timeout=30)[0])
 
 
 def mean_over_replicas(numel: int) -> bool:

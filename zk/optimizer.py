@@ -762,7 +762,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         before = self.interrupted
         self.interrupted, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
         try:
-            with save.together(self.everyone, what):
+            # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
+            part = save.together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
+            with save.together(self.everyone, what), part:
                 yield
         except BaseException as error:
             self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"
