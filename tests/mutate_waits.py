@@ -1,13 +1,14 @@
 """Removes every wait that keeps copies between device and host memory right, one at a time, and shows which test notices.
 
-    python -m tests.mutate_waits [part of "file:line" ...] [--list]
+    python -m tests.mutate_waits [part of "file:line" ...] [--list] [--remember]
 
 A wait is a statement (``event.wait()``, ``link.follow(event)``, ``held.arrive()`` ...), an event that a copy comes after, or one that is
 handed on: as an argument of what releases memory, as an attribute, as what a function returns. They are found in the syntax tree, so a new
 one is tried as soon as it is written. Each mutant runs in a process of its own, forked from one that has imported torch and nothing of zk:
 on the software GPU first cases of the parity grid (tests/test_parity_device.py runs the same ones), then the tests of the file that it is in;
 then, in another process, those of its tests that run on the host. The first failure, a race, a hang or a crash ends it. One that survives must
-be explained below. Before all that the package runs as it is: what fails then would kill every mutant.
+be explained below. Before all that the package runs as it is: what fails then would kill every mutant. What killed a mutant the last time is in
+mutate_waits.json, and is tried first; ``--remember`` writes that file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ast
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import io
 import json
 import os
@@ -57,6 +59,7 @@ FILES = (
     "zk/offload/snapshot.py",
     "zk/checkpoint/save.py",
 )
+REMEMBERED = ROOT / "tests" / "mutate_waits.json"  # "file function: what" -> what killed it
 TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
 COMPLETED = "__import__('zk.events', fromlist=['COMPLETED']).COMPLETED"
 
@@ -102,6 +105,20 @@ class Mutant:
     @property
     def key(self) -> tuple[str, str, str]:
         return self.file, self.function, self.what
+
+    @property
+    def killer(self) -> str:
+        """The case or test that killed it the last time; empty where none is known."""
+        return _remembered().get(self.label, "")
+
+    @property
+    def label(self) -> str:
+        return f"{self.file} {self.function}: {self.what}"
+
+
+@functools.cache
+def _remembered() -> dict[str, str]:
+    return json.loads(REMEMBERED.read_text()) if REMEMBERED.exists() else {}
 
 
 class _Finder(ast.NodeVisitor):
@@ -261,16 +278,18 @@ def _pytest(*arguments: str) -> Check:
     return run
 
 
-def _grid(file: str) -> Iterator[Check]:
-    """Cases of tests/test_parity_device.py in one process, those that differ most from each other first."""
+def _grid(file: str, name: str = "") -> Iterator[Check]:
+    """Cases of tests/test_parity_device.py in one process, those that differ most from each other first; or the one of this name."""
     from tests.parity import Case, run_case
     from tests.test_parity_device import DEVICE_CASES, OVERLAPPED
     from zk.offload.cpu_adam import default_engine
 
     cases = [case for case in [*OVERLAPPED, *DEVICE_CASES] if case.stage in (1, 2, 3)]
-    spread: dict[tuple[object, ...], Case] = {}
+    spread: dict[object, Case] = {}
     for case in cases:
         spread.setdefault((case.stage == 3, case.tier, case.overlap_step, case.accumulation > 1, case.params), case)
+    if name:
+        spread = dict(enumerate(case for case in cases if f"parity {case}" == name))
 
     def runner(case: Case) -> Check:
         def run(begins: Begins) -> str:
@@ -292,8 +311,14 @@ _RANKS = (
 )
 
 
-def _on_device(file: str) -> Iterator[Check]:
-    """What a mutant of ``file`` must pass on the software GPU, the most likely failure first."""
+def _as_before(mutant: Mutant) -> Iterator[Check]:
+    """What killed it the last time."""
+    yield from _grid(mutant.file, mutant.killer) if mutant.killer.startswith("parity ") else [_pytest(str(ROOT / mutant.killer.removeprefix(_HOST)))]
+
+
+def _on_device(mutant: Mutant) -> Iterator[Check]:
+    """What a mutant must pass on the software GPU, the most likely failure first."""
+    file = mutant.file
     if file in ("zk/activations.py", "zk/offload/stash.py"):
         yield _pytest("tests/test_activations_device.py")
         return
@@ -321,8 +346,9 @@ def _on_device(file: str) -> Iterator[Check]:
 _SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not other_precisions"
 
 
-def _on_host(file: str) -> Iterator[Check]:
+def _on_host(mutant: Mutant) -> Iterator[Check]:
     """What it must pass there, if nothing on the software GPU has noticed."""
+    file = mutant.file
     if file in ("zk/activations.py", "zk/offload/stash.py"):
         yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
     if file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
@@ -335,7 +361,8 @@ def _on_host(file: str) -> Iterator[Check]:
         yield _pytest("tests/test_export.py", "-k", "not ranks")
 
 
-_PHASES = (_on_device, _on_host)
+_PHASES = (_as_before, _on_device, _on_host)
+_HOST = "host "  # before what killed a mutant there
 
 
 _END = b"END "  # what comes after it is what killed the mutant
@@ -359,7 +386,7 @@ def _child(mutant: Mutant, phase: int, pipe: int) -> None:
         import torch
 
         torch.set_num_threads(1)
-        if _PHASES[phase] is _on_device:
+        if _PHASES[phase] is _on_device or (_PHASES[phase] is _as_before and not mutant.killer.startswith(_HOST)):
             from tests import softgpu
 
             softgpu.install()
@@ -372,7 +399,7 @@ def _child(mutant: Mutant, phase: int, pipe: int) -> None:
             os.write(pipe, f"{name}\n".encode())
 
         try:
-            for check in _PHASES[phase](mutant.file):
+            for check in _PHASES[phase](mutant):
                 killed = check(begins)
                 if killed:
                     break
@@ -426,9 +453,9 @@ def _ended(running: _Running) -> str | None:
     return f"hangs in {began}" if late else f"crashes in {began}"
 
 
-def run(chosen: Sequence[Mutant], report: Callable[[Mutant, str], None], at_once: int = 2) -> None:
-    """Try every mutant; calls ``report(mutant, what killed it)`` as they end."""
-    waiting, running = [(mutant, 0) for mutant in chosen], list[_Running]()
+def run(chosen: Sequence[Mutant], report: Callable[[Mutant, str, str], None], at_once: int = 2) -> None:
+    """Try every mutant; calls ``report(mutant, what killed it, in which case or test)`` as they end."""
+    waiting, running = [(mutant, 0 if mutant.killer else 1) for mutant in chosen], list[_Running]()
     while waiting or running:
         while waiting and len(running) < at_once:
             running.append(_start(*waiting.pop(0)))
@@ -440,7 +467,10 @@ def run(chosen: Sequence[Mutant], report: Callable[[Mutant, str], None], at_once
             if not killed and one.phase + 1 < len(_PHASES):
                 waiting.insert(0, (one.mutant, one.phase + 1))
             else:
-                report(one.mutant, killed)
+                began = one.said.split(b"\n")[:-1]
+                last = [line.decode(errors="replace") for line in began if not line.startswith(_END)][-1:]
+                host = _HOST if _PHASES[one.phase] is _on_host else ""
+                report(one.mutant, killed, one.mutant.killer if one.phase == 0 else host + "".join(last))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -466,15 +496,17 @@ def main(arguments: Sequence[str]) -> int:
     kinds = {one.file if one.file.endswith(apart) else "zk/store.py" for one in chosen}
     broken: list[str] = []
     unchanged = [Mutant(file, 0, "", "", (ROOT / file).read_text()) for file in sorted(kinds)]
-    run(unchanged, lambda mutant, failed: broken.append(f"{mutant.file}: {failed}") if failed else None)
+    run(unchanged, lambda mutant, failed, _: broken.append(f"{mutant.file}: {failed}") if failed else None)
     if broken:
         print("nothing is removed, and there are failures already:", *broken, sep="\n  ")
         return 2
 
-    outcomes: dict[Mutant, str] = {}
+    outcomes, killers = dict[Mutant, str](), dict[str, str]()
 
-    def report(mutant: Mutant, killed: str) -> None:
+    def report(mutant: Mutant, killed: str, killer: str) -> None:
         outcomes[mutant] = killed
+        if killed:
+            killers[mutant.label] = killer
         reason = EQUIVALENT.get(mutant.key)
         verdict = killed.splitlines()[0] if killed else f"survived, explained: {reason}" if reason else "SURVIVED"
         print(f"{mutant.file}:{mutant.line}  {mutant.function}: {mutant.what}\n    {verdict}", flush=True)
@@ -485,6 +517,9 @@ def main(arguments: Sequence[str]) -> int:
     print(f"\n{len(outcomes)} waits removed: {len(outcomes) - len(survived)} killed, {len(survived)} survived, {len(unexplained)} unexplained")
     for one in unexplained:
         print(f"  SURVIVED {one.file}:{one.line} {one.function}: {one.what}")
+    if "--remember" in arguments:
+        kept = {label: killer for label, killer in _remembered().items() if wanted and label in {one.label for one in found}}
+        REMEMBERED.write_text(json.dumps({**kept, **killers}, indent=1, sort_keys=True) + "\n")
     stale = [] if wanted else [key for key in EQUIVALENT if key not in {one.key for one in survived}]
     for key in stale:
         print(f"  explained, and not among the survivors: {key}")
