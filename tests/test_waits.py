@@ -721,7 +721,7 @@ def test_a_buffer_that_is_still_being_filled_is_not_used_again_because_others_wr
 class LateComm(Solo):
     """Two ranks, as one of them sees it; collectives are over when they have been waited for."""
 
-    world = 2
+    world = shards = 2
 
     class Pending:
         waited = False

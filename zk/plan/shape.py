@@ -186,7 +186,7 @@ class Shape:
         return max(units.count for units in self.units)
 
     def part(self, ranks: int) -> Shape:
-        """What each of ``ranks`` tensor parallel ranks has."""
+        """The part that each of ``ranks`` tensor parallel ranks has."""
         return self if ranks == 1 or self.decoder is None else Shape.of(self.decoder.part(ranks), self.name, self.divided)
 
     def grown(self, factor: float) -> Shape:
