@@ -34,8 +34,9 @@ SIZES = {
     # 185 and 1,650 for experts of which each rank uses other ones; 15 and 150 for chunks of one-byte codes, which end within a page;
     # 345 and 2,665 for frozen units that are read in place: excerpts of the user's files, their homes, and what ranks agree on;
     # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 5 and 40 for codes in 16 bits, and scales;
-    # 285 and 2,410 for model parallel ranks, their place in the whole model, and replicas of shards
-    "core": (11_235, 82_705),
+    # 285 and 2,410 for model parallel ranks, their place in the whole model, and replicas of shards;
+    # 75 and 500 for stages of a pipeline: gradients divided by a factor, reduced once, and those of weights apart
+    "core": (11_311, 83_206),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_770, 28_700),
@@ -52,7 +53,8 @@ SIZES = {
 TOKENS_PER_LINE = 7.63  # 7.61 without sizes and pieces of models that are cut over ranks
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
-STEPS = {2: (27, 123, 12, 8), 3: (27, 124, 12, 8)}  # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks
+# one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned
+STEPS = {2: (27, 124, 12, 8), 3: (27, 125, 12, 8)}
 CLASSES = 66  # in zk/offload and zk/parallel; two for excerpts of the user's files, one for the parts of a model
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {

@@ -7,8 +7,9 @@ After step() the gradient is still there, as in torch, until zero_grad(). Nothin
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class Gradients:
     ) -> None:
         self.units, self.reducer, self.comm, self.reduce_rest, self.check = units, reducer, comm, reduce_rest, check
         self.looked: list[UnitStore] = []  # units whose gradients have been brought back
+        self.is_hidden = False  # the gradients that have left are not shown
 
     def has_left(self, param: nn.Parameter) -> bool:
         """Check that the parameter has a gradient, and that it is somewhere else."""
@@ -50,7 +52,18 @@ class Gradients:
 
     def is_asked(self, param: nn.Parameter) -> bool:
         """Check that it has one there, or may have one on another rank."""
-        return self.has_left(param) or (self.comm.world > 1 and self.reducer.unfinished)
+        return not self.is_hidden and (self.has_left(param) or (self.comm.world > 1 and self.reducer.unfinished))
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context: gradients that have left are not looked at; what is put into ``param.grad`` inside is added to them."""
+        self.is_hidden = True
+        try:
+            yield
+        finally:
+            self.is_hidden = False
+        self.reducer.take_assigned()
+        self.reducer.unfinished = True
 
     @torch.no_grad()
     def read(self, param: nn.Parameter) -> Tensor | None:

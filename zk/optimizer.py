@@ -51,7 +51,7 @@ from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_
 from zk.prequantized import scales_of
 from zk.store import UnitStore
 from zk.tiles import pieces_of
-from zk.torch_calls import watch_torch
+from zk.torch_calls import watch_pipelines, watch_torch
 from zk.units import Unit, find_units
 
 # what torch's optimizers keep hooks in
@@ -125,6 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
         self.max_norm = self.config.clip_grad_norm
         self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
+        self.scaled_by = 1.0  # and what scale_grads has; their norm is taken after it
         self.in_scaled_backward = False
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
@@ -148,6 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         watch_torch()
+        watch_pipelines()
         brought = optimizer.state_dict() if optimizer.state else None
         self._built = True
         optimizer.state = self.state
@@ -291,6 +293,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _before_forward(self, *_: Any) -> None:
         self._check_whole("the model's forward")
+        watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._train_unfrozen()
 
@@ -472,7 +475,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._compare_parts()
         self.last_norm = self._global_norm()
         if math.isfinite(self.last_norm):
-            self._update(self.clip_by * clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
+            self._update(self.scaled_by * self.clip_by * clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
             self.counters["steps"] += 1
         else:
             self._report_skip()
@@ -538,6 +541,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.max_norm = None
         return torch.tensor(norm)
 
+    def scale_grads(self, by: float) -> None:
+        """Reduce the gradients that are there, and multiply them by ``by``: a factor of the update, and of their norm. On all ranks."""
+        self._check_open()
+        self._reduce()
+        self.scaled_by *= by
+
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
         return {
@@ -562,6 +571,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         if self._built:  # the rest has been compared, and cannot change
             rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
+            rules["the factor of a pipeline's scale_grads"] = self.scaled_by
         else:
             rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
         for index, group in enumerate(map(_as_now, self.param_groups)):
@@ -598,8 +608,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _clip(self) -> None:
-        """Clip the gradients that are there, as they are about to be looked at or changed, by what clip_grad_norm_ was asked for."""
-        by, self.clip_by = self.clip_by, 1.0
+        """Clip and scale the gradients that are there, as they are about to be looked at or changed, by what was asked for."""
+        by, self.clip_by, self.scaled_by = self.clip_by * self.scaled_by, 1.0, 1.0
         for held in self._trained if by != 1 else ():
             if held.used:
                 held.spent = by / self.scaler.scale
@@ -616,7 +626,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         on_device = [part for part, _ in sums if isinstance(part, Tensor)]
         values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
         found = [(next(values) if isinstance(part, Tensor) else part, counts) for part, counts in sums]
-        total = sum(part for part, counts in found if counts or not math.isfinite(part))
+        total = sum(part for part, counts in found if counts or not math.isfinite(part)) * self.scaled_by**2
         if (self.config.stage > 0 and self.comm.world > 1) or self.parts.count > 1:
             everywhere = torch.tensor([total], dtype=torch.float64)
             self.everyone.all_reduce(everywhere)
@@ -716,7 +726,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _between_steps(self) -> None:
         self.grads.flushed = False
-        self.max_norm, self.clip_by = self.config.clip_grad_norm, 1.0
+        self.max_norm, self.clip_by, self.scaled_by = self.config.clip_grad_norm, 1.0, 1.0
 
     def _report_skip(self) -> None:
         self.counters["skipped_steps"] += 1

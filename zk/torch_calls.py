@@ -1,12 +1,15 @@
 """Calls of torch that go through all gradients, made right for parameters whose gradients a ZeroOptimizer has.
 
-Clipping by the norm of all of them, and dropping them, need not bring them back to ``param.grad``. Another optimizer over the model would
-train nothing. So the first ZeroOptimizer puts these functions in front of torch's own; what belongs to none goes on to torch as it came.
+Clipping by the norm of all of them, dividing and dropping them need not bring them back to ``param.grad``. Another optimizer over the model
+would train nothing. A pipeline reduces gradients after its last micro-batch. So the first ZeroOptimizer puts these functions in front of torch's
+own; what belongs to none goes on to torch as it came.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zk.owners import owner_of
 from zk.parallel.released import own_grad
+from zk.store import State
 
 
 @functools.cache
@@ -28,6 +32,22 @@ def watch_torch() -> None:
     _go_to_owner("state_dict")
     _go_to_owner("load_state_dict")
     register_optimizer_step_pre_hook(_step_begins)
+
+
+def watch_pipelines() -> None:
+    """The same for the stages of torch.distributed.pipelining, once that was imported: which takes seconds, and is left to those who use it."""
+    if "torch.distributed.pipelining.stage" in sys.modules:
+        _watch_stages()
+
+
+@functools.cache
+def _watch_stages() -> None:
+    kind: Any = sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase
+    for name, ours in (("scale_grads", _scale_stage), ("backward_maybe_with_nosync", _stage_backward)):
+        of_torch = getattr(kind, name, None)
+        if of_torch is None:
+            raise RuntimeError(f"torch {torch.__version__} has no {name} of a pipeline's stage, which zk builds on; torch 2.11 to 2.13 are supported")
+        setattr(kind, name, functools.partialmethod(ours, of_torch))
 
 
 def _go_to_owner(name: str) -> None:
@@ -118,6 +138,33 @@ def _drop_gradients(params: list[nn.Parameter], set_to_none: bool) -> bool:
                 if id(param) in given:
                     param.grad = None if set_to_none else torch.zeros_like(param.grad)  # type: ignore[arg-type]
     return any(owner_of(param) is None or own_grad(param) is not None for param in params)
+
+
+def _scale_stage(stage: Any, of_torch: Callable[..., None], grad_scale_factor: int) -> None:
+    """Divide the gradients of a pipeline's stage."""
+    owner = _owner_of_all(list(stage.submod.parameters())) if grad_scale_factor != 1 else None
+    if owner is None:
+        of_torch(stage, grad_scale_factor)
+    else:
+        owner.scale_grads(1 / grad_scale_factor)
+
+
+def _stage_backward(stage: Any, of_torch: Callable[..., Any], backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+    """Backward of one micro-batch through a pipeline's stage. Only the last one reduces."""
+    owners = {id(owner): owner for param in stage.submod.parameters() if (owner := owner_of(param)) is not None}
+    with contextlib.ExitStack() as contexts:
+        for owner in owners.values():
+            if not last_backward and owner.comm.world > 1:
+                contexts.enter_context(owner.no_sync())
+            if backward_type != "full":
+                if any(held.is_partitioned and held.state is State.RELEASED for held in owner.held):
+                    raise RuntimeError(
+                        f"stage {stage.stage_index} of a pipeline computes gradients of inputs and of weights apart (a zero-bubble schedule), for "
+                        "which torch looks at all its parameters, and at ZeRO stage 3 these are released; call the schedule's step() within `with "
+                        "zk.gather(module.parameters()):`, which gathers them once for all micro-batches, or take Interleaved1F1B, or ZeRO stage 2"
+                    )
+                contexts.enter_context(owner.gradients.hidden())
+        return of_torch(stage, backward_type, bwd_kwargs, last_backward)
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -350,19 +350,25 @@ class GradReducer:
         store.kept.clear()
 
     @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Take the gradients that were put into their own place without the loss scale: by hand, or by a pipeline's backward of weights."""
+        scale = self.loss_scale()
+        for store in self.stores:
+            for index, param in enumerate(store.unit.params):
+                grad = own_grad(param)
+                if grad is not None and index not in store.kept:
+                    self.collect(store, index, param, grad if scale == 1 else grad.float() * scale)
+
+    @torch.no_grad()
     def finish(self, keep: bool = False) -> None:
         """Reduce whatever is left. What has a gradient on any rank is ``used`` from then on.
 
         ``keep``: gradients in their own place stay there.
         """
-        scale = self.loss_scale()
-        for store in self.stores:
-            if not keep:
-                self._collect_kept(store)
-            for index, param in enumerate(store.unit.params) if not keep else ():
-                grad = own_grad(param)
-                if grad is not None:  # assigned by hand
-                    self.collect(store, index, param, grad if scale == 1 else grad.float() * scale)
+        for store in self.stores if not keep else ():
+            self._collect_kept(store)
+        if not keep:
+            self.take_assigned()
         used = [float(index in store.unreduced) for store in self.stores for index in range(len(store.unit.params))]
         left, flags = self._left(self.order, used)  # of no_sync, of a backward that was interrupted, or by hand
         for position in left:

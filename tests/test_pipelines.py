@@ -1,0 +1,410 @@
+"""torch.distributed.pipelining with one ZeroOptimizer for each stage of the pipeline, beside plain torch with the whole model in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import os
+import re
+import sys
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+import zk
+from tests.models import DEVICE, GPT, VOCAB, batch, loss_of
+from tests.parity import compare
+from tests.plain import train_plain
+from tests.programs import Program
+from tests.world import SOFTWARE_GPU, free_port, run_world
+from zk import torch_calls
+from zk.parallel.comm import Group
+from zk.parallel.grads import GradReducer
+from zk.store import UnitStore
+
+pytestmark = [
+    pytest.mark.usefixtures("torch_engine"),
+    # a send waits for its receiver there at its launch, and torch launches what two stages send each other in a group
+    pytest.mark.skipif(SOFTWARE_GPU, reason="NCCL of the software GPU has no groups of sends and receives"),
+]
+
+ROOT = Path(__file__).parent.parent
+LAYERS = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PIPELINING = "torch.distributed.pipelining.stage"
+
+
+class Stage(nn.Module):
+    """Some of a GPT's blocks: with the embedding before the first of them, and the head after the last."""
+
+    def __init__(self, model: GPT, number: int, of: int) -> None:
+        super().__init__()
+        per_stage = LAYERS // of
+        self.tokens = model.tokens if number == 0 else None
+        self.blocks = nn.ModuleList(model.blocks[number * per_stage : (number + 1) * per_stage])
+        self.norm, self.head = (model.norm, model.head) if number == of - 1 else (None, None)
+        self.names = {name: next(its for its, other in model.named_parameters() if other is param) for name, param in self.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) if self.tokens is not None else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().reshape(-1, VOCAB), target.reshape(-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    schedule: str = "1F1B"
+    pp: int = 2  # ranks of a pipeline; the others are data parallel
+    stage: int = 2
+    tier: str = "host"
+    dtype: str = "fp32"
+    optimizer: str = "AdamW"
+    overlap_step: bool = False
+    micro_batches: int = 4
+    scale_grads: bool = True
+    clip: float | None = None
+    gather: bool = False  # the parameters around each step of the schedule
+    is_one: bool = False  # one ZeroOptimizer for all stages of a rank
+    is_together: bool = False  # norm and overflow over the stages
+    tolerance: float = 0.0  # 0: bitwise
+    steps: int = 3
+
+    def __str__(self) -> str:
+        default = Case()
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return "-".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"
+
+    @property
+    def is_v(self) -> bool:
+        """The first rank has the first stage and the last one."""
+        return self.schedule in ("ZBVZeroBubble", "DualPipeV")
+
+    @property
+    def per_rank(self) -> int:
+        return 1 if self.schedule in ("GPipe", "1F1B") else 2
+
+
+CASES = [
+    Case("GPipe", stage=1, optimizer="SGD"),
+    Case("GPipe", pp=4, stage=1),
+    Case(stage=0),
+    Case(overlap_step=True),
+    Case(tier="device"),
+    Case(tier="nvme", overlap_step=True),
+    Case(pp=4, stage=3),
+    Case(stage=3),
+    Case(stage=3, gather=True),
+    Case("GPipe", stage=3, tier="nvme", overlap_step=True),
+    Case(dtype="bf16", scale_grads=False),
+    Case(dtype="bf16", stage=1),
+    Case(pp=1, clip=0.05),
+    Case("GPipe", pp=1, stage=3, clip=0.05, tier="nvme"),
+    Case(clip=0.05, is_together=True, tolerance=1e-6),  # squares are added in another order
+    Case(pp=4, stage=3, clip=0.05, is_together=True, tolerance=1e-6),
+    Case("Interleaved1F1B", optimizer="SGD"),
+    Case("Interleaved1F1B", stage=3, overlap_step=True),
+    Case("InterleavedZeroBubble", dtype="bf16"),
+    Case("InterleavedZeroBubble", stage=3, gather=True),
+    Case("ZBVZeroBubble", stage=1, overlap_step=True),
+    Case("DualPipeV"),
+    Case(micro_batches=3, optimizer="SGD", tolerance=1e-6),  # a third is no fp32 number: torch divides, zk multiplies
+    Case("Interleaved1F1B", is_one=True, tolerance=1e-6),  # gradients of one stage are read before those of the other have come
+]
+
+
+def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "AdamW":
+        return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+
+
+@functools.cache
+def plain_training(dtype: str, optimizer: str, dp: int, micro_batches: int, scaled: bool, clip: float | None, steps: int) -> Any:
+    torch.manual_seed(0)
+    losses, model, *_ = train_plain(
+        GPT(layers=LAYERS),
+        functools.partial(make_optimizer, optimizer),
+        dtype=DTYPES[dtype],
+        world=dp,
+        accumulation=micro_batches,
+        local=True,
+        clip=clip,
+        steps=steps,
+        forward=lambda model, ids, step: loss_of(model, ids) / (micro_batches if scaled else 1),
+    )
+    return losses, dict(model.named_parameters())
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count reductions, gradients that are brought back, and parameters that are gathered, by unit."""
+    counts: Counter[str] = Counter()
+
+    def count(kind: type, name: str) -> Any:
+        method: Callable[..., Any] = getattr(kind, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(self, *args, **kwargs)
+
+        return mock.patch.object(kind, name, call)
+
+    with count(GradReducer, "_reduce"), count(UnitStore, "bring_back"), count(Group, "all_gather"):
+        yield counts
+
+
+class Pipeline:
+    """This rank's stages of a pipeline, and what trains them."""
+
+    def __init__(self, case: Case, folder: str, is_wrapped: bool = True) -> None:
+        from torch.distributed import pipelining
+
+        self.case, self.dp = case, dist.get_world_size() // case.pp
+        rank, self.replica = divmod(dist.get_rank(), self.dp)
+        pipelines = [dist.new_group([stage * self.dp + replica for stage in range(case.pp)]) for replica in range(self.dp)]
+        replicas = [dist.new_group([stage * self.dp + replica for replica in range(self.dp)]) for stage in range(case.pp)]
+        of = case.pp * case.per_rank
+        numbers = [rank] if case.per_rank == 1 else [rank, of - 1 - rank if case.is_v else rank + case.pp]
+        torch.manual_seed(0)
+        model = GPT(layers=LAYERS)
+        self.modules = [Stage(model, number, of) for number in numbers]
+        self.wrapped: list[nn.Module] = [nn.ModuleList(self.modules)] if case.is_one else list(self.modules)
+        options = {
+            "stage": case.stage,
+            "dtype": case.dtype,
+            "optimizer_tier": case.tier,
+            "param_tier": case.tier if case.stage == 3 else "device",
+            "overlap_step": case.overlap_step,
+            "clip_grad_norm": case.clip,
+            "process_group": replicas[rank],
+            **({"nvme_path": folder} if case.tier == "nvme" else {}),
+            **({"model_parallel_group": pipelines[self.replica], "replicated_params": []} if case.is_together else {}),
+        }
+        self.optimizers = [
+            zk.ZeroOptimizer(module, make_optimizer(case.optimizer, list(module.parameters())), **options) if is_wrapped
+            else make_optimizer(case.optimizer, list(module.parameters()))
+            for module in self.wrapped
+        ]  # fmt: skip
+        self.stages = [
+            pipelining.PipelineStage(module, number, of, DEVICE, group=pipelines[self.replica])
+            for module, number in zip(self.modules, numbers, strict=True)
+        ]
+        make = getattr(pipelining, f"Schedule{case.schedule}")
+        self.schedule = make(self.stages if case.per_rank > 1 else self.stages[0], case.micro_batches, loss_fn=loss_fn, scale_grads=case.scale_grads)
+
+    def backward(self, step: int) -> list[Tensor]:
+        """Run the schedule once; returns the losses of the micro-batches, where the last stage is."""
+        ids = torch.cat([batch(1000 * step + 10 * micro + self.replica) for micro in range(self.case.micro_batches)])
+        losses: list[Tensor] = []
+        given = (ids[:, :-1],) if any(stage.is_first for stage in self.stages) else ()
+        last = {"target": ids[:, 1:], "losses": losses} if any(stage.is_last for stage in self.stages) else {}
+        params = [param for module in self.modules for param in module.parameters()]
+        with zk.gather(params) if self.case.gather else contextlib.nullcontext():
+            self.schedule.step(*given, **last)
+        return losses
+
+    def compared(self, trained: dict[str, Tensor]) -> list[str]:
+        found = []
+        for module in self.modules:
+            with zk.gather(module.parameters()):
+                for name, param in module.named_parameters():
+                    found.append(compare(module.names[name], param.detach(), trained[module.names[name]].detach(), self.case.tolerance))
+        return [line for line in found if line]
+
+    def close(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.close()
+
+
+@contextlib.contextmanager
+def pipeline(case: Case) -> Iterator[Pipeline]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Pipeline(case, folder)
+        yield made
+        made.close()
+
+
+def trains_as_one_process(case: Case) -> str:
+    """Losses, parameters and norms; each unit reduced once a step, and no gradient brought back."""
+    with pipeline(case) as own, counted() as counts:
+        losses, norms = [], []
+        for step in range(case.steps):
+            losses += [loss.item() / (case.micro_batches if case.scale_grads else 1) for loss in own.backward(step)]
+            gathered = counts["all_gather"]
+            for optimizer in own.optimizers:
+                optimizer.step()
+                norms.append(optimizer.metrics()["grad_norm"])
+                optimizer.zero_grad()
+            counts["all_gather"] = 0
+        num_units = sum(len(optimizer.held) for optimizer in own.optimizers)
+        found = []
+        is_passed_on = own.dp == 1 and own.optimizers[0].grads.in_backward  # to its tier, with each micro-batch
+        if counts["_reduce"] != num_units * case.steps and not is_passed_on and not case.is_one:
+            found.append(f"{counts['_reduce']} reductions of {num_units} units in {case.steps} steps")
+        if counts["bring_back"] and not case.is_one:
+            found.append(f"{counts['bring_back']} units' gradients were brought back")
+        if case.stage == 3 and case.gather and gathered != num_units * (own.dp > 1):
+            found.append(f"{gathered} gathers of {num_units} units in one step of the schedule")
+        want, trained = plain_training(case.dtype, case.optimizer, own.dp, case.micro_batches, case.scale_grads, case.clip, case.steps)
+        if own.replica == 0 and losses and case.tolerance == 0 and losses != want:
+            found.append(f"losses {losses} instead of {want}")
+        if case.clip is not None and not all(norm > 2 * case.clip for norm in norms):
+            found.append(f"nothing was clipped: {norms}")
+        return "\n".join(found + own.compared(trained))
+
+
+# ---- what user code sees -----------------------------------------------------------------------------------------------------------
+
+
+def imported_after_the_optimizer(_: object) -> str:
+    """Without the import zk has nothing to do with pipelines; with it, the next forward finds them."""
+    if PIPELINING in sys.modules:
+        return "torch.distributed.pipelining was imported before"
+    model = nn.Linear(4, 4, device=DEVICE)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    if PIPELINING in sys.modules:
+        return "zk imports torch.distributed.pipelining"
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    plain = copy.deepcopy(model)
+    stage = PipelineStage(model, 0, 1, DEVICE, group=alone)
+    x = torch.ones(4, 4, device=DEVICE)
+    with counted() as counts:
+        ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.square().mean()).step(x, target=x)
+    if counts["bring_back"] or counts["_reduce"] > len(optimizer.held):
+        return f"the stage was not watched: {counts}"
+    (plain(x).square().mean()).backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+    optimizer.close()
+    return ""
+
+
+def the_norm_is_that_of_divided_gradients(case: Case) -> str:
+    """clip_grad_norm_ and the norm it returns, a look before and after, several schedules in one step, against torch's own pipeline."""
+    with pipeline(case) as own:
+        plain = Pipeline(case, "", is_wrapped=False)
+        for step in range(3):
+            norms, looks = [], []
+            for one in (own, plain):
+                model, optimizer = one.modules[0], one.optimizers[0]
+                seen = []
+                for part in range(2):  # the second one divides what the first has left once more
+                    one.backward(10 * step + part)
+                    if step == 1:
+                        seen.append(mean_of(one, model.head.weight.grad))
+                if one is plain:
+                    for param in model.parameters():
+                        param.grad = mean_of(plain, param.grad)
+                norms.append([clip_grad_norm_(model.parameters(), limit).item() for limit in (float("inf"), 0.05)])
+                if step == 2:
+                    seen.append(model.head.weight.grad.clone())
+                optimizer.step()
+                looks.append(seen)
+                optimizer.zero_grad()
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+            assert len(looks[0]) == len(looks[1]) == (0, 2, 1)[step]
+            for got, want in zip(*looks, strict=True):
+                torch.testing.assert_close(got, want)
+        with zk.gather(own.modules[0].parameters()):
+            for got, want in zip(own.modules[0].parameters(), plain.modules[0].parameters(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    return ""
+
+
+def mean_of(one: Pipeline, grad: Tensor) -> Tensor:
+    """The mean over ranks of what plain torch has, which zk shows by itself."""
+    grad = grad.clone()
+    if not isinstance(one.optimizers[0], zk.ZeroOptimizer):
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return grad
+
+
+def zero_bubbles_at_stage_3_are_refused(case: Case) -> str:
+    with pipeline(case) as own, contextlib.suppress(OSError):
+        try:
+            own.backward(0)
+        except RuntimeError as error:
+            said = str(error)
+        else:
+            said = "no error"
+    return said
+
+
+LOOKS = [Case("GPipe", pp=1, stage=stage) for stage in (1, 2, 3)]
+
+
+@functools.cache
+def results() -> list[list[Any]]:
+    """All cases in one world of four ranks."""
+    work = [(imported_after_the_optimizer, None), *((trains_as_one_process, case) for case in CASES)]
+    work += [(the_norm_is_that_of_divided_gradients, case) for case in LOOKS]
+    return run_world(4, run_one, work, timeout=60)
+
+
+def run_one(work: tuple[Callable[[Any], str], Any]) -> str:
+    function, case = work
+    return function(case)
+
+
+def test_a_pipeline_that_is_imported_after_the_optimizer_is_found() -> None:
+    assert results()[0] == [""] * 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_pipeline_trains_as_one_process_does(case: Case) -> None:
+    assert results()[1 + CASES.index(case)] == [""] * 4
+
+
+@pytest.mark.parametrize("case", LOOKS, ids=str)
+def test_gradients_are_shown_and_clipped_after_they_were_divided(case: Case) -> None:
+    assert results()[1 + len(CASES) + LOOKS.index(case)] == [""] * 4
+
+
+def test_a_zero_bubble_schedule_over_released_parameters_is_refused_by_name() -> None:
+    first, last = run_world(2, zero_bubbles_at_stage_3_are_refused, [Case("InterleavedZeroBubble", stage=3, gather=False)], timeout=60)[0]
+    assert "zk.gather(module.parameters())" in str(last) and "zero-bubble" in str(last), last
+    assert "no error" not in str(first)
+
+
+def test_the_program_of_the_guide_prints_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "guides" / "parallelism.md").read_text()
+    ((program, output),) = re.findall(r"tests/test_pipelines.py -->\n```python\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL)
+    ranks_of = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks_of |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    ranks = [Program("-c", program, env={**ranks_of, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(4)]
+    try:
+        said = [rank.communicate() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * 4, said
+    printed = "".join(out for out, _ in said)
+    number = r"\d+\.\d+"
+    assert re.sub(number, "#", printed) == re.sub(number, "#", output)
+    assert list(map(float, re.findall(number, printed))) == pytest.approx(list(map(float, re.findall(number, output))), rel=0.01)
+
+
+def test_a_torch_whose_stages_are_built_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, PIPELINING, types.SimpleNamespace(_PipelineStageBase=type("Stage", (), {})))
+    with pytest.raises(RuntimeError, match=r"no scale_grads of a pipeline's stage.*torch 2.11 to 2.13"):
+        torch_calls._watch_stages.__wrapped__()
