@@ -184,10 +184,10 @@ R data_efficiency curriculum_learning | choose the data in your own loader | it 
 R progressive_layer_drop | drop layers in the model | it changes what is computed
 R elasticity | write the batch sizes | the number of ranks is given when a run starts; a checkpoint loads at any
 R hybrid_engine | generate with a plain copy of the model, made within zk.gather | there is no inference engine
-R pipeline | remove it | there is no pipeline parallelism
-R tensor_parallel | remove it; zk.tile_linears cuts large layers | there is no tensor parallelism
+R pipeline | remove it; make stages by torch.distributed.pipelining, each with a ZeroOptimizer | no model is cut into stages for you
+R tensor_parallel | remove it; bring tensor parallel layers, and pass model_parallel_group= to zk.initialize | no layer is cut for you
 R expert_parallel use_data_before_expert_parallelism | remove it | there is no expert parallelism
-R sequence_parallel_size=1 | remove it | there is no sequence parallelism
+R sequence_parallel_size=1 | remove it; bring attention over several ranks | no attention is replaced for you
 R data_parallel_size | remove it, and pass process_group= to zk.initialize | all ranks of the group are data parallel
 R compile | remove it, and call torch.compile on the model's blocks | DeepCompile rewrites the graph around DeepSpeed's engine
 """
