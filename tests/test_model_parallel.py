@@ -166,6 +166,11 @@ def test_ranks_train_as_one_process(number: int) -> None:
     assert outcomes()[number] == [""] * 4
 
 
+def test_three_times_two_ranks_train_as_one_process() -> None:
+    cases = [Case(kind, stage=3, clip=0.3, tier="host", overlap_step=True, saves=kind == "tensor", shape=(3, 2)) for kind in ("tensor", "hybrid")]
+    assert run_world(6, run, cases, timeout=60) == [[""] * 6] * len(cases)
+
+
 def train_engine(_: int) -> list[float]:
     """Losses of DeepSpeed's engine, with Megatron's unit of groups."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
