@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from tests.world import SHARED, START
+from tests.world import START
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,7 +87,7 @@ class Program:
 
     def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         context = mp.get_context(START)
-        context.set_forkserver_preload(list(SHARED))
+        context.set_forkserver_preload(["tests.shared"])
         readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
         given = (arguments, dict(os.environ if env is None else env), *writers)
         self.process = context.Process(target=_main, args=given, daemon=True)  # it ends with the tests, should one of them fail

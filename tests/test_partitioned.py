@@ -62,7 +62,7 @@ def bytes_match_the_formulas() -> None:
     """Between steps, by stage: 2 + 2 + 12 bytes per parameter, divided where the stage says so; slack is padding and two buckets."""
     world = dist.get_world_size()
     for stage in (0, 1, 2, 3):
-        model = GPT(width=96, layers=4)
+        model = GPT(width=64, layers=3)
         num_params = sum(p.numel() for p in model.parameters())
         optimizer = wrap(model, stage, dtype="bf16")
         for seed in range(2):

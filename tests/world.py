@@ -19,9 +19,6 @@ import torch.multiprocessing as mp
 
 import tests.mutant  # noqa: F401  (before zk)
 
-# What every rank needs, imported once by the process that ranks are forked from: 2 s of a core for each of them otherwise.
-# (A process that has asked for GPUs cannot be forked.)
-SHARED = ("torch._dynamo", "torch.distributed.fsdp", "numba.typed", "numba.np.arraymath", "triton", "hypothesis", "pytest")
 SOFTWARE_GPU = os.environ.get("ZK_SOFTGPU") == "1"
 START = "spawn" if torch.cuda.is_available() and not SOFTWARE_GPU else "forkserver"
 
@@ -83,7 +80,7 @@ def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], 
         pytest.skip(f"{world} ranks need {world} GPUs; there are {torch.cuda.device_count()}")
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     context = mp.get_context(START)
-    context.set_forkserver_preload(list(SHARED))
+    context.set_forkserver_preload(["tests.shared"])  # (a process that has asked for GPUs cannot be forked)
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         work = pickle.dumps((function, list(cases)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.softgpu import native
-from tests.softgpu.memory import current_queue, find, host_view, plainly
+from tests.softgpu.memory import block_of, current_queue, find, host_view, plainly, span
 from tests.softgpu.streams import LOCK, Queue, race, stats, tell
 
 _running = threading.local()
@@ -89,17 +89,21 @@ def _form(value: Any) -> Any:
     """What decides how a kernel runs on this argument, but for the numbers in it."""
     if isinstance(value, Tensor):
         return value.dtype, value.device, tuple(value.shape), value.data_ptr() % 16
+    if isinstance(value, float):
+        return value != 0
     return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _first_of_its_form(name: str) -> None:
-    """Interpret a launcher of zk's once for each form of its arguments, and run the reference for others of it: that is 20 times as fast."""
-    module, twin = importlib.import_module(f"zk.kernels.{name}"), getattr(importlib.import_module("zk.kernels.reference"), name)
-    launch, seen = module.launch, set[Any]()
+def _first_of_its_form(module: Any, name: str, twin: Callable[..., object], step: int | None = None) -> None:
+    """Interpret a launcher of zk's once for each form of its arguments, and run the reference for others of it: that is 20 times as fast.
+
+    ``step``: the argument that counts steps, and has no part in the form.
+    """
+    launch, seen = getattr(module, name), set[Any]()
 
     @functools.wraps(launch)
     def either(*args: Any) -> None:
-        form = _form(args)
+        form = tuple(_form(value) for index, value in enumerate(args) if index != step)
         if ALWAYS or form not in seen:
             launch(*args)
             seen.add(form)
@@ -107,7 +111,24 @@ def _first_of_its_form(name: str) -> None:
             stats["triton"] += 1
             twin(*args)
 
-    module.launch = either
+    setattr(module, name, either)
+
+
+def _adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, *scalars: Any) -> None:
+    """Adam's kernel for CPUs, which gives the same bits, as a kernel of its device's current stream."""
+    from zk.kernels import AdamStep
+    from zk.offload.cpu_adam import adam_
+
+    with LOCK, plainly(), torch.no_grad():
+        queue, given = current_queue(param.get_device()), (param, grad, master, exp_avg, exp_avg_sq)
+        queue.issue()
+        begin = time.time_ns()
+        for tensor in given:
+            if tensor is not None and tensor.numel():
+                block_of(tensor).use(queue, *span(tensor), tensor is not grad, "a triton kernel")
+        near = [None if tensor is None else host_view(tensor) for tensor in given]
+        adam_(*near, AdamStep(*scalars), engine="numba", num_threads=1)  # type: ignore[arg-type]
+        tell("kernel", "_adam_kernel", queue, begin)
 
 
 def install() -> None:
@@ -156,5 +177,7 @@ def install() -> None:
 
     executor.__call__, executor._init_args_hst, executor._restore_args_dev = launch, init, restore
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
-    for name in ("flatten", "reduce"):
-        _first_of_its_form(name)
+    flatten, reduce, adam, reference = (importlib.import_module(f"zk.kernels.{name}") for name in ("flatten", "reduce", "adam", "reference"))
+    _first_of_its_form(flatten, "launch", reference.flatten)
+    _first_of_its_form(reduce, "launch", reference.reduce)
+    _first_of_its_form(adam, "_op", _adam, step=11)
