@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from zk.materialize import can_make, device_of
 from zk.offload.rules import Rule
-from zk.owners import inner_tensors, is_wrapper, owner_of
+from zk.owners import inner_tensors, is_coded, is_dtensor, is_wrapper, owner_of
+from zk.parallel.dtensors import check_dtensor
 from zk.parallel.released import is_released
 from zk.store import UnitStore
 
@@ -42,11 +43,20 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already:
             raise ValueError(
                 f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first (with gather=True, if it partitions parameters)"
             )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta and not can_make(tensor):
+    for name, param in model.named_parameters():
+        if is_dtensor(param):
+            check_dtensor(name, param)
+    for name, buffer in model.named_buffers():
+        if is_dtensor(buffer):
             raise ValueError(
-                f"{name!r} is on the meta device and nothing says what its values are; build the model within zk.deferred_init(), or call "
-                "zk.load_pretrained(model, path) first"
+                f"buffer {name!r} is a DTensor, and zk sends the first rank's buffers to all, whole; put a plain tensor there: "
+                "module.register_buffer(name, buffer.to_local())"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not all(can_make(inner) for _, inner in inner_tensors(tensor)):
+            built = "distribute a model that has memory" if is_dtensor(tensor) else "build the model within zk.deferred_init()"
+            raise ValueError(
+                f"{name!r} is on the meta device and nothing says what its values are; {built}, or call zk.load_pretrained(model, path) first"
             )
 
 
@@ -68,11 +78,11 @@ def check_params(
             name = names[param]
             if nn.parameter.is_lazy(param):
                 raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model before wrapping it")
-            if param.requires_grad and is_wrapper(param):
+            if param.requires_grad and is_coded(param):
                 raise ValueError(
                     f"parameter {name!r} is a {type(param).__name__}, and zk trains plain tensors only: freeze it, and train an adapter over it"
                 )
-            if param.requires_grad and stored[param] not in (torch.float32, torch.bfloat16, torch.float16):
+            if param.requires_grad and stored[next(inner_tensors(param))[1]] not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
                     f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, convert it, or pass dtype= (which casts "
                     "fp64, fp32, bf16 and fp16 but for what keep_dtype= names)"
@@ -89,10 +99,11 @@ def check_params(
                 f"bitsandbytes has packed the codes of parameter {name!r} for evaluation on this CPU: no gradient goes through the layer now, and "
                 "its scales were rounded; load the model again, and make ZeroOptimizer, which keeps codes as they are, before evaluating it"
             )
-        if device is not None and param.device != device and is_wrapper(param):
+        if device is not None and device_of(next(inner_tensors(param))[1]) != device and is_wrapper(param):
+            made = "distribute it over a mesh of devices" if is_dtensor(param) else "quantize the model"
             raise ValueError(
-                f"parameter {name!r} is a {type(param).__name__} on {param.device}, and cannot be moved to {device} without a copy; quantize the "
-                "model where it computes"
+                f"parameter {name!r} is a {type(param).__name__} on {param.device}, and cannot be moved to {device} without a copy; {made} where it "
+                "computes"
             )
     free = {tensor: label for param, name in names.items() if owner_of(param) is None for label, tensor in inner_tensors(param, name)}
     for param, other in _sharing(free, free):
@@ -154,7 +165,7 @@ def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
     first: dict[torch.device, str] = {}
     for param, name in names.items():
         if not moved and owner_of(param) is None:
-            first.setdefault(device_of(param), name)
+            first.setdefault(device_of(next(inner_tensors(param))[1]), name)
     if len(first) > 1:
         (device, name), (other, another) = itertools.islice(first.items(), 2)
         raise ValueError(
@@ -165,10 +176,10 @@ def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
 
 def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], rule: Rule) -> None:
     """Check what the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
-    units = {param: unit for unit in held for param in unit.unit.params}
+    units = {param: unit for unit in held for param in unit.unit.users}
     grouped = {param for group in groups for param in group["params"]}
     for unit in held:
-        for name, param in zip(unit.unit.names, unit.unit.params, strict=True):
+        for name, param in zip(unit.unit.names, unit.unit.users, strict=True):
             if unit.shard is not None and param not in grouped:
                 raise ValueError(f"parameter {name!r} is in no param_group any more; to stop training it set requires_grad=False")
     for group in groups:
@@ -178,7 +189,7 @@ def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], ru
 def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any], rule: Rule) -> None:
     """That there is room for the state that the group's options ask for."""
     for param in group["params"]:
-        if is_wrapper(param):
+        if is_coded(param):
             continue
         if param not in units:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group")

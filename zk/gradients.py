@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from zk.owners import is_dtensor
 from zk.parallel.comm import Group, Solo
 from zk.parallel.grads import GradReducer
 from zk.parallel.released import compute_as_itself, grad_gone, own_grad
@@ -91,6 +92,9 @@ class Gradients:
             return
         if not isinstance(value, Tensor):
             raise TypeError(f"the gradient of a parameter must be a tensor or None; got {type(value).__name__}")
+        if is_dtensor(value) != is_dtensor(param):
+            name = held.unit.names[index]
+            raise RuntimeError(f"the gradient of {name!r} must be a {type(param).__name__}, as that is; got a {type(value).__name__}")
         if value.shape != param.shape or value.device != param.device or not value.is_floating_point():
             raise RuntimeError(
                 f"the gradient of {held.unit.names[index]!r} must be of floating point, shape {tuple(param.shape)} and on {param.device}; got "
@@ -119,7 +123,7 @@ class Gradients:
 
     def _is_shown(self, held: UnitStore, index: int) -> bool:
         """Check that the user has the gradient already."""
-        return index in held.shown and index not in held.unreduced and own_grad(held.unit.params[index]) is None
+        return index in held.shown and index not in held.unreduced and own_grad(held.unit.user(index)) is None
 
     def _bring_back(self, held: UnitStore, index: int) -> None:
         """Turn all of the unit's gradients into tensors of the user's."""
@@ -133,7 +137,7 @@ class Gradients:
             held.used |= held.unreduced
             held.unreduced.clear()
         else:
-            self.reduce_rest(own_grad(held.unit.params[index]) is None)
+            self.reduce_rest(own_grad(held.unit.user(index)) is None)
         if index in held.used and not self._is_shown(held, index):
             alone = self.comm.world == 1  # else who has a reference may differ by rank, and what is brought back is so together
             for other in [other for other in self.looked if alone and other is not held and other.only_here()]:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from zk.config import parse_device
 from zk.memory import aligned
+from zk.owners import inner_tensors
 
 if TYPE_CHECKING:
     from zk.offload.nvme import Excerpt
@@ -413,7 +414,8 @@ def _source(tensor: Tensor) -> Source | None:
 
 def compute_device(model: nn.Module) -> torch.device:
     """The device that the model computes on, also if its parameters do not exist yet."""
-    return next((device_of(param) for param in model.parameters() if not _is_meta(param) or can_make(param)), default_device())
+    params = (tensor for param in model.parameters() for _, tensor in inner_tensors(param))
+    return next((device_of(param) for param in params if not _is_meta(param) or can_make(param)), default_device())
 
 
 def device_of(tensor: Tensor) -> torch.device:

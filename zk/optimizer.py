@@ -40,8 +40,9 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.owners import held_params, inner_tensors, is_wrapper, owner_of, rebuilt
+from zk.owners import held_params, inner_tensors, is_coded, is_dtensor, owner_of, rebuilt
 from zk.parallel.comm import Group, Solo, connect, giving_up
+from zk.parallel.dtensors import is_first_part, join_parts, show
 from zk.parallel.grads import GradReducer
 from zk.parallel.model_parallel import connect_parts
 from zk.parallel.partitioned import Partition
@@ -211,6 +212,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
         self.handles.append(self.model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True))
         ends_save = weakly(self._end_save)
+        for module in self.model.modules():
+            if any(map(is_dtensor, module.parameters(recurse=False))):
+                self.handles.append(module.register_state_dict_post_hook(show))  # type: ignore[no-untyped-call]
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self._weights_come))))
         self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self._weights_came))))
@@ -274,7 +278,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Move a unit's parameters into its store, as this number."""
         held, is_another = self.assembly.hold(number, unit, self.partition, self.grads), number == len(self.held)
         self.held[number : number + 1] = [held]
-        for position, param in enumerate(unit.params):
+        for position, param in (*enumerate(unit.params), *unit.around.items()):
             self.units[param] = (held, position)
         held.owner = weakref.ref(self)
         if held.shard is not None:
@@ -348,7 +352,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._end_save()
         self._finish_update()
         self.partition.reset()
-        given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.params)]
+        given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.users)]
         taken, numbers = {store.unit.name for store in self.held}, itertools.count(len(self.held))
 
         def another(unit: Unit) -> tuple[int, Unit]:
@@ -361,8 +365,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
         for store in given_up:
             unit = store.unit
-            trained = [index for index, param in enumerate(unit.params) if param in chosen]
-            frozen = [index for index, param in enumerate(unit.params) if param not in chosen]
+            trained = [index for index, param in enumerate(unit.users) if param in chosen]
+            frozen = [index for index, param in enumerate(unit.users) if param not in chosen]
             part = unit.part(trained, True, unit.name)
             if frozen:
                 moves.append((store, [(store.index, unit.part(frozen, False, unit.name)), another(part)]))
@@ -388,7 +392,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._tear(error)
             raise
         for held in self._trained:
-            for index, param in enumerate(held.unit.params):
+            for index, param in enumerate(held.unit.users):
                 if param in chosen and own_grad(param) is not None:
                     held.kept.add(index)
         self.partition.attach()
@@ -506,7 +510,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self._trained:
             if set_to_none:
                 held.kept.clear()
-            for param in held.unit.params:
+            for param in held.unit.users:
                 grad = own_grad(param)
                 if grad is not None and set_to_none:
                     param.grad = None
@@ -550,7 +554,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
         return {
-            held.unit.names[index]: held.unit.params[index]
+            held.unit.names[index]: held.unit.user(index)
             for held in self._trained
             for index in sorted(held.used | held.unreduced | held.kept)
         }
@@ -904,7 +908,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found: dict[int, nn.Parameter] = {}
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for key, param in zip(saved["params"], group["params"], strict=True):
-                if not is_wrapper(param):
+                if not is_coded(param):
                     found[key] = param
         return found
 
@@ -1026,7 +1030,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
         self._finish_update()
         self.partition.reset()
-        is_kept = not rank0_only or self.comm.rank == 0
+        is_kept = not rank0_only or (self.comm.rank == 0 and is_first_part(self.model))
         full: dict[Tensor, Tensor] = {}
         all_named = dict(self.model.named_parameters(remove_duplicate=False))
         tiles = pieces_of(self.model)
@@ -1036,14 +1040,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if names is None or shown_as[name] in names:
                 inner = [tensor for _, tensor in inner_tensors(param)]
                 chosen.update(inner)
-                coded.update(inner if is_wrapper(param) else ())
+                coded.update(inner if is_coded(param) else ())
         for held in self.held:
             if not chosen.intersection(held.unit.params):
                 continue
             for param, values in held.masters().items():
-                if is_kept:
+                if param in chosen and (is_kept or held.unit.around):
                     full[param] = values.to("cpu", held.unit.dtype if wanted is None or param in coded else wanted).contiguous()
             held.unpin()
+        join_parts(self.model, full)
         with self.partition.reading():
             added = {name: value for _, name, value in base.entries_of(self.model) if names is None or name in names}
         if not is_kept:
@@ -1056,7 +1061,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
                 whole[tiles[name].place] = full[param]
             elif all(tensor in full for _, tensor in inner_tensors(param)):
-                named[name] = rebuilt(param, full.__getitem__)
+                named[name] = full[next(inner_tensors(param))[1]] if is_dtensor(param) else rebuilt(param, full.__getitem__)
         beside = {**added, **dict(save.buffers_of(self))}
         return {**named, **{name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in beside.items()}}
 

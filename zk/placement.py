@@ -57,7 +57,7 @@ class Placement:
 
     def state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
         """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
-        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.params if param in self.group_of}
+        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.users if param in self.group_of}
         names = list(dict.fromkeys(name for group in groups.values() for name in self.rule.state_names(group)))
         assert isinstance(self.config.state_dtype, torch.dtype)
         return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)

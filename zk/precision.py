@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zk.config import DynamicLossScale
 from zk.logs import log
-from zk.owners import inner_tensors, is_wrapper
+from zk.owners import inner_tensors, is_coded
 
 # torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -65,7 +65,7 @@ def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]], cast_
         for cls in classes:
             found[cls] |= isinstance(module, cls)
         if isinstance(module, classes) or _statistics(module, cast_buffers):
-            kept.update((*module.parameters(), *module.buffers()))
+            kept.update(tensor for _, tensor in _named(module))
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             named = getattr(module, attribute, None)
             if isinstance(named, (list, tuple, set)):
@@ -85,7 +85,7 @@ def stored_dtypes(
     """The dtype that each parameter and buffer has once it is held; all keep their own without ``dtype``."""
     kept = kept_in_dtype(model, keep, cast_buffers) if dtype is not None else set()
     for param in model.parameters():
-        if is_wrapper(param) or hasattr(param, "quant_state"):  # its own code knows their dtypes; bitsandbytes may keep codes as bf16
+        if is_coded(param) or hasattr(param, "quant_state"):  # its own code knows their dtypes; bitsandbytes may keep codes as bf16
             kept.update(inner for _, inner in inner_tensors(param))
     return {
         tensor: dtype if dtype is not None and tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)

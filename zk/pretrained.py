@@ -24,6 +24,7 @@ from zk.checkpoint.files import DTYPE_OF
 from zk.materialize import compute_device, promise
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
+from zk.parallel.dtensors import pieces_of_dtensors
 from zk.prequantized import PACKED, PARTS, restore, state_of, takes_codes
 from zk.store import UnitStore
 from zk.tiles import Piece, pieces_of
@@ -149,14 +150,14 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
     from safetensors import safe_open
 
     entries = _files(Path(path))
-    pieces = pieces_of(model)
+    pieces = {**pieces_of_dtensors(model), **pieces_of(model)}
     names: dict[Tensor, list[str]] = {}  # in the files
     parts: dict[Tensor, Piece] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         for label, tensor in inner_tensors(param, name):
             names.setdefault(tensor, []).append(pieces[name].whole if name in pieces else label)
-        if name in pieces:
-            parts[param] = pieces[name]
+            if name in pieces:
+                parts[tensor] = pieces[name]
     for module_path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

@@ -25,7 +25,7 @@ from zk.offload.spill import FileParams
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import ResidentFields
 from zk.offload.transfer import Transfer
-from zk.owners import Gradients, hold
+from zk.owners import Gradients, fit, hold, is_dtensor
 from zk.parallel.comm import Group, Solo
 from zk.parallel.released import Released, Watched, grad_gone, grad_left, mark, redress, stand_in, unmark
 from zk.timeline import phase
@@ -137,8 +137,8 @@ class UnitStore:
         self.shown_state: dict[int, dict[str, Tensor]] = {}  # which the user looked at
         self.underway: Task | None = None  # an update that goes on in the background
         self._view()
-        self.versions = [param._version for param in unit.params]
-        for param in unit.params:
+        self.versions = unit.versions
+        for param in unit.objects:
             hold(param, self)
         if self.is_partitioned:
             self._free()
@@ -148,8 +148,10 @@ class UnitStore:
         for index, param in enumerate(self.unit.params):
             view = self.unit.shaped(index, self.full[self.layout.whole(index)])
             if param.is_floating_point() and param.dtype != view.dtype:
-                param.grad = None  # of the old precision
+                self.unit.user(index).grad = None  # of the old precision
             param.data = view
+        for param in self.unit.around.values():
+            fit(param)
 
     def mine(self, index: int) -> slice:
         """The elements of this rank's slice that are of parameter ``index``."""
@@ -217,7 +219,7 @@ class UnitStore:
                     self._undo()
                     raise
             self.home.release(self.uploaded)
-            stand_in(self.unit.params, Watched)
+            stand_in(self.unit.objects, Watched)
             self.note_versions()
             self.state = State.GATHERED
 
@@ -232,7 +234,7 @@ class UnitStore:
             return
         self.gather()
         params = self.unit.params
-        if self.taken or [param._version for param in params] != self.versions or [param.data_ptr() for param in params] != self.pointers:
+        if self.taken or self.unit.versions != self.versions or [param.data_ptr() for param in params] != self.pointers:
             self.on_write(self, self._written())
         self._free()
 
@@ -242,11 +244,11 @@ class UnitStore:
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
-            stand_in(self.unit.params, Watched)  # a released parameter would be gathered before it gets its new memory
+            stand_in(self.unit.objects, Watched)  # a released parameter would be gathered before it gets its new memory
             self._view()
         if self.lease is not None:
             self.lease.free()
-        stand_in(self.unit.params, Released)
+        stand_in(self.unit.objects, Released)
         self.state = State.RELEASED
 
     def pin(self) -> None:
@@ -277,14 +279,14 @@ class UnitStore:
     def refuse(self, check: Callable[[], None]) -> None:
         """Refuse every use of the parameters from now on: ``check`` raises."""
         self.on_use = lambda _: check()
-        for param in self.unit.params:
+        for param in self.unit.objects:
             mark(param, self)
 
     def let_be(self) -> None:
         """Leave the parameters to the user: the optimizer is closed."""
         self.owner = self.gradients = None
         self.watches_data = False
-        for param in self.unit.params:
+        for param in self.unit.objects:
             redress(param)
 
     # ---- the step ------------------------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ class UnitStore:
     def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> Iterator[Run]:
         """Neighbours of one group and step count, merged; parameters without a gradient are left out, as torch leaves them alone."""
         run: Run | None = None
-        for index, param in enumerate(self.unit.params):
+        for index, param in enumerate(self.unit.users):
             part = self.mine(index)
             if index in self.used and part.stop > part.start:
                 group, step = group_of[param], self.steps[index]
@@ -315,12 +317,12 @@ class UnitStore:
 
     def updated(self) -> None:
         """The parameters in use have new values, as autograd should know."""
-        changed = [self.unit.params[index] for index in self.used]
+        changed = [self.unit.user(index) for index in self.used]
         with self.counting:
             torch.autograd.graph.increment_version(changed)
-            if not self.is_partitioned:
-                for index in self.used:
-                    self.versions[index] = self.unit.params[index]._version
+            now = self.unit.versions if not self.is_partitioned else []
+            for index in self.used if now else ():
+                self.versions[index] = now[index]
 
     def publish(self, uploaded: Event = COMPLETED, mark: Event | None = None) -> Awaited:
         """The updated slice becomes what all ranks use; returns what compute must follow. The collective comes after all of compute so far.
@@ -348,7 +350,7 @@ class UnitStore:
         with self.lock:
             self.underway = task
             if not self.is_partitioned:
-                for param in self.unit.params:
+                for param in self.unit.objects:
                     mark(param, self, task.done)
             elif self.pins:
                 self.arrive()  # somebody reads the full parameters at this moment
@@ -374,7 +376,7 @@ class UnitStore:
         with self.lock:
             task, self.underway = self.underway, None
             if not self.is_partitioned:
-                for param in self.unit.params:
+                for param in self.unit.objects:
                     unmark(param)
             if task is not None and not task.keep:
                 self._recycle()
@@ -400,7 +402,7 @@ class UnitStore:
         mine = self._bring()
         full = self.whole_of(lambda _: mine)
         for index in self.used - self.shown.keys():
-            self.shown[index] = self.unit.shaped(index, full[self.layout.whole(index)]).clone()
+            self.shown[index] = self.unit.shown(index, full[self.layout.whole(index)]).clone()
 
     def only_here(self) -> bool:
         """Check that nobody else has what was brought back, or a part of its memory."""
@@ -408,6 +410,8 @@ class UnitStore:
             grad = self.shown[index]
             if grad is None:
                 continue
+            if is_dtensor(grad):  # whose memory is another tensor's
+                return False
             in_python, in_torch = sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined]
             memory = _use_count(grad.untyped_storage()._cdata)
             # (shown, grad and the argument of getrefcount; the storage asked for is one more)
@@ -460,7 +464,7 @@ class UnitStore:
                 self.underway.keep = False
             else:
                 self._recycle()
-        for param in self.unit.params:
+        for param in self.unit.users:
             grad_gone(param)
 
     def zero_gradient(self, used: set[int]) -> None:
@@ -470,7 +474,7 @@ class UnitStore:
         self.used |= used
         self.shard.add(zeros(self.held_numel, self.unit.dtype, self.unit.device))
         for index in used:
-            grad_left(self.unit.params[index])
+            grad_left(self.unit.user(index))
 
     def _recycle(self) -> None:
         if self.shard is not None:
@@ -481,7 +485,7 @@ class UnitStore:
     def note_versions(self) -> None:
         """The full parameters are what the shards are."""
         self.taken.clear()
-        self.versions = [param._version for param in self.unit.params]
+        self.versions = self.unit.versions
         self.pointers = [param.data_ptr() for param in self.unit.params]
 
     @torch.no_grad()
@@ -492,6 +496,9 @@ class UnitStore:
         RuntimeError for one that has another dtype or shape, or is elsewhere.
         """
         unit, full = self.unit, self.full
+        for index, user in unit.around.items():
+            if user._local_tensor is not unit.params[index]:  # type: ignore[attr-defined]  # model.to(), say
+                unit.params[index].data, user._local_tensor = user._local_tensor, unit.params[index]  # type: ignore[attr-defined]
         found, start, size = set[int](), full.data_ptr(), full.element_size()
         for index, param in enumerate(unit.params):
             offset, numel = self.layout.offsets[index], self.layout.numels[index]
@@ -507,11 +514,11 @@ class UnitStore:
             place.copy_(param.detach().clone())  # it may lie where it goes to
             param.data = place
             found.add(index)
-        return sorted(found | self.taken | {i for i, version in enumerate(self.versions) if unit.params[i]._version != version})
+        return sorted(found | self.taken | {i for i, pair in enumerate(zip(self.versions, unit.versions, strict=True)) if pair[0] != pair[1]})
 
     def is_changed(self) -> bool:
         """Check whether the full parameters differ from the shards. On all ranks."""
-        if any(param._version != version for param, version in zip(self.unit.params, self.versions, strict=True)):
+        if self.unit.versions != self.versions:
             return True
         if not self.taken:
             return False
@@ -527,14 +534,14 @@ class UnitStore:
         if self.is_partitioned:
             return False  # what is written there is handed over by zk.gather
         with self.counting:
-            return [param._version for param in self.unit.params] != (self.versions if versions is None else versions)
+            return self.unit.versions != (self.versions if versions is None else versions)
 
     def watch(self) -> None:
         """Note from now on whether somebody shares the parameters' memory, and whose ``data`` are used where writes to them have to be found."""
         self.sharers = _use_count(self.full.untyped_storage()._cdata)
         if not self.is_partitioned and self.shard is not None and self.shard.has_copies:
             self.watches_data = True
-            for param in self.unit.params:
+            for param in self.unit.objects:
                 redress(param)
 
     @property
@@ -544,7 +551,7 @@ class UnitStore:
 
     def take_data(self, param: nn.Parameter) -> None:
         """Note that the ``data`` of a parameter are used, and may be written without a trace."""
-        self.taken.add(next(index for index, other in enumerate(self.unit.params) if other is param))
+        self.taken.add(next(index for index, own in enumerate(self.unit.params) if param is own or param is self.unit.user(index)))
 
     def adopt_writes(self) -> None:
         """Parameters that the user wrote since the last update (load_state_dict on the model, say) go into the master."""
@@ -552,7 +559,7 @@ class UnitStore:
             return
         written = self._written()
         self.digests = None if written else self.digests
-        now = [param._version for param in self.unit.params]
+        now = self.unit.versions
         if not self.is_shared:  # else they may be written again
             self.taken.clear()
         if self.shard is not None:
@@ -577,9 +584,9 @@ class UnitStore:
 
     def rewritten(self) -> None:
         """All parameters have other values now, and masters agree with them."""
-        torch.autograd.graph.increment_version(self.unit.params)
+        torch.autograd.graph.increment_version(self.unit.users)
         if not self.is_partitioned:
-            self.versions = [param._version for param in self.unit.params]
+            self.versions = self.unit.versions
 
     def overwrite(self, values: Mapping[int, Callable[[], Tensor]]) -> None:
         """Replace parameters, and their masters: number in the unit -> what makes its values. On all ranks, with equal values."""
@@ -619,7 +626,10 @@ class UnitStore:
     # ---- optimizer state -----------------------------------------------------------------------------------------------------
 
     def export_state(self, own_part: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``."""
+        """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``.
+
+        That of a DTensor is one, cut as it is, with all elements that data parallel ranks hold.
+        """
         state: dict[nn.Parameter, dict[str, Tensor]] = {}
         if self.shard is None:
             return state
@@ -629,14 +639,14 @@ class UnitStore:
         if own_part:
             from zk.checkpoint.dcp import part_of  # with all of DTensor
         for name, read in readers.items():
-            full = None if own_part else self.whole_of(read)
+            full = self.whole_of(read) if not own_part or self.unit.around else None
             for index, step in sorted(self.steps.items()):
-                param = self.unit.params[index]
-                entry = state.setdefault(param, {"step": torch.tensor(float(step))})
-                entry[name] = part_of(self, index, read) if full is None else self.unit.shaped(index, full[self.layout.whole(index)])
+                entry = state.setdefault(self.unit.user(index), {"step": torch.tensor(float(step))})
+                is_part = full is None or (own_part and index not in self.unit.around)
+                entry[name] = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
         if not readers:
             for index, step in sorted(self.steps.items()):
-                state[self.unit.params[index]] = {"step": torch.tensor(float(step))}
+                state[self.unit.user(index)] = {"step": torch.tensor(float(step))}
         return state
 
     def show_state(self, index: int, name: str) -> Tensor:
@@ -648,9 +658,9 @@ class UnitStore:
             if name == "step":
                 shown[name] = torch.tensor(float(self.steps.get(index, 0)))
             elif self.is_whole:
-                shown[name] = self.unit.shaped(index, read(self.mine(index))).clone()
+                shown[name] = self.unit.shown(index, read(self.mine(index))).clone()
             else:
-                shown[name] = self.unit.shaped(index, self.whole_of(read)[self.layout.whole(index)]).clone()
+                shown[name] = self.unit.shown(index, self.whole_of(read)[self.layout.whole(index)]).clone()
         return shown[name]
 
     def check_state_names(self, index: int, names: Iterable[str]) -> None:
@@ -670,8 +680,9 @@ class UnitStore:
             self.forget_state(index)
             return
         value = value if isinstance(value, Tensor) else torch.tensor(float(value))
-        if value.numel() != 1 if name == "step" else value.shape != self.unit.params[index].shape:
-            raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(self.unit.params[index].shape)}; got {tuple(value.shape)}")
+        shape = (self.unit.user(index) if is_dtensor(value) else self.unit.params[index]).shape
+        if value.numel() != 1 if name == "step" else value.shape != shape:
+            raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(shape)}; got {tuple(value.shape)}")
         self.shown_state.setdefault(index, {})[name] = value
         self.steps.setdefault(index, int(name == "momentum_buffer"))  # which the first step makes where there is none
 

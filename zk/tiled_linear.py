@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from zk import kernels
 from zk.kernels.launch import FLOATS
+from zk.owners import is_dtensor
 from zk.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
 
 # tiles begin at multiples of this many features where the layer is large enough: 128 bytes in 16 bits
@@ -332,6 +333,11 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
                 raise ValueError("the model itself is one nn.Linear and cannot be replaced in place; use TiledLinear.from_linear(model, ...)")
             if module.weight.dtype not in FLOATS:
                 raise ValueError(f"the weight of {path!r} is {module.weight.dtype}; a TiledLinear computes in fp32, bf16 or fp16")
+            if is_dtensor(module.weight):
+                raise ValueError(
+                    f"the weight of {path!r} is a DTensor, of which each rank has a part, and no tiles are made of parts; leave the layer out of "
+                    "parallelize_module's plan, or raise max_tile_nbytes above its size"
+                )
             check_untied(users, "weight", path, module.weight, "max_tile_nbytes")
             chosen[module] = path
     for linear in chosen:

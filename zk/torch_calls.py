@@ -94,7 +94,7 @@ def _owner_of_all(params: list[Tensor]) -> Any:
     if owner is None:
         return None
     given = {id(param) for param in params}
-    if any(id(param) not in given for held in owner._trained for param in held.unit.params):
+    if any(id(param) not in given for held in owner._trained for param in held.unit.users):
         return None
     return owner if all((owner_of(param) is owner and _is_trained(owner, param)) or param.grad is None for param in params) else None
 

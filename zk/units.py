@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.owners import inner_tensors
+from zk.owners import inner_tensors, is_dtensor, local_of, rebuilt
 from zk.tiles import Tile
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
@@ -90,6 +89,7 @@ class Unit:
     # over several ranks, the block around a list of experts, of the experts and of what is left of the block: each rank may use other ones
     chooser: nn.Module | None = None
     is_counted: bool = True  # in the norm of gradients, and saved; other ranks have the same parameters, and do so otherwise
+    around: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)  # the DTensors that parameters are this rank's part of
 
     @property
     def numel(self) -> int:
@@ -100,16 +100,40 @@ class Unit:
         """Tell if the forward of the unit's ``chooser`` may leave the unit out on some ranks."""
         return self.chooser is not None and self.chooser not in self.anchors
 
+    def user(self, index: int) -> nn.Parameter:
+        """Parameter ``index`` as it is in the model and in groups: itself, or the DTensor around it."""
+        return self.around.get(index, self.params[index])
+
+    @property
+    def users(self) -> list[nn.Parameter]:
+        """All parameters, as they are in the model and in groups."""
+        return [self.around.get(index, param) for index, param in enumerate(self.params)] if self.around else self.params
+
+    @property
+    def objects(self) -> list[nn.Parameter]:
+        """All tensors that share the memory of the parameters."""
+        return [*self.params, *self.around.values()]
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter was written, from inside of a DTensor or through it."""
+        return [param._version + (self.around[index]._version if index in self.around else 0) for index, param in enumerate(self.params)]
+
     def part(self, indices: Sequence[int], trained: bool, name: str) -> Unit:
         """A unit of some of the parameters alone."""
         orders = {new: self.orders[index] for new, index in enumerate(indices) if index in self.orders}
         params = [self.params[index] for index in indices]
         names = [self.names[index] for index in indices]
-        return dataclasses.replace(self, name=name, params=params, names=names, trained=trained, orders=orders)
+        around = {new: self.around[index] for new, index in enumerate(indices) if index in self.around}
+        return dataclasses.replace(self, name=name, params=params, names=names, trained=trained, orders=orders, around=around)
 
     def flat(self, index: int, value: Tensor) -> Tensor:
         """Lay out ``value``, shaped as parameter ``index``, as it lies in a flat buffer: (numel,), a view where it is laid out so."""
-        return flat_of(value, self.orders.get(index))
+        return flat_of(local_of(value, self.user(index)), self.orders.get(index))
+
+    def shown(self, index: int, flat: Tensor) -> Tensor:
+        """``flat`` (numel,) as the user's parameter ``index`` is: a DTensor around it, where that is one."""
+        return rebuilt(self.user(index), lambda _: self.shaped(index, flat))
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """View ``flat`` (numel,) with the shape and the memory format of parameter ``index``."""
@@ -235,13 +259,16 @@ def find_units(
             owner.setdefault(id(module), path)
     units: dict[tuple[Any, ...], Unit] = {}
     home: dict[Tensor, Unit] = {}
+    around: dict[Tensor, nn.Parameter] = {}
     anchors = dict((*blocks, *tiles))
     for module_path, module in model.named_modules(remove_duplicate=False):
         path = owner.get(id(module), "")
-        own = module.named_parameters(prefix=module_path, recurse=False)
-        for name, param in itertools.chain.from_iterable(inner_tensors(param, name) for name, param in own):
+        own = [(user, inner_tensors(user, name)) for name, user in module.named_parameters(prefix=module_path, recurse=False)]
+        for user, name, param in ((user, *entry) for user, inner in own for entry in inner):
             if param not in home:
-                is_trained = param in groups and param.requires_grad
+                if is_dtensor(user):
+                    around[param] = user
+                is_trained = around.get(param, param) in groups and around.get(param, param).requires_grad
                 dtype = param.dtype if stored is None else stored[param]
                 is_counted = name not in elsewhere
                 place = device if (param.is_meta or moved) and device is not None else param.device
@@ -259,8 +286,9 @@ def find_units(
             if anchor not in home[param].anchors:
                 home[param].anchors.append(anchor)  # a tied parameter is used by this one too, a left-over one by the module that owns it
     for unit in units.values():
-        order = sorted(range(len(unit.params)), key=lambda i: groups.get(unit.params[i], 0))
+        order = sorted(range(len(unit.params)), key=lambda i: groups.get(around.get(unit.params[i], unit.params[i]), 0))
         unit.params, unit.names = [unit.params[i] for i in order], [unit.names[i] for i in order]
+        unit.around = {index: around[param] for index, param in enumerate(unit.params) if param in around}
         found = {index: order_of(param) for index, param in enumerate(unit.params)}
         unit.orders = {index: order for index, order in found.items() if order is not None}
     if world > 1:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zk.owners import is_dtensor, local_of
 from zk.parallel.comm import Group
 from zk.units import flat_of, inverse_of, shaped_of
 
@@ -203,7 +204,13 @@ def part_of(held: Any, index: int, read: Callable[[slice], Tensor]) -> Part:
 
 
 def values_of(value: DTensor, held: Any, index: int) -> Tensor:
-    """The values in ``value`` for parameter ``index``: this rank's elements of a Part that is cut alike, else all of it (a collective)."""
+    """The values in ``value`` for parameter ``index``: this rank's elements of a Part that is cut alike, else all of it (a collective).
+
+    For a DTensor that is this rank's part of it.
+    """
     if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index)):
         return value._local_tensor
+    user = held.unit.user(index)
+    if is_dtensor(user) and not isinstance(value, Part) and value.shape == user.shape:
+        return local_of(value, user)
     return value.full_tensor()

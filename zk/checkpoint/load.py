@@ -162,7 +162,7 @@ class _Target:
 
     @property
     def param(self) -> nn.Parameter:
-        return self.held.unit.params[self.index]
+        return self.held.unit.user(self.index)
 
     @property
     def steps(self) -> int:

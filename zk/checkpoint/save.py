@@ -201,7 +201,7 @@ class Save:
         self.transfer = optimizer.transfer
         self.mark: Event = COMPLETED
         # of parameters that are not trained: when they were written last
-        self.still = {number: [param._version for param in held.unit.params] for number, held in enumerate(optimizer.held) if held.shard is None}
+        self.still = {number: held.unit.versions for number, held in enumerate(optimizer.held) if held.shard is None}
 
     def go_on_beside(self, room_nbytes: int) -> None:
         """Training will go on before ``run`` has read all: from now on, who changes something sees to it that it can be read as it was."""

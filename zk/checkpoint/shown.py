@@ -84,7 +84,7 @@ class Shown(defaultdict[Any, Any]):
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([param for param, (held, index) in self.owner.units.items() if index in held.steps])
+        return iter([param for param, (held, index) in self.owner.units.items() if index in held.steps and held.unit.user(index) is param])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

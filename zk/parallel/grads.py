@@ -23,6 +23,7 @@ from zk.events import COMPLETED, Awaited, Event
 from zk.hooks import weakly
 from zk.kernels.reference import unchecked
 from zk.memory import zeros
+from zk.owners import local_of
 from zk.parallel.comm import REDUCE, STATE, Group, Solo
 from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
 from zk.store import UnitStore
@@ -83,7 +84,7 @@ class GradReducer:
         # until the order is known: last block first, what is left over last of all
         self.order = sorted(range(len(self.stores)), key=lambda i: (self.stores[i].unit.name.startswith("rest"), -i))
         self.learned = False
-        for index, param in enumerate(store.unit.params):
+        for index, param in enumerate(store.unit.users):
             # weak, as the parameter would keep alive what keeps it alive
             take = torch.compiler.disable(functools.partial(weakly(self.take_grad), position, index))
             requires_grad = param.requires_grad
@@ -125,7 +126,7 @@ class GradReducer:
             grad, self.unfinished = own_grad(param), True
             with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
                 if not store.arrived:
-                    store.expected = sum(p.requires_grad for p in store.unit.params)
+                    store.expected = sum(p.requires_grad for p in store.unit.users)
                 hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
             if grad is not None and hooked and grad_is_away(param):
                 raise RuntimeError(
@@ -162,7 +163,7 @@ class GradReducer:
             raise TypeError(f"the gradient of {store.unit.names[index]!r} is sparse and cannot be flattened; build the embedding with sparse=False")
         if index in store.waiting:
             self.flatten(store)
-        store.waiting[index] = grad
+        store.waiting[index] = grad = local_of(grad, param)
         store.unreduced.add(index)
         grad_left(param)
         if grad.device.type == "cpu" and grad.nbytes >= _SMALL:
@@ -315,7 +316,7 @@ class GradReducer:
                     self._collect_kept(store)
                 self.flatten(store)
                 if self.comm.world > 1:  # another rank may have a gradient where this one has none
-                    for param in store.unit.params:
+                    for param in store.unit.users:
                         ask_elsewhere(param)
             if self.eager:
                 for position in self.order:
@@ -344,9 +345,9 @@ class GradReducer:
     @torch.no_grad()
     def _collect_kept(self, store: UnitStore) -> None:
         for index in sorted(store.kept):
-            grad = own_grad(store.unit.params[index])
+            grad = own_grad(store.unit.user(index))
             if grad is not None:
-                self.collect(store, index, store.unit.params[index], grad)
+                self.collect(store, index, store.unit.user(index), grad)
         store.kept.clear()
 
     @torch.no_grad()
@@ -354,7 +355,7 @@ class GradReducer:
         """Take the gradients that were put into their own place without the loss scale: by hand, or by a pipeline's backward of weights."""
         scale = self.loss_scale()
         for store in self.stores:
-            for index, param in enumerate(store.unit.params):
+            for index, param in enumerate(store.unit.users):
                 grad = own_grad(param)
                 if grad is not None and index not in store.kept:
                     self.collect(store, index, param, grad if scale == 1 else grad.float() * scale)

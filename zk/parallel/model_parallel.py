@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zk.parallel.comm import Group, Solo
+from zk.parallel.dtensors import meshes_of, pieces_of_dtensors
 from zk.tiles import Piece, pieces_of
 
 
@@ -53,9 +55,17 @@ def connect_parts(comm: Solo | Group, group: dist.ProcessGroup | DeviceMesh | No
     Raises:
         ValueError: where the groups are no grid of data parallel and model parallel ranks, or what is replicated is not known.
     """
-    if group is None:
+    meshes = meshes_of(model, comm.ranks)
+    if group is not None:
+        carrier = _only_dimension(group) if isinstance(group, DeviceMesh) else group
+        ranks = dist.get_process_group_ranks(carrier)
+    elif meshes:
+        over = max(meshes, key=len)
+        ranks, carrier = list(over), meshes[over].get_group(0)
+    else:
         return Parts(comm)
-    ranks = dist.get_process_group_ranks(_only_dimension(group) if isinstance(group, DeviceMesh) else group)
+    if not all(set(ranks).issuperset(over) for over in meshes):
+        raise ValueError(f"DTensors are distributed over ranks {' and '.join(map(str, meshes))}; give all of them as model_parallel_group=")
     if dist.get_rank() not in ranks:
         raise ValueError(f"this rank, {dist.get_rank()}, is not in model_parallel_group, which has ranks {ranks}")
     if len(ranks) == 1:
@@ -68,14 +78,18 @@ def connect_parts(comm: Solo | Group, group: dist.ProcessGroup | DeviceMesh | No
             f"process_group has to be the ranks with the same part of the model, and model_parallel_group those with the same data; the ranks of "
             f"this process_group are in model_parallel_groups {[row for row, _ in rows]}, with numbers {[place for _, place in rows]}"
         )
-    if replicated is None and not any(hasattr(param, "tensor_model_parallel") for param in model.parameters()):
+    if replicated is None and not meshes and not any(hasattr(param, "tensor_model_parallel") for param in model.parameters()):
         raise ValueError(
             "model_parallel_group= needs to know which parameters its ranks have in common, so that the norm counts each once: name them with "
             "replicated_params=['norm', 'position_embedding'] ([] if there are none, as in a pipeline), or set param.tensor_model_parallel and "
             "param.partition_dim of those that are cut"
         )
-    everyone = Group(_carrier(comm, group), ranks=union)
-    mine = {name: [list(param.shape), _cut_along(name, param, replicated)] for name, param in model.named_parameters()}
+    everyone = Group(comm.row if isinstance(comm, Group) else carrier, ranks=union)  # with its backend and timeout
+    known = pieces_of_dtensors(model)
+    mine = {
+        name: _box_of(known[name]) if name in known else _box(name, param, replicated, part, len(ranks))
+        for name, param in model.named_parameters()
+    }
     said = everyone.exchange(json.dumps([part, comm.rank == 0, mine]), "joining the parts of the model")
     return _compared(everyone, part, len(ranks), [json.loads(words) for words in said])
 
@@ -86,9 +100,24 @@ def _only_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def _carrier(comm: Solo | Group, group: dist.ProcessGroup | DeviceMesh) -> Any:
-    """A group whose backend and timeout those of all ranks have."""
-    return comm.row if isinstance(comm, Group) else _only_dimension(group) if isinstance(group, DeviceMesh) else group
+# the shape of a parameter in the whole model, and where in each dimension a part of it begins and ends; None where that is not known
+_Box = tuple[list[int], list[list[int]]] | None
+
+
+def _box_of(piece: Piece) -> _Box:
+    return list(piece.shape), [[cut.start, cut.stop] for cut in piece.place]
+
+
+def _box(name: str, param: Tensor, replicated: Sequence[str] | None, part: int, count: int) -> _Box:
+    """The place of a plain tensor, of which ``count`` parts of one size make the whole, or of which all have the same."""
+    along, shape = _cut_along(name, param, replicated), list(param.shape)
+    if along is None:
+        return None
+    place = [[0, size] for size in shape]
+    if along is not True:
+        size = shape[along]
+        shape[along], place[along] = size * count, [part * size, (part + 1) * size]
+    return shape, place
 
 
 def _cut_along(name: str, param: Tensor, replicated: Sequence[str] | None) -> int | bool | None:
@@ -106,22 +135,21 @@ def _compared(everyone: Group, part: int, count: int, said: Sequence[tuple[int, 
     parts = [said[leaders[number]][2] for number in range(count)]
     mine = parts[part]
     elsewhere, pieces, unclear = set(), dict[str, Piece](), dict[str, str]()
-    for name, (shape, along) in mine.items():
-        holders = [number for number, params in enumerate(parts) if name in params]
-        others = [parts[number][name] for number in holders]
-        if along is None and len(holders) > 1:
-            unclear[name] = f"model parallel ranks {holders} have one each"
-        elif any(other != [shape, along] for other in others):
+    for name, box in mine.items():
+        boxes = {number: params[name] for number, params in enumerate(parts) if name in params}
+        if box is None and len(boxes) > 1:
+            unclear[name] = f"model parallel ranks {list(boxes)} have one each"
+        if box is None:
+            continue
+        shape, place = box
+        different = {json.dumps(other) for other in boxes.values()}
+        if None in boxes.values() or sum(math.prod(stop - start for start, stop in json.loads(other)[1]) for other in different) != math.prod(shape):
             raise ValueError(
-                f"model parallel ranks have parameter {name!r} in other shapes, or cut in other ways ({others}); parts are of one size, and what is "
-                "replicated is so on all ranks that have it"
+                f"model parallel ranks have parameter {name!r} in other shapes, or cut in other ways (whole shape, and place: "
+                f"{list(boxes.values())}); what is replicated is so on all ranks that have it, and parts make up the whole"
             )
-        elif along is True:
-            elsewhere |= {name} if holders[0] != part else set()
-        elif along is not None:
-            size = shape[along]
-            whole = tuple(size * count if dim == along else extent for dim, extent in enumerate(shape))
-            place = tuple(slice(part * size, (part + 1) * size) if dim == along else slice(0, extent) for dim, extent in enumerate(shape))
-            pieces[name] = Piece(name, whole, place)
+        elsewhere |= {name} if next(number for number, other in boxes.items() if other == box) != part else set()
+        if place != [[0, size] for size in shape]:
+            pieces[name] = Piece(name, tuple(shape), tuple(slice(*cut) for cut in place))
     shared = [name for name in mine if all(name in params for params in parts)]
     return Parts(everyone, part, count, [leaders[number] for number in range(count)], frozenset(elsewhere), shared, unclear, pieces)

@@ -108,7 +108,7 @@ class Case:
         firsts: dict[Any, Unit] = {}
         self.kinds = []
         for unit, freed in zip(self.units, self.freed, strict=False):
-            params = tuple((param.numel(), group_of.get(param)) for param in unit.params)
+            params = tuple((param.numel(), group_of.get(user)) for param, user in zip(unit.params, unit.users, strict=True))
             alike = params, _widest(unit), unit.dtype, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
             self.kinds.append(firsts.setdefault((*alike, places_of(unit) is None), unit))
 

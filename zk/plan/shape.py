@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.materialize import deferred_init
-from zk.owners import inner_tensors, is_wrapper
+from zk.owners import inner_tensors, is_coded
 from zk.train.gpt import GPTConfig
 from zk.train.mixture import MixtureConfig
 from zk.train.sizes import FAMILIES, config_of
@@ -344,7 +344,7 @@ def shape_of_module(model: nn.Module, name: str) -> Shape:
     # the dtype of what stays as it is; another, that no run has, of what a run casts to its own
     stored: dict[Tensor, torch.dtype] = {}
     for param in model.parameters():
-        is_cast = param.is_floating_point() and param.itemsize > 1 and not is_wrapper(param)
+        is_cast = param.is_floating_point() and param.itemsize > 1 and not is_coded(param)
         stored |= {inner: torch.float64 if is_cast else inner.dtype for _, inner in inner_tensors(param)}
     found = find_units(model, {param: 0 for param in model.parameters() if param.requires_grad}, stored)
     blocks: dict[nn.Module, list[Any]] = {}
