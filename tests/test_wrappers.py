@@ -92,6 +92,16 @@ def coded() -> nn.Module:
     return nn.Sequential(*(CodedLinear(WIDTH) for _ in range(3)))
 
 
+def of_one_table() -> nn.Module:
+    """Weights whose scales are one tensor, which each nn.Parameter has another view of."""
+    model = coded()
+    scales = model[0].weight.scales
+    for layer in model:
+        layer.weight = nn.Parameter(Coded(layer.weight.codes, scales, torch.float32), requires_grad=False)
+    assert model[1].weight.scales is not model[0].weight.scales
+    return model
+
+
 class Adapted(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -120,7 +130,7 @@ def float8() -> nn.Module:
     return by_torchao("Float8WeightOnlyConfig")
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"coded": coded, "int8": int8, "float8": float8}
+MODELS: dict[str, Callable[[], nn.Module]] = {"coded": coded, "of_one_table": of_one_table, "int8": int8, "float8": float8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
     "1-device": {"stage": 1, "optimizer_tier": "device"},
@@ -246,9 +256,8 @@ def test_what_cannot_be_trained_or_moved_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"'0.weight' is a TwoTensor"):
             two(torch.ones(1, 4))
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    codes = torch.zeros(4, 4)
-    for module in shared:
-        module.weight = nn.Parameter(TwoTensor(codes, codes.clone()), requires_grad=False)
-        codes = codes.view(4, 4)
-    with pytest.raises(ValueError, match=r"'[01].weight.a' and '[01].weight.a' share memory"):
+    codes, others = torch.zeros(5, 4), torch.zeros(5, 4)
+    for first, module in enumerate(shared):  # three rows are of both
+        module.weight = nn.Parameter(TwoTensor(codes[first : first + 4], others[first : first + 4]), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'[01].weight.([ab])' and '[01].weight.\1' share memory"):
         zk.ZeroOptimizer(shared, torch.optim.SGD(shared.parameters(), lr=0.1))

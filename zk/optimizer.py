@@ -40,7 +40,7 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.owners import held_params, inner_tensors, is_coded, is_dtensor, owner_of, rebuilt
+from zk.owners import held_params, inner_tensors, is_coded, is_dtensor, owner_of, rebuilt, tie_inner
 from zk.parallel.comm import Group, Solo, connect, giving_up
 from zk.parallel.dtensors import is_first_part, join_parts, show
 from zk.parallel.grads import GradReducer
@@ -248,6 +248,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         dtype, device = self.config.dtype, self.config.device
         assert dtype is None or isinstance(dtype, torch.dtype)
         assert device is None or isinstance(device, torch.device)
+        tie_inner(self.model)
         stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(self.model, self.param_groups, stored, device)
         check_aliases(self.model)

@@ -46,6 +46,25 @@ def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]
         yield from inner_tensors(getattr(tensor, part), f"{name}.{part}")
 
 
+def tie_inner(model: nn.Module) -> None:
+    """Give wrappers around the same memory, such as one table of scales, the same tensor for it: nn.Parameter makes another for each."""
+    known: dict[Any, Tensor] = {}
+
+    def tie(wrapper: Any) -> None:
+        for name in wrapper.__tensor_flatten__()[0]:
+            part: Tensor = getattr(wrapper, name)
+            if is_coded(part):
+                tie(part)
+            elif not part.is_meta and part.numel():
+                place = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+                if known.setdefault(place, part) is not part:
+                    setattr(wrapper, name, known[place])
+
+    for param in filter(is_coded, model.parameters()):
+        if owner_of(param) is None:
+            tie(param)
+
+
 def rebuilt(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     """A tensor like this one, around what ``make`` gives for each that holds its bytes."""
     if is_dtensor(tensor):
