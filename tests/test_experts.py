@@ -165,6 +165,12 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
     if kind == "adapted":
         for name, param in [*model.named_parameters(), *plain.named_parameters()]:
             param.requires_grad_(name.endswith("bias"))
+    if kind == "unlike":  # of one class, and of other shapes
+        torch.manual_seed(1)
+        for block in plain.blocks:
+            for number in (1, 6):
+                block.experts[number].down = nn.Sequential(nn.Linear(INNER, 10 + number), nn.Linear(10 + number, WIDTH))  # type: ignore[index]
+        model = copy.deepcopy(plain)
     if kind == "tiled":
         zk.tile_linears(model, 6_000), zk.tile_linears(plain, 6_000)
     other, found = adamw(plain), []
@@ -196,7 +202,7 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
 
 def test_ranks_that_use_other_experts_train_as_one_process_with_all_batches(tmp_path: Path) -> None:
     cases = [("plain", setting, tmp_path) for setting in ("2-beside", "3-host", "3-nvme", "3-nvme-far")]
-    cases += [("named", "3-nvme", tmp_path), ("tiled", "3-host", tmp_path), ("adapted", "3-nvme-far", tmp_path)]
+    cases += [("named", "3-nvme", tmp_path), ("tiled", "3-host", tmp_path), ("adapted", "3-nvme-far", tmp_path), ("unlike", "3-host", tmp_path)]
     table = run_world(2, run_apart, cases)
     assert {case[:2]: rows for case, rows in zip(cases, table, strict=True) if rows != [[], []]} == {}
 

@@ -184,12 +184,11 @@ _SMALLEST = 1 << 12
 
 
 def _experts(block: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
-    """The members of each ModuleList inside of a block whose members are all alike: mostly only some of them are called."""
+    """The members of each ModuleList inside of a block whose members are of one class: mostly only some of them are called."""
     for name, module in block.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        kinds = {(type(member), tuple(param.shape for param in member.parameters())) for member in module}
-        if len(kinds) == 1 and sum(param.numel() for param in module[0].parameters()) >= _SMALLEST:
+        if len(set(map(type, module))) == 1 and min(sum(param.numel() for param in member.parameters()) for member in module) >= _SMALLEST:
             yield from ((f"{path}.{name}.{index}", member) for index, member in enumerate(module))
 
 
@@ -245,7 +244,7 @@ def find_units(
         wanted: names or classes of the modules that become units, each without those inside of it; None takes the blocks of the model's
             outermost ModuleLists.
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
-        experts: members of ModuleLists inside of blocks are units too, where they are alike.
+        experts: members of ModuleLists inside of blocks are units too, where they are of one class.
         world: ranks, which may use other experts each.
         elsewhere: names of parameters that other ranks count in the norm of gradients: units of their own.
     """
