@@ -99,8 +99,8 @@ REFUSED = {
     "not known": r"model_parallel_group= needs to know which parameters its ranks have in common.* replicated_params=.*param.tensor_model_parallel",
     "no group": r"replicated_params=\['norm'\] has no effect without model_parallel_group=; remove it",
     "one name": r"TypeError: replicated_params must be a sequence of names",
-    "shapes": r"model parallel ranks have parameter 'blocks.0.norm.weight' in other shapes, or .* \(\[\[\[16\], True\], \[\[8\], True\]\]\)",
-    "cuts": r"model parallel ranks have parameter 'blocks.0.up.weight' in other shapes, or cut in other ways .*\[\[16, 16\], 0\], \[\[16, 16\], 1\]",
+    "shapes": r"parameter 'blocks.0.norm.weight' in other shapes, or .* place: \[\[\[16\], \[\[0, 16\]\]\], \[\[8\], \[\[0, 8\]\]\]\]\)",
+    "cuts": r"parameter 'blocks.0.up.weight' in other shapes, or .*\[\[32, 16\], \[\[0, 16\], \[0, 16\]\]\], \[\[16, 32\], \[\[0, 16\], \[16",
     "place": r"parameter 'embed.weight' cannot be saved, as its place in the whole model is not known: model parallel ranks \[0, 1\] have one each",
 }
 

@@ -117,16 +117,16 @@ CASES = [
     Case(dtype="bf16", stage=1),
     Case(pp=1, clip=0.05),
     Case("GPipe", pp=1, stage=3, clip=0.05, tier="nvme"),
-    Case(clip=0.05, is_together=True, tolerance=1e-6),  # squares are added in another order
-    Case(pp=4, stage=3, clip=0.05, is_together=True, tolerance=1e-6),
+    Case(clip=0.05, is_together=True, tolerance=5e-6),  # squares are added in another order
+    Case(pp=4, stage=3, clip=0.05, is_together=True, tolerance=5e-6),
     Case("Interleaved1F1B", optimizer="SGD"),
     Case("Interleaved1F1B", stage=3, overlap_step=True),
     Case("InterleavedZeroBubble", dtype="bf16"),
     Case("InterleavedZeroBubble", stage=3, gather=True),
     Case("ZBVZeroBubble", stage=1, overlap_step=True),
     Case("DualPipeV"),
-    Case(micro_batches=3, optimizer="SGD", tolerance=1e-6),  # a third is no fp32 number: torch divides, zk multiplies
-    Case("Interleaved1F1B", is_one=True, tolerance=1e-6),  # gradients of one stage are read before those of the other have come
+    Case(micro_batches=3, optimizer="SGD", tolerance=5e-6),  # a third is no fp32 number: torch divides, zk multiplies
+    Case("Interleaved1F1B", is_one=True, tolerance=5e-6),  # gradients of one stage are read before those of the other have come
 ]
 
 

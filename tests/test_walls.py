@@ -36,8 +36,8 @@ SIZES = {
     # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 5 and 40 for codes in 16 bits, and scales;
     # 285 and 2,410 for model parallel ranks, their place in the whole model, and replicas of shards;
     # 75 and 500 for stages of a pipeline: gradients divided by a factor, reduced once, and those of weights apart;
-    # 235 and 1,890 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share
-    "core": (11_565, 85_255),
+    # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share
+    "core": (11_575, 85_355),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_780, 28_760),

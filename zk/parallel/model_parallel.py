@@ -7,6 +7,7 @@ Everything that decides on a step goes over all of them: the norm of the gradien
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -120,6 +121,18 @@ def _box(name: str, param: Tensor, replicated: Sequence[str] | None, part: int, 
     return shape, place
 
 
+def _make_up_the_whole(boxes: Sequence[_Box]) -> bool:
+    """Tell if parts are of one whole, and have each of its elements once, but for parts that are the same."""
+    known = [box for box in boxes if box is not None]
+    places = {tuple(map(tuple, place)) for _, place in known}
+    if len(known) < len(boxes) or any(shape != known[0][0] for shape, _ in known):
+        return False
+    for one, other in itertools.combinations(places, 2):
+        if all(start < its_stop and its_start < stop for (start, stop), (its_start, its_stop) in zip(one, other, strict=True)):
+            return False  # they have elements in common
+    return sum(math.prod(stop - start for start, stop in place) for place in places) == math.prod(known[0][0])
+
+
 def _cut_along(name: str, param: Tensor, replicated: Sequence[str] | None) -> int | bool | None:
     """The dimension in which a parameter is cut over model parallel ranks; True for one that all have alike, None where that is not known."""
     if replicated is not None and any(f".{words}." in f".{name}." for words in replicated):
@@ -142,8 +155,7 @@ def _compared(everyone: Group, part: int, count: int, said: Sequence[tuple[int, 
         if box is None:
             continue
         shape, place = box
-        different = {json.dumps(other) for other in boxes.values()}
-        if None in boxes.values() or sum(math.prod(stop - start for start, stop in json.loads(other)[1]) for other in different) != math.prod(shape):
+        if not _make_up_the_whole(list(boxes.values())):
             raise ValueError(
                 f"model parallel ranks have parameter {name!r} in other shapes, or cut in other ways (whole shape, and place: "
                 f"{list(boxes.values())}); what is replicated is so on all ranks that have it, and parts make up the whole"

@@ -68,8 +68,8 @@ class _Lane:
             target, source, after, flag = self.queue.get()
             for event in after:
                 event.wait()
-            start = time.perf_counter()
             with phase(self.resource, f"{source.nbytes >> 10} KiB"):
+                start = time.perf_counter()
                 target.copy_(source)
                 time.sleep(max(0.0, start + source.nbytes / self.nbytes_per_s - time.perf_counter()))
             self.busy_s += time.perf_counter() - start
