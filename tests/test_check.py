@@ -435,6 +435,6 @@ def test_what_is_needed_at_least_is_no_more_than_a_real_run_takes(tmp_path: Path
         assert done.returncode == 0, done.stderr
         found.append([tuple(map(int, line.split())) for line in done.stdout.splitlines()])
     (least, took), (least_graded, took_graded), (least_drive, took_drive) = map(min, *found)
-    assert 0.9 * took < least <= took + 2 * MIB  # near, and not above
+    assert 0.85 * took < least <= took + 2 * MIB  # near, and not above; without kernels for bf16, torch's products take some more
     assert 0.8 * took_graded < least_graded <= took_graded + 8 * MIB < took  # gradients of the old precision go unit by unit
     assert least_drive <= took_drive + 2 * MIB
