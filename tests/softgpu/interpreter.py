@@ -94,10 +94,16 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _first_of_its_form(module: Any, name: str, twin: Callable[..., object], step: int | None = None) -> None:
-    """Interpret a launcher of zk's once for each form of its arguments, and run the reference for others of it: that is 20 times as fast.
+def _first_of_its_form(
+    module: Any, name: str, kernel: str, twin: Callable[..., object], written: tuple[int, ...], step: int | None = None
+) -> None:
+    """Interpret a launcher of zk's once for each form of its arguments; for others of it the twin runs in host memory, a hundred times as fast.
 
-    ``step``: the argument that counts steps, and has no part in the form.
+    Args:
+        kernel: the name of what is launched.
+        twin: what gives the same bits. It is one kernel of the device's current stream.
+        written: the arguments that it writes.
+        step: the argument that counts steps, and has no part in the form.
     """
     launch, seen = getattr(module, name), set[Any]()
 
@@ -107,28 +113,34 @@ def _first_of_its_form(module: Any, name: str, twin: Callable[..., object], step
         if ALWAYS or form not in seen:
             launch(*args)
             seen.add(form)
-        else:
+            return
+        with LOCK, plainly(), torch.no_grad():
+            queue = current_queue(next(value.get_device() for value in args if isinstance(value, Tensor)))
+            queue.issue()
             stats["triton"] += 1
-            twin(*args)
+            begin = time.time_ns()
+            twin(*(_near(value, queue, index in written) for index, value in enumerate(args)))
+            tell("kernel", kernel, queue, begin)
 
     setattr(module, name, either)
 
 
+def _near(value: Any, queue: Queue, writes: bool) -> Any:
+    """An argument of a kernel on ``queue``, as one of a function of the host."""
+    if isinstance(value, (list, tuple)):
+        return [_near(item, queue, writes) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel():
+        block_of(value).use(queue, *span(value), writes, "a triton kernel")
+    return host_view(value)
+
+
 def _adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, *scalars: Any) -> None:
-    """Adam's kernel for CPUs, which gives the same bits, as a kernel of its device's current stream."""
     from zk.kernels import AdamStep
     from zk.offload.cpu_adam import adam_
 
-    with LOCK, plainly(), torch.no_grad():
-        queue, given = current_queue(param.get_device()), (param, grad, master, exp_avg, exp_avg_sq)
-        queue.issue()
-        begin = time.time_ns()
-        for tensor in given:
-            if tensor is not None and tensor.numel():
-                block_of(tensor).use(queue, *span(tensor), tensor is not grad, "a triton kernel")
-        near = [None if tensor is None else host_view(tensor) for tensor in given]
-        adam_(*near, AdamStep(*scalars), engine="numba", num_threads=1)  # type: ignore[arg-type]
-        tell("kernel", "_adam_kernel", queue, begin)
+    adam_(param, grad, master, exp_avg, exp_avg_sq, AdamStep(*scalars), engine="numba", num_threads=1)
 
 
 def install() -> None:
@@ -178,6 +190,6 @@ def install() -> None:
     executor.__call__, executor._init_args_hst, executor._restore_args_dev = launch, init, restore
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
     flatten, reduce, adam, reference = (importlib.import_module(f"zk.kernels.{name}") for name in ("flatten", "reduce", "adam", "reference"))
-    _first_of_its_form(flatten, "launch", reference.flatten)
-    _first_of_its_form(reduce, "launch", reference.reduce)
-    _first_of_its_form(adam, "_op", _adam, step=11)
+    _first_of_its_form(flatten, "launch", "_move_kernel", reference.flatten, written=(1, 3))
+    _first_of_its_form(reduce, "launch", "_reduce_kernel", reference.reduce, written=(1, 2))
+    _first_of_its_form(adam, "_op", "_adam_kernel", _adam, written=(0, 2, 3, 4), step=11)

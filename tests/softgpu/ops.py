@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,6 +72,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What CUDA does with ``op``."""
+    if threading.gettrace() and not sys.gettrace():  # coverage, in autograd's thread of a device: what C++ starts does not ask for it
+        sys.settrace(threading.gettrace())
     plan = _plans.get(op)
     if plan is None:
         plan = _plans[op] = _Plan(op)
@@ -359,6 +364,11 @@ def install() -> list[Any]:
     aten = torch.library.Library("aten", "IMPL")
     for name, function in (("copy_", copy_), ("_to_copy", to_copy), ("resize_", resize_), ("record_stream", record_stream)):
         aten.impl(name, function, "CUDA")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutogradNonFunctional"):
+        if "_." not in name and not name.endswith("_"):  # torch would make room first and then call what writes there: two ops for one
+            name, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, name), overload or "default")
+            aten.impl(op, functools.partial(fallback, op), "CUDA")
     aten.impl("_pin_memory", pin_memory, "CPU")
     aten.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "CUDA")  # the formula itself
     generators.extend(Generator(torch.device("cuda", index)) for index in range(NUM_DEVICES))
