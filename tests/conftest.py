@@ -23,8 +23,9 @@ for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 # where tests run in several processes, a file at a time, those that take longest come first: none of them is left to one process at the end
 LONGEST = (
-    *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_model_parallel", "test_simulate", "test_huggingface", "test_lightning"),
-    *("test_qlora", "test_materialize", "test_mixture", "test_resume", "test_pipelines", "test_kernels", "test_user_programs_ranks", "test_train"),
+    *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_model_parallel", "test_huggingface", "test_qlora"),
+    *("test_simulate", "test_model_parallel_dtensor", "test_lightning", "test_user_programs", "test_materialize", "test_mixture"),
+    *("test_resume", "test_pipelines", "test_kernels", "test_user_programs_ranks", "test_train"),
 )
 
 

@@ -23,7 +23,7 @@ from tests.world import run_world
 from zk.checkpoint.export import export
 from zk.parallel.comm import Group, connect
 
-STEPS = 4
+STEPS = 3  # the third one uses every buffer again, and every order is known by then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +279,7 @@ def change_meshes(root: str) -> list[str]:
         grown(shape, range(2), Path(root, str(shape)), loads=False, saves=True)
     for before in SHAPES:
         for after in SHAPES:
-            losses = torch.tensor(grown(after, range(2, 4), Path(root, str(before)), loads=True, saves=False))
+            losses = torch.tensor(grown(after, range(2, STEPS), Path(root, str(before)), loads=True, saves=False))
             want = losses if want is None else want
             if not torch.allclose(losses, want, rtol=1e-5, atol=1e-6):
                 problems.append(f"{before} in {after}: {losses.tolist()} instead of {want.tolist()}")
@@ -293,7 +293,7 @@ def test_a_checkpoint_of_one_mesh_goes_on_in_another_and_in_one_process(tmp_path
         model = whole_model()
         optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2, clip_grad_norm=0.3)
         optimizer.load_checkpoint(tmp_path / str(shape))
-        for step in (2, 3):
+        for step in range(2, STEPS):
             loss = torch.stack([loss_of(model, batch(step, rank)) for rank in range(4)]).mean()
             assert loss.item() == pytest.approx(want[step], rel=1e-5), shape
             loss.backward()

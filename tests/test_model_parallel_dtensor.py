@@ -26,7 +26,7 @@ from tests.tensor_parallel import INNER, Model, batch, cut, loss_of, whole, whol
 from tests.world import run_world
 from zk.checkpoint.export import export
 
-STEPS = 4
+STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,21 +209,21 @@ def states(stage: int) -> None:
     root = shared_folder()
     ours, theirs = get_state_dict(model, optimizer)
     checkpoint.save({"model": ours, "optimizer": theirs}, checkpoint_id=root)
-    go_on(mesh, model, optimizer, range(2, 4))
+    go_on(mesh, model, optimizer, range(2, STEPS))
     want = values_of(model)
     optimizer.close()
     mesh, model, optimizer = begin(stage, "tensor")
     go_on(mesh, model, optimizer, range(1))
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    go_on(mesh, model, optimizer, range(2, 4))
+    go_on(mesh, model, optimizer, range(2, STEPS))
     compare(values_of(model), want)
     optimizer.close()
     mesh, model, optimizer = begin(stage, "tensor", (1, 4))
     ours, theirs = get_state_dict(model, optimizer)
     checkpoint.load({"model": ours, "optimizer": theirs}, checkpoint_id=root)
     set_state_dict(model, optimizer, model_state_dict=ours, optim_state_dict=theirs)
-    go_on(mesh, model, optimizer, range(2, 4))
+    go_on(mesh, model, optimizer, range(2, STEPS))
     compare(values_of(model), want, rtol=1e-4, atol=1e-5)
     optimizer.close()
 
@@ -239,7 +239,7 @@ def taken_over(stage: int) -> None:
     inner.load_state_dict(copy.deepcopy(plainly.state_dict()))
     _, _, optimizer = begin(stage, shape=(1, 4), model=twin, inner=inner)
     for each in ((model, plainly), (twin, optimizer)):
-        go_on(mesh, *each, range(2, 4))
+        go_on(mesh, *each, range(2, STEPS))
     compare(values_of(twin), {name: whole(param.detach()) for name, param in model.named_parameters()}, rtol=1e-5, atol=1e-6)
     optimizer.close()
 
@@ -362,10 +362,10 @@ def partly(stage: int) -> None:
             optimizer.save_checkpoint(root, frozen=False)
         for name, param in model.named_parameters():
             param.requires_grad_(param.requires_grad or "blocks.1" in name)
-        go_on(mesh, model, optimizer, range(2, 4))
+        go_on(mesh, model, optimizer, range(2, STEPS))
         found.append(values_of(model))
         optimizer.close()
-    for step in range(4):
+    for step in range(STEPS):
         if step == 2:
             for param in alone.blocks[1].parameters():
                 param.requires_grad_(True)
@@ -390,12 +390,12 @@ def meshes(root: str) -> None:
                 mesh, model, optimizer = begin(stage, shape=after) if after != (4, 1) else begin(stage, shape=after, model=whole_model())
                 optimizer.load_checkpoint(folder)
                 if after == (4, 1):  # two of these ranks have one batch each, and two the same once more
-                    for step in range(2, 4):
+                    for step in range(2, STEPS):
                         loss_of(model, batch(step, mesh.get_local_rank("data") % 2)).backward()
                         optimizer.step()
                         optimizer.zero_grad()
                 else:
-                    go_on(mesh, model, optimizer, range(2, 4))
+                    go_on(mesh, model, optimizer, range(2, STEPS))
                 want = want or values_of(model)
                 compare(values_of(model), want, rtol=1e-4, atol=2e-5)
                 optimizer.close()
@@ -485,7 +485,7 @@ def test_a_checkpoint_of_one_mesh_goes_on_in_another_and_in_one_process(folder: 
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2)
     optimizer.load_checkpoint(Path(folder, "(2, 2)"))
     before = values_of(model)
-    for step in (2, 3):
+    for step in range(2, STEPS):
         torch.stack([loss_of(model, batch(step, rank)) for rank in range(2)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -227,7 +227,7 @@ def unusual_orders_are_exact() -> None:
         x = checkpoint(lambda x: model.blocks[0](model.blocks[1](model.blocks[0](x))), model.tokens(ids[:, :-1]), use_reentrant=use_reentrant)
         return nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
 
-    for make, loss in (
+    orders = (
         (GPT, twice_in_a_checkpoint),
         (GPT, functools.partial(twice_in_a_checkpoint, use_reentrant=True)),
         (Auxiliary, kept),
@@ -239,7 +239,8 @@ def unusual_orders_are_exact() -> None:
         (GPT, two_backwards),
         (GPT, checkpoint_in_part),
         (GPT, parts),
-    ):
+    )
+    for make, loss in orders if dist.get_world_size() == 2 else orders[:4]:
         same_on_both_stages(make, loss, loss_scale=None)
 
 
