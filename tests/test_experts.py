@@ -83,8 +83,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def loss_of(model: nn.Module, seed: int, tokens: int) -> Tensor:
-    return model(torch.randn(2, tokens // 2, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean()  # type: ignore[no-any-return]
+def loss_of(model: nn.Module, seed: int, tokens: int, has_graph: bool = False) -> Tensor:
+    x = torch.randn(2, tokens // 2, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return model(x.requires_grad_(has_graph)).square().mean()  # type: ignore[no-any-return]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0, tokens: int = 12) -> list[float]:
@@ -154,7 +155,9 @@ def test_only_experts_in_use_are_fetched(setting: str, tmp_path: Path) -> None:
 
 # the experts that are open to each of two ranks, step by step: other ones, some of them the same, all, and none to one
 ALL = range(NUM)
-OPEN: list[tuple[Sequence[int], Sequence[int]]] = [((0, 1), (6, 7)), ((3,), (3, 4, 5)), (ALL, ALL), ((2, 5), ()), ((), (1,)), ((7, 0), (0, 1))]
+OPEN: list[tuple[Sequence[int], Sequence[int]]] = [
+    *(((0, 1), (6, 7)), ((3,), (3, 4, 5)), (ALL, ALL), ((2, 5), ()), ((), (1,)), ((), ()), ((7, 0), (0, 1))),
+]
 
 
 def run_apart(case: tuple[str, str, Path]) -> list[str]:
@@ -165,6 +168,9 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
     if kind == "adapted":
         for name, param in [*model.named_parameters(), *plain.named_parameters()]:
             param.requires_grad_(name.endswith("bias"))
+    if kind == "inside":  # nothing else is trained: a rank that uses no expert has no gradient of a parameter
+        for name, param in [*model.named_parameters(), *plain.named_parameters()]:
+            param.requires_grad_(".experts." in name and name.endswith("bias"))
     if kind == "unlike":  # of one class, and of other shapes
         torch.manual_seed(1)
         for block in plain.blocks:
@@ -175,17 +181,21 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
         zk.tile_linears(model, 6_000), zk.tile_linears(plain, 6_000)
     other, found = adamw(plain), []
     with wrapped(model, setting, folder, **({"units": [Block, Expert, nn.LayerNorm]} if kind == "named" else {})) as optimizer:
-        for step, opened in enumerate(opened for opened in OPEN if all(opened) or kind != "named"):  # (where the norm would rest on one rank)
+        for step, opened in enumerate(OPEN):
+            if (kind == "named" and not all(opened)) or (kind == "inside" and not any(opened)):
+                continue  # the norm would rest on one rank; a step has no gradient on any
             losses = []
             for peer, numbers in enumerate(opened):
                 plain.open(*numbers)
-                losses.append(loss_of(plain, 2 * step + peer, 8))
+                losses.append(loss_of(plain, 2 * step + peer, 8, kind == "inside"))
                 (losses[-1] / 2).backward()
             other.step()
             other.zero_grad()
             model.open(*opened[rank])
-            loss = loss_of(model, 2 * step + rank, 8)
+            loss = loss_of(model, 2 * step + rank, 8, kind == "inside")
             loss.backward()
+            if kind == "inside" and all(param.grad is None for param in model.parameters()):  # a look, on all ranks
+                found.append(f"no gradient in step {step}")
             optimizer.step()
             optimizer.zero_grad()
             if loss != losses[rank]:
@@ -203,6 +213,7 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
 def test_ranks_that_use_other_experts_train_as_one_process_with_all_batches(tmp_path: Path) -> None:
     cases = [("plain", setting, tmp_path) for setting in ("2-beside", "3-host", "3-nvme", "3-nvme-far")]
     cases += [("named", "3-nvme", tmp_path), ("tiled", "3-host", tmp_path), ("adapted", "3-nvme-far", tmp_path), ("unlike", "3-host", tmp_path)]
+    cases += [("inside", "3-host", tmp_path), ("inside", "3-nvme-far", tmp_path)]
     table = run_world(2, run_apart, cases)
     assert {case[:2]: rows for case, rows in zip(cases, table, strict=True) if rows != [[], []]} == {}
 

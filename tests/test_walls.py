@@ -36,8 +36,9 @@ SIZES = {
     # 50 and 265 for codes that stay as they are in evaluation, and what modules add to state_dict(); 5 and 40 for codes in 16 bits, and scales;
     # 285 and 2,410 for model parallel ranks, their place in the whole model, and replicas of shards;
     # 75 and 500 for stages of a pipeline: gradients divided by a factor, reduced once, and those of weights apart;
-    # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share
-    "core": (11_575, 85_355),
+    # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share;
+    # 10 and 25 for ranks that use no expert in a step
+    "core": (11_585, 85_380),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_780, 28_760),
@@ -56,7 +57,7 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors
-STEPS = {2: (27, 131, 12, 8), 3: (27, 130, 12, 8)}
+STEPS = {2: (27, 132, 12, 8), 3: (27, 131, 12, 8)}
 CLASSES = 66  # in zk/offload and zk/parallel; two for excerpts of the user's files, one for the parts of a model
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {

@@ -113,17 +113,22 @@ class GradReducer:
         """Tell if gradients are passed on in backward."""
         return self.sync and (self.in_backward or self.flushed)
 
+    def _watch_backward(self) -> None:
+        """Have ``_backward_ended`` called at the end of a backward that is in progress."""
+        task = torch._C._current_graph_task_id()
+        self.unfinished = True
+        if task != -1 and self.task == -1:
+            self.task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+
     # ---- flatten -------------------------------------------------------------------------------------------------------------
 
     def take_grad(self, position: int, index: int, param: nn.Parameter) -> None:
         """Take the gradient that a parameter has got, and reduce what is complete with it."""
         with self.lock:
-            task = torch._C._current_graph_task_id()
-            if task != -1 and self.task == -1:
-                self.task = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+            self._watch_backward()
             store = self.stores[position]
-            grad, self.unfinished = own_grad(param), True
+            grad = own_grad(param)
             with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
                 if not store.arrived:
                     store.expected = sum(p.requires_grad for p in store.unit.users)
@@ -249,6 +254,8 @@ class GradReducer:
         with self.lock:
             choosers = {position: self.stores[position].unit.chooser for position in self.order}
             places = [position for position, its in choosers.items() if its is not None and chooser in (None, its)]
+            if chooser is not None:  # a rank may use none of its experts
+                self._watch_backward()
             if self.eager and places:
                 for position in self._left(places)[0]:
                     self._reduce(position)
