@@ -283,6 +283,19 @@ def test_lists_of_other_things_stay_in_their_block() -> None:
         assert [store.unit.name for store in optimizer.held] == ["0", "1"]
 
 
+def test_layers_by_number_in_a_dict_are_units() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"enter": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})  # not alike
+            self.heads = nn.ModuleDict({"one": nn.Linear(8, 2), "two": nn.Linear(8, 2)})  # alike, and with nothing inside
+            self.layers = nn.ModuleDict({str(number): Expert() for number in (3, 4)})
+
+    model = Layers()
+    with zk.ZeroOptimizer(model, adamw(model)) as optimizer:
+        assert [store.unit.name for store in optimizer.held] == ["layers.3", "layers.4", "rest"]
+
+
 def test_units_that_are_named_lie_within_each_other() -> None:
     model = make()
     with zk.ZeroOptimizer(model, adamw(model), stage=3, param_tier="host", units=[Block, "blocks.0.experts.3", nn.LayerNorm]) as optimizer:

@@ -1,4 +1,4 @@
-"""Units, the sets of parameters that travel together: tiles, blocks of ModuleLists, what is left over. Tied ones count once.
+"""Units, the sets of parameters that travel together: tiles, blocks of a list, what is left over. Tied ones count once.
 
 The flat buffer of a unit is laid out here, in integers only; padding is decided here and nowhere else.
 """
@@ -169,11 +169,18 @@ def strides_of(shape: torch.Size, order: tuple[int, ...] | None) -> tuple[int, .
     return shaped_of(torch.empty(shape.numel(), device="meta"), shape, order).stride()
 
 
+def _has_blocks(module: nn.Module) -> bool:
+    """Tell if the children are blocks: of lists, and of dicts that have one class of modules with modules inside, such as layers by number."""
+    if isinstance(module, nn.ModuleDict):
+        return len(set(map(type, module.values()))) == 1 and all(any(child.children()) for child in module.values())
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
 def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
-    """The children of every outermost ModuleList or Sequential, descending through containers that are never called themselves."""
+    """The children of every outermost list of blocks, descending through containers that are never called themselves."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _CONTAINERS):
+        if _has_blocks(module) and not isinstance(child, _CONTAINERS):
             yield child_path, child
         else:
             yield from _blocks(child, child_path)
@@ -242,7 +249,7 @@ def find_units(
         groups: the parameters that the optimizer updates, and the index of each one's group: members of a group lie side by side.
         stored: the dtype that each parameter will have; None keeps their own.
         wanted: names or classes of the modules that become units, each without those inside of it; None takes the blocks of the model's
-            outermost ModuleLists.
+            outermost ModuleLists, Sequentials, and ModuleDicts of one class of blocks.
         device: where parameters that have no memory yet will compute; all of them, if they are ``moved``.
         experts: members of ModuleLists inside of blocks are units too, where they are of one class.
         world: ranks, which may use other experts each.
