@@ -26,6 +26,8 @@ IN_PART = (
     "test_deepspeed_config.py",
     "test_doctor.py",
     "test_model_parallel.py",
+    "test_model_parallel_dtensor.py",
+    "test_pipelines.py",
     "test_precision.py",
     "test_pretrained.py",
     "test_tiled_experts.py",

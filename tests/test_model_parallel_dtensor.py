@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import zk
+from tests.models import DEVICE
 from tests.tensor_parallel import INNER, Model, batch, cut, loss_of, whole, whole_model
 from tests.world import run_world
 from zk.checkpoint.export import export
@@ -76,7 +77,7 @@ def train(case: Case, model: nn.Module, optimizer: zk.ZeroOptimizer, mesh: Any, 
     """Mean losses over data parallel ranks, and norms."""
     losses, norms, data = [], [], mesh.get_group("data")
     for step in steps:
-        loss = loss_of(model, batch(step, mesh.get_local_rank("data")))
+        loss = loss_of(model, batch(step, mesh.get_local_rank("data")).to(DEVICE))
         mean = loss.detach().float()
         dist.all_reduce(mean, group=data)
         losses.append(mean.item() / case.shape[0])
@@ -91,7 +92,7 @@ def train(case: Case, model: nn.Module, optimizer: zk.ZeroOptimizer, mesh: Any, 
             for name, param in model.named_parameters():
                 if case.dtype is None and name != "blocks.0.norm.bias":  # of one unit, the rest stays where it is
                     assert isinstance(param.grad, DTensor) == isinstance(param, DTensor)
-                    torch.testing.assert_close(whole(param.grad), grads[name], rtol=1e-4, atol=1e-6)
+                    torch.testing.assert_close(whole(param.grad).cpu(), grads[name], rtol=1e-4, atol=1e-6)
         if case.clip is not None:
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip).item())
             optimizer.step()
@@ -104,11 +105,11 @@ def train(case: Case, model: nn.Module, optimizer: zk.ZeroOptimizer, mesh: Any, 
 
 def run(case: Case) -> str:
     """On every rank; says what is not right."""
-    mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE.type, case.shape, mesh_dim_names=("data", "tensor"))
     with tempfile.TemporaryDirectory() as folder:
 
         def made() -> tuple[Model, zk.ZeroOptimizer]:
-            model = cut(whole_model(case.inner), mesh["tensor"], case.kind)
+            model = cut(whole_model(case.inner).to(DEVICE), mesh["tensor"], case.kind)
             inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
             return model, zk.ZeroOptimizer(model, inner, process_group=mesh["data"], **case.options(folder))
 
@@ -128,7 +129,7 @@ def run(case: Case) -> str:
         params = optimizer.consolidated_state_dict("fp32")
         skipped = optimizer.metrics()["skipped_steps"]
         optimizer.close(gather=True)
-        after = {name: whole(param.detach()) for name, param in model.named_parameters()}
+        after = {name: whole(param.detach()).cpu() for name, param in model.named_parameters()}
     want_losses, want, want_norms, _ = plain(case.shape[0], case.clip, case.overflow, case.inner)
     rough = case.dtype is not None
     problems = [f"{skipped} steps skipped"] if skipped != case.overflow else []
@@ -472,6 +473,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_ranks_train_as_one_process(case: Case, folder: str) -> None:
     world = case.shape[0] * case.shape[1]
     assert outcomes(world, folder)[f"run {case}"] == [""] * world
+
+
+@pytest.mark.device
+def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
+    cases = [Case("sequence", 2, 0.3, "host"), Case("tensor", 3, 0.3, "host", overlap_step=True, saves=True), Case("sequence", 3, 0.3, "nvme")]
+    assert run_world(4, run, cases, timeout=60) == [[""] * 4] * len(cases)
 
 
 @pytest.mark.parametrize("name", [f"{one.__name__} {stage}" for one, stage in JOBS])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zk
 from tests.world import run_world
 
-WIDTH, HEADS, VOCAB, LENGTH, STEPS = 16, 4, 24, 8, 4
+WIDTH, HEADS, VOCAB, LENGTH, STEPS = 16, 4, 24, 8, 3
 
 
 class _Exchange(torch.autograd.Function):
@@ -109,10 +112,12 @@ class Case:
     clip: float | None = None
     overlap_step: bool = False
     tier: str = "device"
+    overflow: bool = False  # of one part of one sequence, in the second step
+    saves: bool = False  # after two steps, while the next one is trained; another optimizer goes on from there
 
 
 @functools.cache
-def plain(data: int, clip: float | None) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def plain(data: int, clip: float | None, overflow: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and parameters of one process with whole sequences, and all of them."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -121,40 +126,63 @@ def plain(data: int, clip: float | None) -> tuple[list[float], list[float], dict
         loss = torch.stack([loss_of(model, batch(step, rank)) for rank in range(data)]).mean()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
-        optimizer.step()
+        if not (overflow and step == 1):
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def run(case: Case) -> str:
-    """On every rank; raises where it is not as in one process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    model = Model(mesh.get_group("sequence"))
-    optimizer = zk.ZeroOptimizer(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=case.stage, clip_grad_norm=case.clip, overlap_step=case.overlap_step,
-        optimizer_tier=case.tier,
-    )  # fmt: skip
-    want_losses, want_norms, want = plain(2, case.clip)
-    for step in range(STEPS):
+def train(case: Case, mesh: DeviceMesh, model: nn.Module, optimizer: zk.ZeroOptimizer, steps: range) -> None:
+    losses, norms, _ = plain(2, case.clip, case.overflow)
+    for step in steps:
         loss = loss_of(model, batch(step, mesh.get_local_rank("data")), mesh.get_local_rank("sequence"), 2)
-        loss.backward()
+        overflows = case.overflow and step == 1
+        (loss * float("inf") if overflows and dist.get_rank() == 1 else loss).backward()
         optimizer.step()
-        assert optimizer.metrics()["grad_norm"] == pytest.approx(want_norms[step], rel=1e-4)
+        assert overflows or optimizer.metrics()["grad_norm"] == pytest.approx(norms[step], rel=1e-4)
         optimizer.zero_grad()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        assert mean.item() / 4 == pytest.approx(want_losses[step], rel=1e-5)
+        assert mean.item() / 4 == pytest.approx(losses[step], rel=1e-5)
+
+
+def run(case: Case) -> str:
+    """On every rank; raises where it is not as in one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+
+    def begin() -> tuple[nn.Module, zk.ZeroOptimizer]:
+        tiers = {"optimizer_tier": case.tier, "param_tier": case.tier if case.stage == 3 else "device"}
+        options = {"clip_grad_norm": case.clip, "overlap_step": case.overlap_step, **({"nvme_path": folder[0]} if case.tier == "nvme" else {})}
+        model = Model(mesh.get_group("sequence"))
+        return model, zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=case.stage, **tiers, **options)
+
+    model, optimizer = begin()
+    if case.saves:
+        train(case, mesh, model, optimizer, range(2))
+        optimizer.save_checkpoint(Path(folder[0], "saved"), async_save=True)
+        train(case, mesh, model, optimizer, range(2, 3))
+        optimizer.close()
+        model, optimizer = begin()
+        optimizer.load_checkpoint(Path(folder[0], "saved"))
+    train(case, mesh, model, optimizer, range(2 if case.saves else 0, STEPS))
+    assert optimizer.metrics()["skipped_steps"] == case.overflow
+    want = plain(2, case.clip, case.overflow)[2]
     with zk.gather(model.parameters()):
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.detach(), want[name], rtol=1e-4, atol=2e-5)
     optimizer.close()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     return "as one process"
 
 
 CASES = [
     *(Case(stage, clip) for stage in (2, 3) for clip in (None, 0.3)),
-    *(Case(stage, 0.3, overlap_step=True, tier="host") for stage in (2, 3)),
+    *(Case(stage, 0.3, overlap_step=True, tier="host", saves=True) for stage in (2, 3)),
+    *(Case(stage, 0.3, tier="nvme", overflow=True) for stage in (2, 3)),
 ]
 
 

@@ -37,8 +37,8 @@ SIZES = {
     # 285 and 2,410 for model parallel ranks, their place in the whole model, and replicas of shards;
     # 75 and 500 for stages of a pipeline: gradients divided by a factor, reduced once, and those of weights apart;
     # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share;
-    # 10 and 25 for ranks that use no expert in a step
-    "core": (11_585, 85_380),
+    # 10 and 25 for ranks that use no expert in a step; 10 and 120 for blocks in dicts, and for stages of a pipeline beside updates over NCCL
+    "core": (11_595, 85_500),
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_780, 28_760),

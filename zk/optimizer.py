@@ -188,12 +188,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.tiers = self.assembly.tiers
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
-            if self.parts.count > 1 and not self.comm.gloo:
-                raise ValueError(
-                    f"overlap_step=True at stage {config.stage} gathers updated parameters in the background, over NCCL, while model parallel ranks "
-                    "use NCCL in forward: two communicators at once may wait for each other for good. Use stage=3, which gathers in forward, or "
-                    "overlap_step=False"
-                )
+            self.refuse_collectives_beside("model parallel ranks" if self.parts.count > 1 else "")
             self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
         self.partition = Partition(self.model, config.prefetch, weakly(self._written), self.comm)
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
@@ -492,6 +487,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.prefetcher.between_passes()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
         return loss
+
+    def refuse_collectives_beside(self, others: str) -> None:
+        """Raise ValueError where updates are published beside compute over NCCL, and ``others`` use NCCL in forward."""
+        if others and self.config.overlap_step and self.config.stage in (1, 2) and isinstance(self.comm, Group) and not self.comm.gloo:
+            raise ValueError(
+                f"overlap_step=True at stage {self.config.stage} gathers updated parameters in the background, over NCCL, while {others} use NCCL in "
+                "forward: two communicators at once may wait for each other for good. Use stage=3, which gathers in forward, or overlap_step=False"
+            )
 
     def _without_gradient(self) -> None:
         """step() was called, and no rank has a gradient."""

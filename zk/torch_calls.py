@@ -154,6 +154,7 @@ def _stage_backward(stage: Any, of_torch: Callable[..., Any], backward_type: str
     owners = {id(owner): owner for param in stage.submod.parameters() if (owner := owner_of(param)) is not None}
     with contextlib.ExitStack() as contexts:
         for owner in owners.values():
+            owner.refuse_collectives_beside("stages of a pipeline")
             if not last_backward and owner.comm.world > 1:
                 contexts.enter_context(owner.no_sync())
             if backward_type != "full":

@@ -31,11 +31,18 @@ class Work(dist._Work if hasattr(dist, "_Work") else dist.Work):  # type: ignore
     def __init__(self, queue: Queue | None, device: int, result: list[Tensor]) -> None:
         super().__init__()
         self.queue, self.point, self.device, self.tensors = queue, Point(), device, result
+        self.stashed: list[Tensor] = []  # what is read lives until it is waited for
+        self.receives: list[tuple[Any, Tensor, Tensor]] = []  # what gloo brings, into which memory, and where it belongs
         if queue is not None:
             self.point.record(queue)
 
     def wait(self, timeout: Any = None) -> bool:
+        while self.receives:
+            arrival, received, into = self.receives.pop(0)
+            arrival.wait()
+            into.copy_(received)
         self.point.block(current_queue(self.device))
+        self.stashed.clear()
         return True
 
     def is_completed(self) -> bool:
@@ -79,6 +86,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self.options, self.store = options, store
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("softgpu", store), rank, size, timeout=options._timeout)
         self.queues: dict[int, Queue] = {}
+        self.sent: list[tuple[Any, Tensor]] = []  # and not yet received, with their memory
         caller = sys._getframe(1)
         while caller is not None and "backend_config" not in caller.f_locals:
             caller = caller.f_back  # type: ignore[assignment]
@@ -178,6 +186,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
                 if tensor.numel():
                     block_of(tensor).use(queue, *span(tensor), True, "a collective")
             work = Work(queue, device, list(writes))
+            work.stashed = list(reads)
             far = [host_view(tensor) for tensor in reads], [host_view(tensor) for tensor in writes]
         begin = time.time_ns()
         with torch.no_grad():
@@ -299,10 +308,32 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return received
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return self._launch(tensors, [], lambda far, _: self._wait(self.gloo.send([t.view(-1).view(torch.uint8) for t in far], peer, tag)))
+        """Leaves at once with a copy, as ranks that send to each other in one batch wait for no order."""
+        if self._is_hosts(tensors):
+            return self.gloo.send(tensors, peer, tag)
+
+        def run(far: list[Tensor], _: list[Tensor]) -> None:
+            self.sent = [one for one in self.sent if not one[0].is_completed()]
+            for tensor in far:
+                copy = tensor.view(-1).view(torch.uint8).clone()
+                self.sent.append((self.gloo.send([copy], peer, tag), copy))
+
+        return self._launch(tensors, [], run)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return self._launch([], tensors, lambda _, far: self._wait(self.gloo.recv([t.view(-1).view(torch.uint8) for t in far], peer, tag)))
+        """What comes is there when it is waited for."""
+        if self._is_hosts(tensors):
+            return self.gloo.recv(tensors, peer, tag)
+        pending: list[tuple[Any, Tensor, Tensor]] = []
+
+        def run(_: list[Tensor], far: list[Tensor]) -> None:
+            for tensor in far:
+                into = torch.empty_like(tensor.view(-1).view(torch.uint8))
+                pending.append((self.gloo.recv([into], peer, tag), into, tensor.view(-1).view(torch.uint8)))
+
+        work = self._launch([], tensors, run)
+        work.receives = pending
+        return work
 
     def barrier(self, opts: Any = None) -> Any:
         self._wait(self.gloo.barrier(opts or dist.BarrierOptions()))
