@@ -1,7 +1,9 @@
 """What every rank needs, imported once by the process that ranks are forked from: seconds of a core for each of them otherwise."""
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
 
 import gc
+
+gc.disable()  # for as long as this takes
 
 import hypothesis
 import numba.np.arraymath
@@ -16,5 +18,6 @@ import tests.mutant  # isort: skip  (before zk)
 import zk.checkpoint
 import zk.optimizer
 
+gc.enable()
 gc.collect()
 gc.freeze()  # ranks neither look through a million objects of torch, nor copy the pages that have them

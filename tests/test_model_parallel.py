@@ -155,7 +155,7 @@ def outcomes() -> list[list[Any]]:
     return run_world(4, run, CASES, timeout=60)
 
 
-@pytest.mark.device
+@pytest.mark.device_only
 def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
     cases = [Case(kind, stage=stage, clip=0.3, tier="host", overlap_step=stage == 3) for kind in ("tensor", "hybrid") for stage in (2, 3)]
     assert run_world(4, run, cases, timeout=60) == [[""] * 4] * len(cases)

@@ -475,7 +475,7 @@ def test_ranks_train_as_one_process(case: Case, folder: str) -> None:
     assert outcomes(world, folder)[f"run {case}"] == [""] * world
 
 
-@pytest.mark.device
+@pytest.mark.device_only
 def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
     cases = [Case("sequence", 2, 0.3, "host"), Case("tensor", 3, 0.3, "host", overlap_step=True, saves=True), Case("sequence", 3, 0.3, "nvme")]
     assert run_world(4, run, cases, timeout=60) == [[""] * 4] * len(cases)

@@ -429,7 +429,7 @@ def run_one(work: tuple[Callable[[Any], str], Any]) -> str:
     return function(case)
 
 
-@pytest.mark.device
+@pytest.mark.device_only
 def test_stages_are_as_one_process_where_the_link_is_late() -> None:
     cases = [Case(), Case("Interleaved1F1B", stage=3, overlap_step=True, steps=3), Case("GPipe", pp=4, stage=3, tier="nvme")]
     assert run_world(4, trains_as_one_process, cases, timeout=60) == [[""] * 4] * len(cases)
