@@ -300,8 +300,8 @@ def _check_base(optimizer: Training, manifest: Manifest, targets: Sequence[_Targ
     others = [name for name, sha256 in left_out.items() if here[name] != sha256]
     if others:
         raise CheckpointError(
-            f"{manifest.folder} was saved without its frozen parameters, over another base: {others[0]!r} and {len(others) - 1} more of "
-            f"{len(left_out)} had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
+            f"{manifest.folder} was saved without its frozen parameters, over another base: {len(others)} of {len(left_out)} parameters, "
+            f"{others[0]!r} first, had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
         )
     saved = manifest.head.get("entries", {})  # older checkpoints do not say
     if not isinstance(saved, Mapping):
