@@ -194,7 +194,7 @@ SAID = {
     "another clip": dict.fromkeys(range(4), r"have parts of the model that differ: the factor of clip_grad_norm_ is .* on rank 0 and .* on rank 1"),
     "an error": {1: "Oops: of the first part", **dict.fromkeys((0, 2, 3), r"rank 1 (gave up|failed): Oops: of the first part")},
     # each names it by its number in the group that it waits in, or hears it from one that has
-    "killed": {1: r"rank 0 of 2 failed .*: rank 1 ended|gave up: .* ended", **dict.fromkeys((0, 2), r"rank 3 ended|gave up: .* ended")},
+    "killed": {1: r"rank 0 of 2 failed .*: rank 1 ended|gave up: .* ended", **dict.fromkeys((0, 2), r"ranks? ([0-2], )*3 ended|gave up: .* ended")},
 }
 
 
