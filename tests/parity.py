@@ -36,6 +36,7 @@ class Case:
     tier: str = "host"
     clip: float | None = 0.5
     no_sync: bool = False
+    vertical: bool = False  # by ``accumulate``
     steps: int = 10
     overlap: bool = True
     prefetch: int = 1
@@ -74,6 +75,10 @@ def forward(model: nn.Module, ids: Tensor, step: int) -> Tensor:
         for name, param in model.named_parameters():
             param.requires_grad_(is_trained(name, step))
     return loss_of(model, ids, branch=step % 3 == 1) if getattr(model, "variant", "") == "sometimes" else loss_of(model, ids)
+
+
+def loss_at(step: int, model: nn.Module, ids: Tensor) -> Tensor:
+    return forward(model, ids, step)
 
 
 def compare(what: str, got: Tensor, want: Tensor, tolerance: float) -> str:
@@ -164,7 +169,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     default_engine.cache_clear()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scale = 1024.0 if case.dtype == "fp16" else 1.0
-    local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync)  # of one micro-batch both ways are the same
+    local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync or case.vertical)  # of one micro-batch both ways are the same
     kind = "numba" if engine == "numba" else case.optimizer
     losses, trained, want_state = plain_training(
         case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale
@@ -190,8 +195,11 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     )
     mine = []
     for step in range(case.steps):
-        for micro in range(case.accumulation):
-            loss = forward(model, batch(1000 * step + 10 * micro + rank), step)
+        batches = [batch(1000 * step + 10 * micro + rank) for micro in range(case.accumulation)]
+        if case.vertical:
+            mine += [loss.item() for loss in optimizer.accumulate(batches, functools.partial(loss_at, step))]
+        for micro, ids in enumerate(batches if not case.vertical else ()):
+            loss = forward(model, ids, step)
             mine.append(loss.item())
             if case.no_sync and micro < case.accumulation - 1:
                 with optimizer.no_sync():

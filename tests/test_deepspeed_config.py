@@ -726,8 +726,9 @@ def make(config: dict[str, Any], **given: Any) -> zk.integrations.deepspeed_engi
     return engine
 
 
+@pytest.mark.parametrize("vertical", (False, True))
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=[pytest.mark.device] * (stage > 0)) for stage in (0, 2, 3)])
-def test_accumulation_over_four_with_clipping_is_plain_pytorchs_to_the_bit(stage: int, torch_engine: None) -> None:
+def test_accumulation_over_four_with_clipping_is_plain_pytorchs_to_the_bit(stage: int, vertical: bool, torch_engine: None) -> None:
     torch.manual_seed(3)
     model = GPT()
     want, _, masters, _ = train_plain(
@@ -736,12 +737,18 @@ def test_accumulation_over_four_with_clipping_is_plain_pytorchs_to_the_bit(stage
     place = {"stage": stage, "offload_optimizer": {"device": "cpu"}} if stage else {"stage": 0}
     engine = make({"zero_optimization": place, "bf16": {"enabled": True}, "gradient_clipping": 0.05, "gradient_accumulation_steps": 4})
     losses, boundaries = [], []
-    for index in range(12):
+    for step in range(3 if vertical else 0):
+        with pytest.raises(ValueError, match="4 by gradient_accumulation_steps; got 3"):
+            engine.accumulate([batch(0)] * 3, loss_of)
+        losses += [loss.item() for loss in engine.accumulate([batch(1000 * step + 10 * index) for index in range(4)], loss_of)]
+        engine.step()
+        assert engine.global_steps == step + 1
+    for index in range(0 if vertical else 12):
         boundaries.append(engine.is_gradient_accumulation_boundary())
         losses.append(engine.backward(loss_of(engine, batch(1000 * (index // 4) + 10 * (index % 4)))).item())
         engine.step()
         assert engine.global_steps == (index + 1) // 4
-    assert losses == want and boundaries == [False, False, False, True] * 3
+    assert losses == want and boundaries == [False, False, False, True] * (3 if not vertical else 0)
     found = engine.optimizer.consolidated_state_dict("fp32")
     assert all(torch.equal(found[name], master.cpu()) for (name, _), master in zip(model.named_parameters(), masters, strict=True))
     norm = engine.get_global_grad_norm()

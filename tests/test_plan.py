@@ -584,6 +584,26 @@ def test_compute_alone_takes_its_operations() -> None:
     assert option is not None and option.step.seconds == pytest.approx(8 * shape.num_params * 100 / 1e6)
 
 
+def test_block_by_block_the_number_of_micro_batches_moves_nothing() -> None:
+    """Bytes for each parameter on the drive, read and written, as in benchmarks/results: parameters twice, the gradient once, the update."""
+    shape, where = shape_of("gpt:1b"), machine()
+    config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")
+    found = footprint(shape, config, where)
+
+    def moved(micro_batches: int, vertical: bool) -> dict[str, float]:
+        step = step_of(shape, found, config, where, 1 << 16, False, micro_batches, vertical)
+        return {resource: nbytes / shape.num_params for resource, nbytes in step.moved.items()}
+
+    assert moved(8, True) == moved(32, True)
+    assert moved(8, True)["disk"] == pytest.approx(4 + 4 + 4 + 4 + 20, rel=0.01)
+    assert moved(8, False)["disk"] == pytest.approx(8 * 4 + 15 * 4 + 4 + 4 + 20, rel=0.01)
+    assert moved(8, False)["link"] == pytest.approx(8 * moved(1, False)["link"], rel=0.1)
+    option = consider(shape, config, where, 1 << 16, 8)
+    assert option is not None and option.vertical and option.other is not None and option.other.seconds > option.step.seconds
+    with pytest.raises(ValueError, match="--accumulate must divide --tokens"):
+        plan(shape, where, 1000, micro_batches=3)
+
+
 def test_frozen_units_have_parameters_only() -> None:
     config = zk.ZeroConfig(stage=2, dtype="bf16")
     found = footprint(Shape("x", (Units((64,), 2, trained=False), Units((640,), 1)), 1, 1, 0), config, machine())
@@ -614,6 +634,8 @@ def test_the_command_prints_json_and_pictures(tmp_path: Path) -> None:
 def test_the_command_prints_tables_and_refuses_by_name() -> None:
     done = run("gpt:125m", "--gpu", "24GiB", "--ram", "32GiB")
     assert done.returncode == 0 and "Recommended" in done.stdout and "zk.ZeroConfig(stage=" in done.stdout, done.stdout + done.stderr
+    done = run("gpt:1.3b", "--gpu", "8GiB", "--ram", "8GiB", "--nvme", "1TiB", "--accumulate", "8")
+    assert done.returncode == 0 and "8 micro-batches of 1,024 tokens" in done.stdout and "block by block (accumulate)" in done.stdout
     done = run("gpt:125m", "--gpu", "lots")
     assert done.returncode == 2 and "--gpu must be a number of bytes" in done.stderr
     done = run("gpt:125m", "--link", "0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import json
 import os
 import re
@@ -68,6 +70,17 @@ def test_a_gpu_trains_in_bf16_from_host_memory_and_goes_on_from_a_checkpoint(tmp
     got = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(got[name], value) for name, value in want.items())
     assert again.split("sample after")[1].split("validation")[0] == shown.split("sample after")[1].split("validation")[0]
+
+
+def test_micro_batches_that_go_block_by_block_learn_the_same(tmp_path: Path) -> None:
+    place = ["--optimizer-tier", "nvme", "--param-tier", "nvme", "--nvme-path", str(tmp_path), "--dtype", "fp32", "--steps", "3"]
+    shown = [here(tmp_path, *place, "--accumulate", "3", "--accumulation", order) for order in ("horizontal", "auto")]
+    assert losses(shown[0]) == losses(shown[1])
+    gathers = [int(re.search(r"gathers +(\d+)", text)[1]) for text in shown]  # type: ignore[index]
+    assert gathers[1] < gathers[0]
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
+        app(["train", *SMALL, "--accumulation", "diagonal", "--out", str(tmp_path)])
+    assert "--accumulation must be horizontal, vertical or auto; got 'diagonal'" in said.getvalue()
 
 
 @pytest.mark.device_only

@@ -33,6 +33,9 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    accumulation: Annotated[
+        str, typer.Option(help="Their order: horizontal, one after the other; vertical, block by block; auto, vertical where state rests elsewhere.")
+    ] = "auto",
     model: Annotated[
         str, typer.Option(help="gpt:125m; moe:100m or moe:30b-a3b, mixtures of experts; or sizes: gpt:width=512, moe:experts=64,used=2.")
     ] = "gpt:layers=6",
@@ -98,6 +101,7 @@ def plan(
     tensor: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks, of which each has its part of every block; neighbours.")] = 1,
     replicate: Annotated[int, typer.Option(min=1, help="Replicas of the states, each over --world / --tensor / --replicate ranks.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank computes in a step.")] = 8192,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
     adapters: Annotated[
@@ -165,7 +169,8 @@ def plan(
             tensor=tensor,
             replicas=replicate,
         )
-        found = choose.plan(adapted(shape_of(model), adapters, base, dtype), machine, tokens, dtype, state_dtype, nvme_path or "/path/on/the/drive")
+        shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
+        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate)
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:

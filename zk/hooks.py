@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -63,10 +64,13 @@ class CastInputs:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
 
-class Calls:
-    """Counter of the model's calls in progress."""
+class Calls(threading.local):
+    """Counter of the model's calls in progress, in each thread. A copy begins anew."""
 
     depth = 0
+
+    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
+        return Calls, ()
 
     def begin(self, *_: Any) -> None:
         """Count a call that begins."""

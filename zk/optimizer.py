@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zk import kernels
+from zk.accumulation.micro_batch import MicroBatch
+from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
 from zk.checkpoint import base, load, save
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
-from zk.config import ZeroConfig, parse_dtype
+from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.gradients import Gradients
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
 from zk.logs import log, rank_log
@@ -128,6 +130,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
         self.scaled_by = 1.0  # and what scale_grads has; their norm is taken after it
         self.in_scaled_backward = False
+        self.calls = Calls()  # of the model
+        self.saved_nbytes = weakref.WeakKeyDictionary[nn.Module, int]()  # for backward, by a call of a block
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
         self.interrupted = ""  # what has left parameters and state mixed
@@ -215,11 +219,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self._weights_came))))
         if config.dtype is not None:
             assert isinstance(config.dtype, torch.dtype)
-            calls = Calls()
-            self.handles.append(self.model.register_forward_pre_hook(Hook(calls.begin), prepend=True))
-            self.handles.append(self.model.register_forward_hook(Hook(calls.end), always_call=True))
+            self.handles.append(self.model.register_forward_pre_hook(Hook(self.calls.begin), prepend=True))
+            self.handles.append(self.model.register_forward_hook(Hook(self.calls.end), always_call=True))
             self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
-            self.cast, self.casting = CastPart(config.dtype, calls), weakref.WeakSet[nn.Module]((self.model,))
+            self.cast, self.casting = CastPart(config.dtype, self.calls), weakref.WeakSet[nn.Module]((self.model,))
             self._cast_inputs()
             if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
@@ -421,7 +424,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             loss: a scalar.
             kwargs: of ``Tensor.backward``, such as ``retain_graph``.
+
+        Within ``loss_fn`` of ``accumulate`` it is noted, and done with all micro-batches.
         """
+        if MicroBatch.defer(loss):
+            return
         with self.scaled(loss) as scaled:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -434,6 +441,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield loss.float() * self.scaler.scale if self.scaler.active else loss
         finally:
             self.in_scaled_backward = False
+
+    def accumulate(
+        self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Any], *, keep_activations: int | str = 0
+    ) -> list[Any]:
+        """Forward and backward of all micro-batches of a step, block by block: their gradients are added up. On all ranks; then call step().
+
+        It means ``for batch in batches: optimizer.backward(loss_fn(model, batch))``, with fewer bytes moved: at stage 3 each block is gathered
+        twice in all, not for each micro-batch, and at every stage its gradient leaves once. Activations of a block are computed again in backward,
+        so only what lies between blocks is kept (``with zk.offload_activations(model):`` around it moves that away). Random numbers: micro-batch
+        ``m`` draws from ``torch.Generator().manual_seed(s)``, its ``s`` from ``torch.randint(2**62, ())`` as this is called, in order.
+
+        Args:
+            batches: what ``loss_fn`` is called with, once for each; at least one.
+            loss_fn: of the model and one batch; returns a scalar, divided by the number of micro-batches if a mean is wanted. Or it calls
+                ``optimizer.backward(loss)``, and returns anything. It runs in a thread of its own, stopped at each block while others run.
+            keep_activations: bytes (or "4GiB") of what blocks save for backward that are kept instead of computed again, from the second call on.
+
+        Returns:
+            What ``loss_fn`` has returned, in order; tensors detached.
+
+        Raises:
+            RuntimeError: for a block whose gradients would be lost or wrong: one that writes into its inputs, or leaves tensors with a graph outside.
+
+        Whatever is raised, all gradients are dropped, and training can go on.
+        """
+        self._check_open()
+        self._check_whole("accumulate()")
+        apart = self.everyone is not self.comm and self.comm.world > 1
+        with save.telling(self.everyone, "accumulate()", self._fail if apart else None):
+            kept = 0 if keep_activations == 0 else parse_nbytes(keep_activations, "keep_activations")
+            return accumulate(self, list(batches), loss_fn, kept)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -1105,6 +1143,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             **moved,
             **sizes,
         }
+
+    @property
+    def moves(self) -> bool:
+        """Tell if parameters or gradients go, in each forward and backward, to another rank or another memory than they are computed in."""
+        here = "host" if self.held[0].unit.device.type == "cpu" else "device"
+        tiers = {held.param_tier for held in self.held if held.is_partitioned}
+        tiers |= {section.tier for held in self._trained if held.shard for section in held.shard.sections}
+        return self.comm.world > 1 or bool(tiers - {here, "device"})
 
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""

@@ -148,6 +148,31 @@ def test_zk_ends_with_the_losses_of_the_plain_trainer(family: str, tmp_path: Pat
         resumed.zero.close()
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+@pytest.mark.parametrize("family", ("gpt2", "llama", "t5", "mixtral"))
+def test_micro_batches_that_go_block_by_block_have_the_losses_of_the_plain_trainer(family: str, tmp_path: Path) -> None:
+    found = []
+    for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path), "accumulation": "auto"})):
+        args = arguments(tmp_path / cls.__name__, max_steps=3, save_strategy="no", eval_steps=3)
+        examples = {"train_dataset": data(family), "eval_dataset": data(family, 6, seed=2)}
+        trainer = cls(model=without_dropout(make(family)), args=args, **examples, **options)
+        trainer.train()
+        found.append(history(trainer))
+        trainer.save_model()
+    assert_alike(found[1], found[0])
+    assert_same_weights(weights(tmp_path / "ZeroTrainer"), weights(tmp_path / "Trainer"))
+    trained = next(line for line in trainer.state.log_history if line.get("zk/steps") == 3)
+    assert trained["zk/gathers"] == 3 * (2 * (len(trainer.zero.held) - 1) - 1)  # all blocks twice in a step, the last one once
+    trainer.zero.close()
+
+
 def as_rank() -> None:
     """What torchrun would have set."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()

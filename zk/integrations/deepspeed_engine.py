@@ -54,6 +54,27 @@ class Engine(nn.Module):
             self.optimizer.backward(loss, retain_graph=retain_graph)
         return loss
 
+    def accumulate(self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Tensor], **options: Any) -> list[Tensor]:
+        """Forward and backward of all micro batches of a step, block by block, as ``ZeroOptimizer.accumulate``; then call ``step()`` once.
+
+        Args:
+            batches: as many as gradient_accumulation_steps.
+            loss_fn: of the engine and one batch; its loss is divided by their number.
+            options: of ``ZeroOptimizer.accumulate``.
+
+        Returns:
+            The losses, divided and detached.
+        """
+        batches, count = list(batches), self._sizes.accumulation
+        if len(batches) != count or self.micro_steps % count:
+            raise ValueError(
+                f"accumulate() takes all micro batches of a step, {count} by gradient_accumulation_steps; got {len(batches)}, after "
+                f"{self.micro_steps % count} of this step"
+            )
+        losses: list[Tensor] = self.optimizer.accumulate(batches, lambda _, batch: loss_fn(self, batch) / count, **options)
+        self.micro_steps += count - 1
+        return losses
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro batch; at the last one of a step, update, and step the scheduler if the update was not skipped."""
         if self.is_gradient_accumulation_boundary():

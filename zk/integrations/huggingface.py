@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ class ZeroTrainerMixin:
         zero: a ZeroConfig, or its fields as a dict. Without ``dtype`` it follows ``TrainingArguments``: ``bf16=True`` means bf16 parameters
             with fp32 masters, without autocast; ``fp16=True`` the same in fp16 with zk's dynamic loss scale. ``dtype="fp32"`` beside
             ``bf16=True`` keeps autocast over fp32 parameters.
+        accumulation: in which order the micro-batches of ``gradient_accumulation_steps`` go through the model: "horizontal", one after the
+            other; "vertical", all of them block by block, which moves each parameter and gradient once for all (``ZeroOptimizer.accumulate``:
+            blocks are computed again in backward, and random numbers are each micro-batch's own); "auto", vertical where parameters or
+            gradients rest away from where they are computed.
         args, kwargs: the Trainer's.
 
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
@@ -61,7 +66,14 @@ class ZeroTrainerMixin:
     lr_scheduler: Any
     accelerator: Any
 
-    def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, accumulation: str = "horizontal", **kwargs: Any
+    ) -> None:
+        if accumulation not in ("horizontal", "vertical", "auto"):
+            raise ValueError(f"accumulation must be 'horizontal', 'vertical' or 'auto'; got {accumulation!r}")
+        self.accumulation = accumulation
+        self._samples: list[Any] = []  # of the step, for all micro-batches at once
+        self._losses: list[Any] = []  # theirs, not handed out yet
         self._logged: dict[str, float] = {}
         config = self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
         super().__init__(*args, **kwargs)
@@ -98,6 +110,29 @@ class ZeroTrainerMixin:
                 self.optimizer = ZeroOptimizer(self.model, self.optimizer, self.accelerator.zero_here())
         self.zero = unwrapped(self.optimizer)
         return self.optimizer
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._samples, self._losses = list(samples), []
+        return samples, count
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """The Trainer's. In vertical accumulation the first one of a step computes all of them."""
+        if not self._losses and not self._is_vertical:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        if not self._losses:
+            assert self.zero is not None
+            one = super().training_step  # type: ignore[misc]
+            samples, self._samples = self._samples, []
+            with _without_cache(self.model):
+                self._losses = self.zero.accumulate(samples, lambda _, batch: one(model, batch, num_items_in_batch))
+        return self._losses.pop(0)
+
+    @property
+    def _is_vertical(self) -> bool:
+        if self.zero is None or len(self._samples) < 2 or self.accumulation == "horizontal":
+            return False
+        return self.accumulation == "vertical" or self.zero.moves
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's, and with each line about training those of the optimizer's metrics that have changed since the last."""
@@ -204,6 +239,20 @@ class ZeroTrainerMixin:
         self.zero.load_checkpoint(Path(checkpoint, FOLDER))
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Context: blocks fill no cache, twice as they are computed again. The Trainer says so to the model's configuration, and not to its parts'."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", False)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
 
 
 def _export(checkpoint: Path, output_dir: Path) -> None:

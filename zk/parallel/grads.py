@@ -70,6 +70,7 @@ class GradReducer:
         self.pool: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}  # buckets to use again, each with what to come after
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
+        self.is_joined = False  # each backward is a part of one
         self.unfinished = False  # a backward has brought gradients since ``finish``
         self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes
         self.lock = threading.RLock()  # several threads may be in backward at once
@@ -108,10 +109,33 @@ class GradReducer:
         finally:
             self.sync = before
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Context: all backward passes inside are one, and ``leave`` says which units have all of their gradients."""
+        self._begin_backward()
+        self.threads.add(threading.get_ident())
+        self.is_joined = True
+        try:
+            yield
+        except BaseException:
+            self.is_joined = False
+            raise
+        self.is_joined = False
+        self._backward_ended()
+
+    def leave(self, stores: Sequence[UnitStore]) -> None:
+        """Pass on the gradients of units that are complete, inside of ``joined``."""
+        with self.lock:
+            self.is_joined = False
+            for position, store in enumerate(self.stores):
+                if store in stores and (self.comm.world > 1 or store.unreduced):
+                    self._completed(position)
+            self.is_joined = True
+
     @property
     def eager(self) -> bool:
         """Tell if gradients are passed on in backward."""
-        return self.sync and (self.in_backward or self.flushed)
+        return self.sync and not self.is_joined and (self.in_backward or self.flushed)
 
     def _watch_backward(self) -> None:
         """Have ``_backward_ended`` called at the end of a backward that is in progress."""
@@ -153,13 +177,18 @@ class GradReducer:
             if len(store.arrived) < store.expected:
                 return
             self.flatten(store)
-            self.completed.append(position)
-            if self.eager and store.unit.chooser is None:
-                for following in self.order if self.comm.world > 1 else (position,):
-                    if following not in self.started and self.stores[following].unit.chooser is None:
-                        if following not in self.completed:
-                            break
-                        self._reduce(following)
+            if not self.is_joined:
+                self._completed(position)
+
+    def _completed(self, position: int) -> None:
+        """A unit has all of its gradients: reduce it, and those that have waited for it."""
+        self.completed.append(position)
+        if self.eager and self.stores[position].unit.chooser is None:
+            for following in self.order if self.comm.world > 1 else (position,):
+                if following not in self.started and self.stores[following].unit.chooser is None:
+                    if following not in self.completed:
+                        break
+                    self._reduce(following)
 
     def collect(self, store: UnitStore, index: int, param: nn.Parameter, grad: Tensor) -> None:
         """Take ``grad``, which is part of no graph unless gradients are off, from ``param.grad``."""
@@ -322,9 +351,13 @@ class GradReducer:
                 if self.loss_scale() != 1:  # whoever looks sees it without
                     self._collect_kept(store)
                 self.flatten(store)
-                if self.comm.world > 1:  # another rank may have a gradient where this one has none
+                if self.is_joined:
+                    store.arrived.clear()
+                elif self.comm.world > 1:  # another rank may have a gradient where this one has none
                     for param in store.unit.users:
                         ask_elsewhere(param)
+            if self.is_joined:
+                return
             if self.eager:
                 for position in self.order:
                     store = self.stores[position]
@@ -404,7 +437,8 @@ class GradReducer:
     def begin(self) -> None:
         """A forward of the model begins. If a backward is still recorded as in progress, an error ended it: what it left counts with the next."""
         with self.lock:
-            self.threads.add(threading.get_ident())
+            if not self.is_joined:  # whose threads run one after the other
+                self.threads.add(threading.get_ident())
             if self.task != -1:
                 self._begin_backward()
 

@@ -145,6 +145,26 @@ class Partition:
             self.handles.append(module.register_load_state_dict_post_hook(keep))
         self.by_module, self.owners = by_module, owners
 
+    @contextlib.contextmanager
+    def apart(self, progress: dict[str, Any]) -> Iterator[None]:
+        """Context: the forwards in progress are those of ``progress``, another thread's, which is kept up to date."""
+        outside = {name: getattr(self, name) for name in ("entered", "thread", "saved_hooks", "below")}
+        vars(self).update(progress or {"entered": [], "thread": 0, "saved_hooks": None, "below": None})
+        try:
+            yield
+        finally:
+            progress.update({name: getattr(self, name) for name in outside})
+            vars(self).update(outside)
+
+    @contextlib.contextmanager
+    def scheduled(self) -> Iterator[Prefetcher]:
+        """Context: somebody else gathers units ahead of use, in another order, and counts their uses in what this yields."""
+        outside, self.prefetcher = self.prefetcher, Prefetcher(self._ask, self._fetch, 0)
+        try:
+            yield outside
+        finally:
+            self.prefetcher = outside
+
     def detach(self) -> None:
         """Remove all hooks."""
         for handle in self.handles:

@@ -24,6 +24,7 @@ class Prefetcher:
     def __init__(self, ask: Callable[[int], None], fetch: Callable[[int], None], ahead: int) -> None:
         self.ask, self.fetch, self.ahead = ask, fetch, ahead
         self.orders: dict[str, Sequence[int]] = {}
+        self.first: Sequence[int] = ()  # what the last training pass has used, from its beginning
         self.doubtful: dict[str, dict[int, int]] = {}  # by mode: units, and the passes that have to use each first
         self.mode = "train"
         self.seen: list[int] = []
@@ -64,8 +65,8 @@ class Prefetcher:
 
     def between_passes(self) -> None:
         """No pass is in progress: fetch what the next training pass begins with."""
-        order, doubtful = self.orders.get("train", ()), self.doubtful.get("train", {})
-        for unit in dict.fromkeys(order[: 2 * self.ahead + 1]) if self.ahead else ():
+        doubtful = self.doubtful.get("train", {})
+        for unit in dict.fromkeys(self.first[: 2 * self.ahead + 1]) if self.ahead else ():
             if unit not in doubtful:
                 self.fetch(unit)
 
@@ -76,4 +77,5 @@ class Prefetcher:
             doubtful = {unit: left - 1 for unit, left in self.doubtful.get(self.mode, {}).items() if left > 1}
             self.doubtful[self.mode] = doubtful | dict.fromkeys(seen ^ expected, _STEADY)
             self.orders[self.mode] = tuple(self.seen)
+            self.first = self.orders.get("train", ())
         self.seen, self.position = [], 0

@@ -39,6 +39,8 @@ class Option:
     found: Footprint
     missing: dict[str, int]  # memory -> bytes too few
     step: Step
+    other: Step | None = None  # of several micro-batches: in the other order, slower
+    vertical: bool = False  # ``step`` is that of ``accumulate``
 
     @property
     def fits(self) -> bool:
@@ -52,13 +54,14 @@ class Plan:
     shape: Shape
     machine: Machine
     tokens: int
+    micro_batches: int
     options: list[Option]
     best: Option | None  # the fastest that fits
     largest: dict[str, tuple[Shape, ZeroConfig]]  # device, host, nvme: with nothing beyond that tier
 
 
-def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 0) -> Footprint:
-    """Bytes of training ``shape`` with AdamW on each rank, for ``tokens`` tokens of activations (none: 0).
+def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 0, micro_batches: int = 1) -> Footprint:
+    """Bytes of training ``shape`` with AdamW on each rank, for ``tokens`` tokens of activations (none: 0), in micro-batches that go together.
 
     ``config`` names a dtype, and both budgets with "auto" tiers. Raises ValueError where the budgets do not do, as ZeroOptimizer does.
     """
@@ -86,19 +89,19 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
         found.sizes["device", "replicas"] = shard * (3 * torch.float32.itemsize + config.dtype.itemsize)
     found.sizes = +found.sizes
     if tokens:
-        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize)
+        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize, micro_batches)
     return found
 
 
-def activations_nbytes(shape: Shape, tokens: int, size: int = 2) -> int:
-    """Estimate activations: inputs of all blocks (checkpointing), one block that is computed again, and the logits.
+def activations_nbytes(shape: Shape, tokens: int, size: int = 2, micro_batches: int = 1) -> int:
+    """Estimate activations: inputs of all blocks (checkpointing), and, of one micro-batch, a block that is computed again, and the logits.
 
     Inside a block: two norms, queries, keys, values, their mix and the output. Of its MLP, the tensors that backward needs and the gradients
     of its product or activation, three times what is inside. Attention keeps no matrix of scores. Of the logits: themselves, and their
     log-softmax and two gradients in fp32.
     """
     block = 8 * shape.width + 3 * shape.ffn
-    return tokens * (size * (shape.width * shape.layers + block) + (size + 12) * shape.vocab)
+    return tokens * size * shape.width * shape.layers + -(-tokens // micro_batches) * (size * block + (size + 12) * shape.vocab)
 
 
 def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str) -> list[ZeroConfig]:
@@ -113,31 +116,42 @@ def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch
     return found
 
 
-def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> Option | None:
+def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
     """One choice, its update in the background where that is worth it. None if "auto" finds no room."""
     if "auto" in (config.param_tier, config.optimizer_tier):
-        divided = _divided(shape, config, machine, tokens)
+        divided = _divided(shape, config, machine, tokens, micro_batches)
         if divided is None:
             return None
         config, found = divided
     else:
-        found = footprint(shape, config, machine, tokens)
-    step = step_of(shape, found, config, machine, tokens)
-    if not machine.joined and found.sizes["host", "grad"] + found.sizes["nvme", "grad"]:
-        behind = step_of(shape, found, config, machine, tokens, overlap_step=True)
-        if behind.seconds < _WORTH * step.seconds:
-            step, config = behind, dataclasses.replace(config, overlap_step=True)
-    return Option(config, found, machine.lacks(found), step)
+        found = footprint(shape, config, machine, tokens, micro_batches)
+
+    def best(vertical: bool) -> tuple[Step, bool]:
+        step = step_of(shape, found, config, machine, tokens, False, micro_batches, vertical)
+        if not machine.joined and found.sizes["host", "grad"] + found.sizes["nvme", "grad"]:
+            behind = step_of(shape, found, config, machine, tokens, True, micro_batches, vertical)
+            if behind.seconds < _WORTH * step.seconds:
+                return behind, True
+        return step, False
+
+    (step, behind), other, vertical = best(False), None, False
+    if micro_batches > 1:
+        (together, its_behind), other = best(True), step
+        vertical = together.seconds < step.seconds
+        step, other, behind = (together, step, its_behind) if vertical else (step, together, behind)
+    if behind:
+        config = dataclasses.replace(config, overlap_step=True)
+    return Option(config, found, machine.lacks(found), step, other, vertical)
 
 
-def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> tuple[ZeroConfig, Footprint] | None:
+def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int) -> tuple[ZeroConfig, Footprint] | None:
     """With budgets that leave room for all that is not training state; None where there are none."""
     room = {tier: machine.capacity(tier) for tier in ("device", "host")}
     with contextlib.suppress(ValueError):  # no room is left
         for _ in range(_TRIES):
             room = {tier: nbytes // _SLACK * _SLACK for tier, nbytes in room.items()}  # what can be read
             config = dataclasses.replace(config, device_budget=room["device"], host_budget=room["host"])
-            found = footprint(shape, config, machine, tokens)
+            found = footprint(shape, config, machine, tokens, micro_batches)
             over = {tier: nbytes for tier, nbytes in machine.lacks(found).items() if tier in room}
             if not over:
                 return config, found
@@ -146,12 +160,12 @@ def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) ->
     return None
 
 
-def largest(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> Shape | None:
+def largest(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Shape | None:
     """The largest model of that shape that fits with this choice; None if no size does."""
 
     def fits(factor: float) -> bool:
         try:
-            return not machine.lacks(footprint(shape.grown(factor), config, machine, tokens))
+            return not machine.lacks(footprint(shape.grown(factor), config, machine, tokens, micro_batches))
         except ValueError:
             return False
 
@@ -169,11 +183,21 @@ def largest(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int) -> 
     return shape.grown(low)
 
 
-def plan(shape: Shape, machine: Machine, tokens: int, dtype: str = "bf16", state_dtype: str = "fp32", nvme_path: str = "/nvme") -> Plan:
-    """Look at every choice. ValueError where ranks, or the model, cannot be divided as the machine says."""
+def plan(
+    shape: Shape,
+    machine: Machine,
+    tokens: int,
+    dtype: str = "bf16",
+    state_dtype: str = "fp32",
+    nvme_path: str = "/nvme",
+    micro_batches: int = 1,
+) -> Plan:
+    """Look at every choice. ValueError where ranks, or the model, or tokens, cannot be divided as is asked for."""
     _check_division(shape, machine)
+    if tokens % micro_batches:
+        raise ValueError(f"--accumulate must divide --tokens, those of a step; {tokens} is not divided by {micro_batches}")
     every = configs(machine, dtype, state_dtype, nvme_path)
-    options = [option for config in every if (option := consider(shape, config, machine, tokens)) is not None]
+    options = [option for config in every if (option := consider(shape, config, machine, tokens, micro_batches)) is not None]
     fitting = [option for option in options if option.fits]
     # of those that are alike, as all stages are on one rank: parameters that are not moved, and the higher stage
     best = min(fitting, key=lambda option: (option.step.seconds, option.config.stage == 3, -option.config.stage), default=None)
@@ -183,10 +207,10 @@ def plan(shape: Shape, machine: Machine, tokens: int, dtype: str = "bf16", state
         if config.stage != 3 or "auto" in tiers:
             continue  # which no other stage is better than
         name = next(tier for tier in ("nvme", "host", "device") if tier in tiers)
-        found = largest(shape, config, machine, tokens)
+        found = largest(shape, config, machine, tokens, micro_batches)
         if found is not None and (name not in most or found.num_params > most[name][0].num_params):
             most[name] = found, config
-    return Plan(shape, machine, tokens, options, best, most)
+    return Plan(shape, machine, tokens, micro_batches, options, best, most)
 
 
 def _check_division(shape: Shape, machine: Machine) -> None:
@@ -244,12 +268,16 @@ def as_dict(found: Plan) -> dict[str, Any]:
             "busy_s": one.step.busy,
             "phases_s": one.step.phases,
             "sent_nbytes": one.step.sent,
+            "moved_nbytes": one.step.moved,
+            "vertical": one.vertical,
+            "other_order": None if one.other is None else {"step_s": one.other.seconds, "bound": one.other.bound, "moved_nbytes": one.other.moved},
         }
 
     return {
         "model": {"name": found.shape.name, **model(found.shape)},
         "machine": dataclasses.asdict(found.machine),
         "tokens": found.tokens,
+        "micro_batches": found.micro_batches,
         "options": [option(one) for one in found.options],
         "recommended": None if found.best is None else {**option(found.best), "python": as_python(found.best.config)},
         "largest": {tier: {**model(shape), "config": shown(config)} for tier, (shape, config) in found.largest.items()},

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from zk.plan.choose import Plan, as_python, shown
+from zk.plan.choose import Option, Plan, as_python, shown
 from zk.plan.speed import USABLE, Machine
 
 TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
@@ -112,6 +112,17 @@ def _machine(machine: Machine, tokens: int) -> str:
     )
 
 
+def _orders(console: Console, plan: Plan, best: Option) -> None:
+    """Both orders of several micro-batches."""
+    assert best.other is not None
+    horizontal, vertical = (best.other, best.step) if best.vertical else (best.step, best.other)
+    table = _table(f"\n{plan.micro_batches} micro-batches of {plan.tokens // plan.micro_batches:,} tokens", ["order"], ("link", "drive", "step"))
+    for order, step in (("one after the other (backward)", horizontal), ("block by block (accumulate)", vertical)):
+        style = "bold green" if step is best.step else None
+        table.add_row(order, *(size(step.moved[resource]) for resource in ("link", "disk")), seconds(step.seconds), style=style)
+    console.print(table)
+
+
 def _recommend(console: Console, plan: Plan) -> None:
     assert plan.best is not None
     step, config = plan.best.step, plan.best.config
@@ -121,6 +132,8 @@ def _recommend(console: Console, plan: Plan) -> None:
     console.print(json.dumps(shown(config)), soft_wrap=True, style="dim")
     busy, phases = (", ".join(f"{name} {seconds(value)}" for name, value in times.items() if value) for times in (step.busy, step.phases))
     console.print(f"busy: {busy}; phases: {phases}", highlight=False)
+    if plan.best.other is not None:
+        _orders(console, plan, plan.best)
     if plan.machine.world > 1:
         sources = {"within": "from its machine", "between": "from other machines"}
         came = ", ".join(f"{size(nbytes)} {sources[where]}" for where, nbytes in step.sent.items() if nbytes)

@@ -71,6 +71,7 @@ class Step:
     busy: dict[str, float]  # resource -> seconds, in all phases together
     phases: dict[str, float]  # forward, backward, update
     sent: dict[str, int]  # bytes that come to a rank from others: "within" its machine, and "between" machines
+    moved: dict[str, int]  # bytes over the link, the busier way, and read from and written to the drive: "link", "disk"
 
 
 def length(times: Mapping[str, float], units: int) -> float:
@@ -79,7 +80,16 @@ def length(times: Mapping[str, float], units: int) -> float:
     return longest + (sum(times.values()) - longest) / units
 
 
-def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine, tokens: int, overlap_step: bool = False) -> Step:
+def step_of(
+    shape: Shape,
+    found: Footprint,
+    config: ZeroConfig,
+    machine: Machine,
+    tokens: int,
+    overlap_step: bool = False,
+    micro_batches: int = 1,
+    vertical: bool = False,
+) -> Step:
     """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
 
     The device's own update, attention beyond its matrix products, and waits for a cold cache are not counted. Compute waits for each sum over
@@ -88,13 +98,16 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
     Args:
         tokens: that a rank computes in a step, its part of the model if ranks are tensor parallel.
         overlap_step: the update runs in the background of the next forward; with an accelerator, as on a CPU both are the same cores.
+        micro_batches: that the tokens come in. What is added up is fp32.
+        vertical: all of them pass a block before any passes the next (``accumulate``); else one after the other.
     """
     assert isinstance(config.dtype, torch.dtype)
     shape = shape.part(machine.tensor)
     size, stage, drive = config.dtype.itemsize, config.stage, found.sizes["nvme", "param"]
     early = stage != 1  # gradients leave in backward
+    passes, wide = 1 if vertical else micro_batches, 4 // size if micro_batches > 1 else 1
     grads = found.sizes["host", "grad"] + found.sizes["nvme", "grad"]
-    written = found.sizes["nvme", "grad"]
+    written = wide * found.sizes["nvme", "grad"]
     state = found.sizes["nvme", "master"] + found.sizes["nvme", "moments"]
     away, uploaded, returned = 0, 0, 0
     if not machine.joined:
@@ -104,7 +117,7 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
     updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
     stored, changed = (sum(units.stored_nbytes(size) for units in shape.units if units.trained or not only) for only in (False, True))
 
-    def exchanged(gathers: bool, reductions: int, is_averaged: bool, sums: int) -> dict[str, int]:
+    def exchanged(gathers: int, reductions: int, is_averaged: bool, sums: int) -> dict[str, int]:
         """Bytes of collectives, those between machines as many as take as long within one.
 
         They are of all parameters or gradients, of the gradients' mean over replicas, and of activations.
@@ -125,12 +138,14 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
     sent = {"within": 0, "between": 0}
     operations = shape.num_active * tokens
     # operations of forward: 2 for each parameter and token. Of backward: 2, 2 for each that is trained, and forward again (checkpointing)
-    forward = Counter(compute=2 * operations, link=uploaded, disk=drive, **exchanged(stage == 3, 0, False, 2 * shape.layers + 1))
+    forward = Counter(
+        compute=2 * operations, link=passes * uploaded, disk=passes * drive, **exchanged(passes * (stage == 3), 0, False, 2 * shape.layers + 1)
+    )
     backward = Counter(
         compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params,
-        link=max(uploaded, away * early),
-        disk=drive + written * early,
-        **exchanged(stage == 3, early + (stage == 0), early, 4 * shape.layers + 1),
+        link=max(passes * uploaded, away * early * (wide if vertical else passes)),
+        disk=passes * drive + written * early * (2 * passes - 1),  # what is added to is read before
+        **exchanged(passes * (stage == 3), (early + (stage == 0)) * (wide if vertical else passes), early, 4 * shape.layers + 1),
     )
     update = Counter(
         link=max(returned, away * (not early)),
@@ -159,4 +174,5 @@ def step_of(shape: Shape, found: Footprint, config: ZeroConfig, machine: Machine
         slowest = max(together, key=lambda resource: together[resource])
         blame["tensor" if slowest == "compute" and times["tensor"] > times["compute"] else slowest] += phases[phase]
         busy = {resource: seconds + times[resource] for resource, seconds in busy.items()}
-    return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases, sent)
+    moved = {resource: sum(amounts[resource] for amounts in work.values()) for resource in ("link", "disk")}
+    return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases, sent, moved)

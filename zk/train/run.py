@@ -42,6 +42,7 @@ class Job:
     steps: int = 800
     batch: int = 16
     accumulate: int = 1
+    accumulation: str = "auto"
     lr: float = 3e-3
     seed: int = 0
     sample: int = 240
@@ -107,6 +108,8 @@ def _ignore(phase: str) -> None:
 
 def train(job: Job) -> Record:
     """Run the job on this rank; the first rank prints and writes files. Returns what it recorded."""
+    if job.accumulation not in ("horizontal", "vertical", "auto"):
+        raise ValueError(f"--accumulation must be horizontal, vertical or auto; got {job.accumulation!r}")
     if job.check and job.resume:
         raise ValueError("--check trains plain PyTorch from the first step on, and its state is in no checkpoint; leave out --check or --resume")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -162,6 +165,7 @@ def train(job: Job) -> Record:
         position = resume.Position([], validate(model, text, job, device), sample(model, text, job, device), draws, zlib.crc32(raw))
     record = Record(losses=position.losses, valid={0: position.valid})
     first = len(record.losses)
+    vertical = job.accumulate > 1 and (job.accumulation == "vertical" or (job.accumulation == "auto" and optimizer.moves))
     ended = any((job.out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
@@ -179,7 +183,7 @@ def train(job: Job) -> Record:
                     watched(model, optimizer, record) if watches else contextlib.nullcontext(_ignore) as note,
                     routed(model, optimizer, record),
                 ):
-                    loss = train_step(model, optimizer, batches, note)
+                    loss = train_step(model, optimizer, batches, note, vertical)
                 scheduler.step()
                 both = torch.tensor([loss, float(bool(asked))], dtype=torch.float64)
                 optimizer.comm.all_reduce(both)
@@ -209,10 +213,15 @@ def train(job: Job) -> Record:
     return record
 
 
-def train_step(model: GPT, optimizer: zk.ZeroOptimizer, batches: list[Batch], note: Callable[[str], None]) -> float:
-    """Train one step of these micro-batches; returns the loss. ``note`` is called at the end of each phase."""
+def train_step(model: GPT, optimizer: zk.ZeroOptimizer, batches: list[Batch], note: Callable[[str], None], vertical: bool) -> float:
+    """Train one step of these micro-batches, ``vertical``: block by block; returns the loss. ``note`` is called at the end of each phase."""
     total = 0.0
-    for ids, targets in batches:
+    if vertical:
+        with phase("backward", "model"):
+            losses = optimizer.accumulate(batches, lambda model, batch: model(*batch) / len(batches))
+        with phase("wait", "device: the loss"):
+            total = sum(loss.item() for loss in losses)
+    for ids, targets in batches if not vertical else ():
         with phase("forward", "model"):
             loss = model(ids, targets) / len(batches)
         note("forward")
