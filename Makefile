@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -89,6 +89,12 @@ bench-save: $(READY)
 bench-experts: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/experts.py $(NVME) $(ARGS)
+
+# micro-batches one after the other and block by block: a step, and bytes on the drive; then compute, link and update against each other
+bench-accumulation: $(READY)
+	mkdir -p $(NVME)
+	for micro in 1 4 8 32; do ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems zk_stage3_nvme zk_stage3_nvme_vertical --rounds 2 -- --micro $$micro --layers 8 --width 768 --batch 1 --context 32 $(ARGS); done
+	$(BIN)/python benchmarks/overlap_model.py --micro 4 --units 4
 
 # memory that one large linear layer needs, whole and in tiles (4 GiB of drive)
 bench-tiled: $(READY)

@@ -1,6 +1,7 @@
 """Does a step take as long as its slowest resource? Compute, link and update that take a given time each, against the model of their overlap.
 
     python benchmarks/overlap_model.py [--units 8] [--steps 6]
+    python benchmarks/overlap_model.py --micro 4 --units 4
 
 No GPU: compute and update sleep, and the link (zk.testing.devices.ThrottledLink) moves a given number of bytes per second, so all that
 is measured is whether zk lets them run beside one another. With f, b, d, u the milliseconds that one of N units takes in forward, in backward,
@@ -12,12 +13,16 @@ on the link in one direction, and in its update:
 Each maximum is over the resources that work beside one another, and the rest is the tail: the first or last unit's share of the others.
 The norm of all gradients is known before anything is updated, so no update begins before the end of backward; and backward does not run
 further ahead of the link than two buckets, which bounds the device's memory. Ends with an error if a row differs from the model by more than 15%.
+
+With ``--micro M``: stage 3 with parameters and optimizer on the host and overlap_step, M micro-batches in a step, one after the other (with and
+without activation checkpointing) and block by block, against what compute alone takes with checkpointing, M N (2 f + b).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import statistics
 import sys
@@ -27,6 +32,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zk
 from zk.offload import rules
@@ -41,6 +47,7 @@ RATIOS = {
     "update is the slowest": (15, 30, 20, 70),
     "all alike": (40, 40, 40, 40),
 }
+OF_MICRO_BATCHES = {"link is slow": (40, 40, 120, 80), "update is slow": (40, 40, 40, 240), "all alike": (40, 40, 40, 40)}
 
 
 class _Compute(torch.autograd.Function):
@@ -77,8 +84,13 @@ def model_ms(units: int, forward: float, backward: float, link: float, update: f
     return n * f + max(n * b, b + (n - 2) * d) + max(n * u + d, n * d + u)
 
 
-def measured_ms(units: int, steps: int, times: tuple[float, float, float, float], **options: Any) -> tuple[float, float]:
-    """The median step, and the time that the busier direction of the link was busy in one step, in milliseconds."""
+def measured_ms(
+    units: int, steps: int, times: tuple[float, float, float, float], order: str = "", micro: int = 1, **options: Any
+) -> tuple[float, float]:
+    """The median step, and the time that the busier direction of the link was busy in one step, in milliseconds.
+
+    ``order`` of several micro-batches: "vertical", "checkpointed" or neither.
+    """
     forward, backward, link, update = (ms / 1e3 for ms in times)
     adam_ = rules.adam_
 
@@ -88,14 +100,20 @@ def measured_ms(units: int, steps: int, times: tuple[float, float, float, float]
         time.sleep(max(0.0, end - time.perf_counter()))
 
     blocks = nn.Sequential(*[Block(forward, backward) for _ in range(units)])
+    for block in blocks if order == "checkpointed" else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     with pretend(ThrottledLink(2 * NUMEL / link)) as throttled, mock.patch.object(rules, "adam_", slow_adam):
         inner = torch.optim.AdamW(blocks.parameters(), lr=1e-3)
-        with zk.ZeroOptimizer(blocks, inner, stage=2, dtype="bf16", optimizer_tier="host", clip_grad_norm=1.0, **options) as optimizer:
+        options = {"stage": 2, "dtype": "bf16", "optimizer_tier": "host", "clip_grad_norm": 1.0, **options}
+        with zk.ZeroOptimizer(blocks, inner, **options) as optimizer:
             starts = []
             for _ in range(steps + 1):
                 starts.append(time.perf_counter())
-                x = torch.zeros(1, requires_grad=True)
-                blocks(x).sum().backward()
+                batches = [torch.zeros(1, requires_grad=True) for _ in range(micro)]
+                if order == "vertical":
+                    optimizer.accumulate(batches, lambda model, x: model(x).sum())
+                for x in batches if order != "vertical" else ():
+                    blocks(x).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             starts.append(time.perf_counter())
@@ -105,11 +123,28 @@ def measured_ms(units: int, steps: int, times: tuple[float, float, float, float]
     return statistics.median(took) * 1e3, busy * 1e3
 
 
+def of_micro_batches(units: int, steps: int, micro: int) -> None:
+    """Both orders, as multiples of compute alone."""
+    print(f"{micro} micro-batches, {units} units; ms of one unit in forward, backward, on the link, in its update. {datetime.date.today()}\n")
+    print("| | f b d u | compute | one after the other | with checkpointing | block by block |")
+    print("|---|---|---:|---:|---:|---:|")
+    for name, times in OF_MICRO_BATCHES.items():
+        compute = micro * units * (2 * times[0] + times[1])
+        place: dict[str, Any] = {"stage": 3, "param_tier": "host", "overlap_step": True}
+        found = [measured_ms(units, steps, times, order, micro, **place)[0] for order in ("", "checkpointed", "vertical")]
+        cells = " | ".join(f"{ms:.0f} ({ms / compute:.2f})" for ms in found)
+        print(f"| {name} | {' '.join(map(str, times))} | {compute} | {cells} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--units", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
     options = parser.parse_args()
+    if options.micro > 1:
+        of_micro_batches(options.units, options.steps, options.micro)
+        return
     print(f"{options.units} units; ms of one unit in forward, backward, on the link, in its update. {datetime.date.today()}\n")
     print("| slowest | f b d u | overlap | one after the other | model | measured | measured / model |")
     print("|---|---|---|---:|---:|---:|---:|")

@@ -1,6 +1,6 @@
 """All systems' training step in turn, several rounds, each run in a process of its own. Prints one table; `make bench-peers`.
 
-usage: python benchmarks/peers/compare.py [--rounds 3] [--steps 5] [--systems A B ...] [--out FILE.md] [-- options of step.py]
+usage: python benchmarks/peers/compare.py [--rounds 3] [--steps 5] [--systems A B ...] [--out FILE.md] [-- options of step.py, such as --micro 8]
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ RATIOS = (
     ("zk_stage3_nvme", "zk_stage3_nvme_unchecked"),
     ("zk_stage3_nvme_cached", "deepspeed_zero3_nvme"),
     ("zk_stage3_nvme_bf16_moments", "deepspeed_zero3_nvme"),
+    ("zk_stage2_vertical", "zk_stage2"),
+    ("zk_stage3_vertical", "zk_stage3"),
+    ("zk_stage3_nvme_vertical", "zk_stage3_nvme"),
+    ("zk_stage3_nvme_vertical", "deepspeed_zero3_nvme"),
 )
 WHAT = {
     "torch_autocast": "plain torch, fp32 weights, autocast, fused AdamW",
@@ -45,6 +49,9 @@ WHAT = {
     "zk_stage3_nvme_unchecked": "zk stage 3, both on NVMe, no host budget, nvme_checksum=False",
     "zk_stage3_nvme_cached": "zk stage 3, both on NVMe, host_budget 1.75 GiB",
     "zk_stage3_nvme_bf16_moments": "zk stage 3, both on NVMe, host_budget 1.75 GiB, bf16 moments",
+    "zk_stage2_vertical": "zk stage 2, optimizer on host, micro-batches block by block",
+    "zk_stage3_vertical": "zk stage 3, optimizer and parameters on host, micro-batches block by block",
+    "zk_stage3_nvme_vertical": "zk stage 3, both on NVMe, no host budget, micro-batches block by block",
     "zk_stage3_overlap_step": "zk stage 3, optimizer and parameters on host, overlap_step",
     "zk_stage3_nvme_overlap_step": "zk stage 3, both on NVMe, no host budget, overlap_step",
     "zk_stage3_nvme_cached_overlap_step": "zk stage 3, both on NVMe, host_budget 1.75 GiB, overlap_step",
@@ -72,12 +79,15 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     """Medians over all warm steps of all rounds; ratios are to zk at the same stage and to the fastest run of zk."""
     medians = {system: statistics.median(s for run in rounds for s in run["seconds"]) for system, rounds in runs.items()}
     peaks = {system: statistics.median(run["peak_rss"] for run in rounds) for system, rounds in runs.items()}
-    lines = ["| system | s/step (median) | fastest - slowest | peak RSS GiB | last loss |", "|---|---|---|---|---|"]
+    titles = ["system", "s/step (median)", "fastest - slowest", "peak RSS GiB", "drive: B read per parameter", "written", "last loss"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for system, rounds in runs.items():
         seconds = [s for run in rounds for s in run["seconds"]]
+        drive = [rounds[-1].get(name, 0) / rounds[-1]["params"] for name in ("fetched_nbytes", "evicted_nbytes")]
+        moved = " | ".join(f"{nbytes:.1f}" if nbytes else "" for nbytes in drive)
         lines.append(
             f"| {WHAT[system]} | {medians[system]:.2f} | {min(seconds):.2f} - {max(seconds):.2f} "
-            f"| {peaks[system] / 2**30:.2f} | {rounds[-1]['losses'][-1]:.3f} |"
+            f"| {peaks[system] / 2**30:.2f} | {moved} | {rounds[-1]['losses'][-1]:.3f} |"
         )
     lines += ["", "| ratio | time | peak RSS |", "|---|---|---|"]
     for ours, theirs in RATIOS:
@@ -93,13 +103,14 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(ORDER))
     parser.add_argument("--out", type=Path)
     options, rest = parser.parse_known_args()
+    rest = [option for option in rest if option != "--"]
     systems = [s for s in options.systems if not s.startswith("deepspeed") or importlib.util.find_spec("deepspeed")]
     for missing in set(options.systems) - set(systems):
         print(f"{missing}: DeepSpeed is not installed; `make bench-peers` installs it", file=sys.stderr)
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for number in range(options.rounds):
         for system in systems:
-            runs[system].append(run_once(system, options.steps, [r for r in rest if r != "--"]))
+            runs[system].append(run_once(system, options.steps, rest))
             last = runs[system][-1]
             figures = f"{last['median']:.2f} s  {last['peak_rss'] / 2**30:.2f} GiB"
             print(f"round {number + 1}/{options.rounds}  {system:16} {figures}", file=sys.stderr, flush=True)
@@ -108,7 +119,7 @@ def main() -> None:
     text = (
         f"# One training step, {datetime.date.today()}\n\nGPT of {params / 1e6:.1f}M parameters, clip 1.0, {processor()}; {packages}. "
         f"{options.rounds} interleaved rounds of {options.steps} warm steps after 2, each run in its own process. "
-        f"Command: `make {'bench-nvme' if any('nvme' in system for system in systems) else 'bench-peers'}`\n\n{table(runs)}\n"
+        f"Command: `python benchmarks/peers/compare.py --systems {' '.join(systems)}{' -- ' * bool(rest)}{' '.join(rest)}`\n\n{table(runs)}\n"
     )
     print(text)
     if options.out:

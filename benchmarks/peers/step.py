@@ -1,6 +1,6 @@
 """One system's training step, in a process of its own: prints a line of JSON with seconds per step, losses and peak resident memory.
 
-usage: python benchmarks/peers/step.py SYSTEM [--steps N] [--warmup N] [--layers N --width N --batch N]
+usage: python benchmarks/peers/step.py SYSTEM [--steps N] [--warmup N] [--layers N --width N --batch N --micro N]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from zk.memory import peak_nbytes
 from zk.train.gpt import GPT, GPTConfig
 
 LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
-Step = Callable[[Tensor, Tensor], float]
+MicroBatches = Sequence[tuple[Tensor, Tensor]]  # token ids and targets
+Step = Callable[[MicroBatches], float]
+MICRO = [1]  # micro-batches in a step
 METERS: list[Callable[[], dict[str, float]]] = []  # of systems that count what they move
 
 
@@ -37,10 +39,11 @@ def torch_autocast(model: nn.Module) -> Step:
     """fp32 parameters, bf16 compute by autocast, fused AdamW: plain PyTorch's way to mixed precision."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
 
-    def step(ids: Tensor, targets: Tensor) -> float:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(ids, targets)
-        loss.backward()
+    def step(batches: MicroBatches) -> float:
+        for ids, targets in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(ids, targets)
+            (loss / len(batches)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -54,9 +57,10 @@ def torch_bf16(model: nn.Module) -> Step:
     model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
 
-    def step(ids: Tensor, targets: Tensor) -> float:
-        loss = model(ids, targets)
-        loss.backward()
+    def step(batches: MicroBatches) -> float:
+        for ids, targets in batches:
+            loss = model(ids, targets)
+            (loss / len(batches)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -78,9 +82,10 @@ def fsdp2(model: nn.Module) -> Step:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
 
-    def step(ids: Tensor, targets: Tensor) -> float:
-        loss = model(ids, targets)
-        loss.backward()
+    def step(batches: MicroBatches) -> float:
+        for ids, targets in batches:
+            loss = model(ids, targets)
+            (loss / len(batches)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -113,6 +118,7 @@ def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
         zero["offload_param"] = {**place, "buffer_count": 64, "buffer_size": 1 << 23}
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO[0],
         "gradient_clipping": CLIP,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": BETAS, "weight_decay": DECAY}},
@@ -122,17 +128,18 @@ def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
         config["aio"] = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True}
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
-    def step(ids: Tensor, targets: Tensor) -> float:
-        loss = engine(ids, targets)
-        engine.backward(loss)
-        engine.step()
+    def step(batches: MicroBatches) -> float:
+        for ids, targets in batches:
+            loss = engine(ids, targets)
+            engine.backward(loss)
+            engine.step()
         return loss.item()
 
     return step
 
 
-def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
-    """zk with the optimizer (and at stage 3 the parameters) on the host or NVMe tier."""
+def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False, **options: object) -> Step:
+    """zk with the optimizer (and at stage 3 the parameters) on the host or NVMe tier; ``vertical``: micro-batches block by block."""
     from zk import ZeroOptimizer
 
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
@@ -142,9 +149,13 @@ def zk(model: nn.Module, stage: int, tier: str = "host", **options: object) -> S
     optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP, **tiers, **options)
     METERS.append(optimizer.metrics)
 
-    def step(ids: Tensor, targets: Tensor) -> float:
-        loss = model(ids, targets)
-        loss.backward()
+    def step(batches: MicroBatches) -> float:
+        count = len(batches)
+        if vertical:
+            loss = count * optimizer.accumulate(batches, lambda model, batch: model(*batch) / count)[-1]
+        for ids, targets in batches if not vertical else ():
+            loss = model(ids, targets)
+            (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -167,6 +178,9 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage3_overlap_step": lambda model: zk(model, 3, "host", overlap_step=True),
     "zk_stage3_nvme_overlap_step": lambda model: zk(model, 3, "nvme", overlap_step=True),
     "zk_stage3_nvme_cached_overlap_step": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", overlap_step=True),
+    "zk_stage2_vertical": lambda model: zk(model, 2, vertical=True),
+    "zk_stage3_vertical": lambda model: zk(model, 3, vertical=True),
+    "zk_stage3_nvme_vertical": lambda model: zk(model, 3, "nvme", vertical=True),
     "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", state_dtype="bf16"),
 }
 
@@ -180,23 +194,25 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--in-turns", action="store_true", help="wait for a line of input before each step, and print a line after it")
     options = parser.parse_args()
+    MICRO[0] = options.micro
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
     num_params = sum(p.numel() for p in model.parameters())
     step = SYSTEMS[options.system](model)
     draws = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, 4096, (options.batch, options.context + 1), generator=draws) for _ in range(options.warmup + options.steps)]
+    shape = (options.warmup + options.steps, options.micro, options.batch, options.context + 1)
     seconds, losses = [], []
     before: list[dict[str, float]] = []
-    for number, ids in enumerate(batches):
+    for number, drawn in enumerate(torch.randint(0, 4096, shape, generator=draws)):
         if number == options.warmup:
             before = [meter() for meter in METERS]
         if options.in_turns:
             sys.stdin.readline()
         start = time.perf_counter()
-        losses.append(step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+        losses.append(step([(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in drawn]))
         seconds.append(time.perf_counter() - start)
         if options.in_turns:
             print("TURN", flush=True)
