@@ -102,7 +102,7 @@ class Part(nn.Module):
                 self.level.lerp_(h.abs().mean((0, 1)), 0.1)
         if more[0] is not None:
             h = h * more[0]
-        return Output(self.drop(h) * scale, {"side": self.b(h).mean(), "ids": torch.arange(3)})
+        return Output(self.drop(h) * scale, {"side": self.b(h).mean(), "ids": torch.arange(3), "bias": self.b.bias, "buffers": list(self.buffers())})
 
 
 class Odd(nn.Module):
@@ -130,7 +130,7 @@ class Odd(nn.Module):
             out = block(x, shared, scale=self.scale, more=[gate if number == 1 else None])
             y = out.hidden
             y += x * self.scale
-            side = side + out.side["side"]
+            side = side + out.side["side"] + out.side["bias"].square().sum()
             x = y
         assert out.side["ids"].dtype == torch.int64
         return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), ids.flatten()) + 0.01 * side

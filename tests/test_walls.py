@@ -40,7 +40,7 @@ SIZES = {
     # 10 and 25 for ranks that use no expert in a step; 10 and 120 for blocks in dicts, and for stages of a pipeline beside updates over NCCL;
     # 100 and 615 for micro-batches that go block by block: several backward passes as one, forwards that stop and go on
     "core": (11_700, 86_155),
-    "accumulation": (930, 7_720),  # all micro-batches block by block
+    "accumulation": (930, 7_730),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_785, 28_810),

@@ -357,7 +357,7 @@ class Accumulation:
         with call.buffers_then() if call.kept is None else contextlib.nullcontext():
             outputs, leaves = call.kept or self._call_again(call)
             call.kept = None
-            alive = [weakref.ref(tensor) for tensor in (*outputs, *leaves.values())]
+            alive = [weakref.ref(tensor) for tensor in (*(output for output in outputs if not output.is_leaf), *leaves.values())]
             pairs = [(output, grad) for output, grad in zip(outputs, call.grads, strict=True) if grad is not None and output.requires_grad]
             call.grads = []
             del outputs
