@@ -20,6 +20,7 @@ IN_PART = (
     "integrations/test_accelerate.py",
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
+    "test_accumulation.py",
     "test_bench.py",
     "test_benchmarks_gpu.py",
     "test_dcp.py",
