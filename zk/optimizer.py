@@ -464,7 +464,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: for a block whose gradients would be lost or wrong: one that writes into its inputs, or leaves tensors with a graph outside.
 
-        Whatever is raised, all gradients are dropped, and training can go on.
+        Whatever is raised, all gradients are dropped, and training can go on; of several ranks, if all of them raise it.
         """
         self._check_open()
         self._check_whole("accumulate()")
