@@ -38,9 +38,9 @@ SIZES = {
     # 75 and 500 for stages of a pipeline: gradients divided by a factor, reduced once, and those of weights apart;
     # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share;
     # 10 and 25 for ranks that use no expert in a step; 10 and 120 for blocks in dicts, and for stages of a pipeline beside updates over NCCL;
-    # 100 and 615 for micro-batches that go block by block: several backward passes as one, forwards that stop and go on
-    "core": (11_700, 86_155),
-    "accumulation": (930, 7_730),  # all micro-batches block by block
+    # 115 and 685 for micro-batches that go block by block: several backward passes as one, forwards that stop and go on, the choice
+    "core": (11_715, 86_225),
+    "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     "beside the core": (3_785, 28_810),
@@ -51,8 +51,8 @@ SIZES = {
     # 55 and 525 for both orders of micro-batches
     "plan": (1_815, 15_915),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block
-    "integrations": (2_530, 16_775),
-    "train": (1_160, 10_140),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    "integrations": (2_520, 16_725),
+    "train": (1_160, 10_120),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
     "testing": (110, 635),
 }

@@ -61,6 +61,13 @@ def parse_device(value: object) -> torch.device:
     return torch.device(device.type) if device.type == "cpu" else device
 
 
+def check_order(order: str, name: str) -> str:
+    """The ``order`` of micro-batches; ValueError, naming the option, for one that there is not."""
+    if order not in ("horizontal", "vertical", "auto"):
+        raise ValueError(f"{name} must be horizontal, vertical or auto; got {order!r}")
+    return order
+
+
 def parse_nbytes(value: int | str, field: str) -> int:
     """A budget as bytes: a positive int, or a string such as ``"24GiB"``, ``"500 MB"`` or ``"1.5TiB"``.
 

@@ -1144,9 +1144,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             **sizes,
         }
 
-    @property
-    def moves(self) -> bool:
-        """Tell if parameters or gradients go, in each forward and backward, to another rank or another memory than they are computed in."""
+    def is_vertical(self, order: str, micro_batches: int) -> bool:
+        """Tell if micro-batches are to go block by block: "vertical", "horizontal", or "auto", which is by what each of them would move.
+
+        That is something where parameters or gradients go, in forward and backward, to another rank or memory than they are computed in.
+        """
+        if order != "auto" or micro_batches < 2:
+            return order == "vertical" and micro_batches > 1
         here = "host" if self.held[0].unit.device.type == "cpu" else "device"
         tiers = {held.param_tier for held in self.held if held.is_partitioned}
         tiers |= {section.tier for held in self._trained if held.shard for section in held.shard.sections}

@@ -119,7 +119,7 @@ def main() -> None:
     text = (
         f"# One training step, {datetime.date.today()}\n\nGPT of {params / 1e6:.1f}M parameters, clip 1.0, {processor()}; {packages}. "
         f"{options.rounds} interleaved rounds of {options.steps} warm steps after 2, each run in its own process. "
-        f"Command: `python benchmarks/peers/compare.py --systems {' '.join(systems)}{' -- ' * bool(rest)}{' '.join(rest)}`\n\n{table(runs)}\n"
+        f"Command: `python benchmarks/peers/compare.py {' '.join(sys.argv[1:])}`\n\n{table(runs)}\n"
     )
     print(text)
     if options.out:

@@ -28,7 +28,6 @@ class Block:
         self.call: Callable[..., Any] = module._call_impl if self.compiled is None else self.compiled
         self.buffers = list(module.buffers())
         self.writes_buffers: bool | None = None  # None: it has not been called
-        self.nbytes = 0  # that one call saves for backward
 
     @property
     def is_trained(self) -> bool:
@@ -41,6 +40,11 @@ def autocast_now(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
     """Arguments of ``torch.autocast`` that make it what it is now, on the host and on ``device``."""
     kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(kind)]
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+
+def key_of(edge: GradientEdge) -> Edge:
+    """The place in the graph that a gradient goes to."""
+    return edge.node, edge.output_nr
 
 
 def contents(value: Any, depth: int = 6) -> list[tuple[int, int]]:
@@ -163,7 +167,7 @@ class Call:
         cut: dict[Edge, Tensor] = {}
         flat = list(self.flat)
         for place, edge in self.edges.items():
-            key = (edge.node, edge.output_nr)
+            key = key_of(edge)
             if key not in cut:
                 tensor = self.hooks[1](self.packed[place]) if place in self.packed else flat[place]
                 cut[key] = tensor.detach().requires_grad_()

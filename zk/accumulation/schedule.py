@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, autocast_now, contents, differentiable, nodes, split
+from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, autocast_now, contents, differentiable, key_of, nodes, split
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
+from zk.parallel.partitioned import is_of_checkpoint
 from zk.store import UnitStore
 from zk.tiles import Tile
 
@@ -102,17 +102,14 @@ class Accumulation:
         assert isinstance(lane, MicroBatch)
         back, last = lane.turn
         lane.turn = (back + (block.position <= last), block.position)
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0] == self.partition._pack:
-            hooks = self.partition.below
-        if hooks is not None and hooks[0].__module__ == checkpoint.__name__:
-            hooks = None  # this is a checkpoint itself
+        hooks = self.partition.hooks_around()
+        hooks = None if is_of_checkpoint(hooks) else hooks  # this is a checkpoint itself
         call = Call(block, len(lane.calls), lane.turn, args, kwargs, hooks, self.depths.depth, self.optimizer.device)
         del args, kwargs
         if call.has_graph:
             lane.calls.append(call)
             for edge in call.edges.values():
-                lane.first_use.setdefault((edge.node, edge.output_nr), call.number)
+                lane.first_use.setdefault(key_of(edge), call.number)
         lane.wait_for(call)
         if call.error is not None:
             raise call.error
@@ -364,7 +361,7 @@ class Accumulation:
             if pairs:
                 self._autograd([output for output, _ in pairs], [grad for _, grad in pairs], retain_graph=False)
             del pairs
-        edges = {(edge.node, edge.output_nr): edge for edge in call.edges.values()}
+        edges = {key_of(edge): edge for edge in call.edges.values()}
         while leaves:
             key, leaf = leaves.popitem()
             if leaf.grad is not None:

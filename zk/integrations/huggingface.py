@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 
 from zk.checkpoint.export import export
-from zk.config import ZeroConfig
+from zk.config import ZeroConfig, check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.logs import log
 from zk.memory import host_memory
@@ -69,9 +69,7 @@ class ZeroTrainerMixin:
     def __init__(
         self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, accumulation: str = "horizontal", **kwargs: Any
     ) -> None:
-        if accumulation not in ("horizontal", "vertical", "auto"):
-            raise ValueError(f"accumulation must be 'horizontal', 'vertical' or 'auto'; got {accumulation!r}")
-        self.accumulation = accumulation
+        self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
         self._losses: list[Any] = []  # theirs, not handed out yet
         self._logged: dict[str, float] = {}
@@ -118,21 +116,14 @@ class ZeroTrainerMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """The Trainer's. In vertical accumulation the first one of a step computes all of them."""
-        if not self._losses and not self._is_vertical:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if not self._losses:
-            assert self.zero is not None
+            if self.zero is None or not self.zero.is_vertical(self.accumulation, len(self._samples)):
+                return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             one = super().training_step  # type: ignore[misc]
             samples, self._samples = self._samples, []
             with _without_cache(self.model):
                 self._losses = self.zero.accumulate(samples, lambda _, batch: one(model, batch, num_items_in_batch))
         return self._losses.pop(0)
-
-    @property
-    def _is_vertical(self) -> bool:
-        if self.zero is None or len(self._samples) < 2 or self.accumulation == "horizontal":
-            return False
-        return self.accumulation == "vertical" or self.zero.moves
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's, and with each line about training those of the optimizer's metrics that have changed since the last."""

@@ -126,16 +126,14 @@ class GradReducer:
     def leave(self, stores: Sequence[UnitStore]) -> None:
         """Pass on the gradients of units that are complete, inside of ``joined``."""
         with self.lock:
-            self.is_joined = False
             for position, store in enumerate(self.stores):
                 if store in stores and (self.comm.world > 1 or store.unreduced):
                     self._completed(position)
-            self.is_joined = True
 
     @property
     def eager(self) -> bool:
         """Tell if gradients are passed on in backward."""
-        return self.sync and not self.is_joined and (self.in_backward or self.flushed)
+        return self.sync and (self.in_backward or self.flushed)
 
     def _watch_backward(self) -> None:
         """Have ``_backward_ended`` called at the end of a backward that is in progress."""
@@ -285,7 +283,7 @@ class GradReducer:
             places = [position for position, its in choosers.items() if its is not None and chooser in (None, its)]
             if chooser is not None:  # a rank may use none of its experts
                 self._watch_backward()
-            if self.eager and places:
+            if self.eager and places and not self.is_joined:
                 for position in self._left(places)[0]:
                     self._reduce(position)
 

@@ -51,6 +51,11 @@ def _on_grads(tensors: Sequence[Tensor], call: Callable[..., None]) -> None:
         torch.autograd.graph.register_multi_grad_hook(tensors, call)
 
 
+def is_of_checkpoint(hooks: Any) -> bool:
+    """Tell if hooks on saved tensors, or None, are those of torch.utils.checkpoint."""
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
     found = []
@@ -359,10 +364,8 @@ class Partition:
         What a checkpoint has saved again for one call of a module is read without hooks of this class, so it stays until the other calls in that
         checkpoint are done too.
         """
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0] == self._pack:  # a block inside of a checkpoint was called by itself
-            hooks = self.below
-        if hooks is None or hooks[0].__module__ != checkpoint.__name__:
+        hooks = self.hooks_around()  # (of a block that was called by itself, too)
+        if not is_of_checkpoint(hooks):
             return self.repeated if in_backward else Counter()
         return None if in_backward else self.frames.setdefault(hooks[0], Counter())
 
@@ -374,6 +377,11 @@ class Partition:
                 self.by_index[index].release()
         if module in self.experts.of:
             self.experts_done(module)
+
+    def hooks_around(self) -> Any:
+        """The hooks on saved tensors that there are in this thread, without those of this class; None if there are no others."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return self.below if hooks is not None and hooks[0] == self._pack else hooks
 
     def _stores_of(self, tensor: Tensor) -> list[UnitStore]:
         """The stores in whose full parameters a tensor lies, or those that it is a wrapper around."""
@@ -387,7 +395,7 @@ class Partition:
     def _pack(self, tensor: Tensor) -> tuple[Any, Any, int]:
         known = self._stores_of(tensor)
         # torch asks the innermost hooks only: what is no parameter goes on to those around, and all of it to a checkpoint, which counts them
-        if self.below is not None and (not known or self.below[0].__module__ == checkpoint.__name__):
+        if self.below is not None and (not known or is_of_checkpoint(self.below)):
             pack, unpack = self.below
             return unpack, pack(tensor), -1
         # (an output that is kept with its graph, which keeps what it saved, would never be freed)

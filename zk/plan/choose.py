@@ -126,22 +126,19 @@ def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     else:
         found = footprint(shape, config, machine, tokens, micro_batches)
 
-    def best(vertical: bool) -> tuple[Step, bool]:
+    def best(vertical: bool) -> tuple[Step, bool, bool]:
         step = step_of(shape, found, config, machine, tokens, False, micro_batches, vertical)
         if not machine.joined and found.sizes["host", "grad"] + found.sizes["nvme", "grad"]:
             behind = step_of(shape, found, config, machine, tokens, True, micro_batches, vertical)
             if behind.seconds < _WORTH * step.seconds:
-                return behind, True
-        return step, False
+                return behind, True, vertical
+        return step, False, vertical
 
-    (step, behind), other, vertical = best(False), None, False
-    if micro_batches > 1:
-        (together, its_behind), other = best(True), step
-        vertical = together.seconds < step.seconds
-        step, other, behind = (together, step, its_behind) if vertical else (step, together, behind)
-    if behind:
+    orders = [best(vertical) for vertical in ((False, True) if micro_batches > 1 else (False,))]
+    (step, is_behind, vertical), *slower = sorted(orders, key=lambda order: order[0].seconds)
+    if is_behind:
         config = dataclasses.replace(config, overlap_step=True)
-    return Option(config, found, machine.lacks(found), step, other, vertical)
+    return Option(config, found, machine.lacks(found), step, slower[0][0] if slower else None, vertical)
 
 
 def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int) -> tuple[ZeroConfig, Footprint] | None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import zk
-from zk.config import parse_device, parse_dtype
+from zk.config import check_order, parse_device, parse_dtype
 from zk.offload.tiers import readable
 from zk.precision import has_fast_products
 from zk.timeline import phase, write_chrome_trace
@@ -108,8 +108,7 @@ def _ignore(phase: str) -> None:
 
 def train(job: Job) -> Record:
     """Run the job on this rank; the first rank prints and writes files. Returns what it recorded."""
-    if job.accumulation not in ("horizontal", "vertical", "auto"):
-        raise ValueError(f"--accumulation must be horizontal, vertical or auto; got {job.accumulation!r}")
+    check_order(job.accumulation, "--accumulation")
     if job.check and job.resume:
         raise ValueError("--check trains plain PyTorch from the first step on, and its state is in no checkpoint; leave out --check or --resume")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -165,7 +164,7 @@ def train(job: Job) -> Record:
         position = resume.Position([], validate(model, text, job, device), sample(model, text, job, device), draws, zlib.crc32(raw))
     record = Record(losses=position.losses, valid={0: position.valid})
     first = len(record.losses)
-    vertical = job.accumulate > 1 and (job.accumulation == "vertical" or (job.accumulation == "auto" and optimizer.moves))
+    vertical = optimizer.is_vertical(job.accumulation, job.accumulate)
     ended = any((job.out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
