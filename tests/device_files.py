@@ -31,6 +31,7 @@ IN_PART = (
     "test_pipelines.py",
     "test_precision.py",
     "test_pretrained.py",
+    "test_speculation.py",
     "test_tiled_experts.py",
     "test_tiled_linear.py",
     "test_train.py",

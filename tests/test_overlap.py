@@ -702,11 +702,6 @@ def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing(tier: str, tmp_path: Path)
     assert "Fatal" not in errors and os.listdir(tmp_path) == []
 
 
-def test_an_overlap_that_is_neither_on_nor_off_is_refused() -> None:
-    with pytest.raises(TypeError, match="overlap_step must be True or False"):
-        zk.ZeroConfig(overlap_step="yes")  # type: ignore[arg-type]
-
-
 def test_a_checkpoint_is_loaded_after_the_update_beside_training_has_ended(tmp_path: Path) -> None:
     model, optimizer = make()
     train(model, optimizer)

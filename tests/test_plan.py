@@ -112,9 +112,22 @@ def test_bytes_are_those_of_real_optimizers(
     stage: int, param_tier: str, optimizer_tier: str, size: GPTConfig, dtype: str, state_dtype: str, apart: bool, tmp_path: Path
 ) -> None:
     drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
-    config = zk.ZeroConfig(
-        stage=stage, param_tier=param_tier, optimizer_tier=optimizer_tier, dtype=dtype, state_dtype=state_dtype, **drive  # type: ignore[arg-type]
-    )
+    tiers = {"param_tier": param_tier, "optimizer_tier": optimizer_tier}
+    are_real(zk.ZeroConfig(stage=stage, dtype=dtype, state_dtype=state_dtype, **tiers, **drive), size, apart, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("param_tier", "optimizer_tier", "apart"),
+    (("device", "host", True), ("host", "host", True), ("device", "nvme", False), ("nvme", "nvme", False), ("nvme", "host", False)),
+)
+def test_bytes_of_updates_in_backward_are_those_of_real_optimizers(param_tier: str, optimizer_tier: str, apart: bool, tmp_path: Path) -> None:
+    drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
+    stage, tiers = 2 if param_tier == "device" else 3, {"param_tier": param_tier, "optimizer_tier": optimizer_tier}
+    are_real(zk.ZeroConfig(stage=stage, dtype="bf16", overlap_step="backward", **tiers, **drive), WIDE, apart, tmp_path)  # type: ignore[arg-type]
+
+
+def are_real(config: zk.ZeroConfig, size: GPTConfig, apart: bool, tmp_path: Path) -> None:
+    """Check the bytes that are planned for a config against an optimizer's."""
     planned = footprint(Shape.of(gpt_decoder(size), "gpt"), config, machine(gpu_nbytes=GIB if apart else None))
 
     def loss(model: Any, seed: int) -> Tensor:
@@ -148,7 +161,7 @@ def compare(
             for name, module in model.named_modules():
                 if name.endswith(inside):
                     module.register_forward_hook(look)
-            file_nbytes = sum(file.stat().st_size for file in folder.rglob("state.bin"))
+            file_nbytes = sum(file.stat().st_size for file in folder.rglob("state*.bin"))
             for seed in range(3):
                 optimizer.backward(loss(model, seed))
                 if seed < 2:

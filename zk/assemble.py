@@ -17,9 +17,10 @@ from zk.materialize import give_memory, values_of
 from zk.offload.nvme import ALIGN, Excerpt, round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
+from zk.offload.section import Section, Shadow
 from zk.offload.spill import FileFields, FileGrads, FileParams
-from zk.offload.state import OptimizerShard, Section
-from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, readable, rooms
+from zk.offload.state import OptimizerShard
+from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import MEMORY, Group, Solo
@@ -225,7 +226,7 @@ class Assembly(Placement):
         if is_partitioned:
             partition.add(store)
         if unit.trained:
-            store.shard = self._shard(unit, room, home)
+            store.shard = self._shard(unit, room, home, full is not None)
             store.shard.start(initial[held])
             store.watch()
             store.recycle = reducer.recycle
@@ -234,8 +235,8 @@ class Assembly(Placement):
             home.write(initial[held])
         return store
 
-    def _shard(self, unit: Unit, room: _Room, home: ResidentFields | FileParams) -> OptimizerShard:
-        """The optimizer state of a unit whose parameters rest in ``home``."""
+    def _shard(self, unit: Unit, room: _Room, home: ResidentFields | FileParams, is_full: bool) -> OptimizerShard:
+        """The optimizer state of a unit whose parameters rest in ``home``, which is memory of the model's own if they are full."""
         names, fields = self.state_fields(unit)
         sections = []
         for part in room.parts:
@@ -253,9 +254,62 @@ class Assembly(Placement):
                     None if in_place or isinstance(home, FileParams) else home,
                     self.transfer,
                     beside=tier.memory == "host",
+                    is_fixed=in_place and not isinstance(home, FileParams) and (is_full or len(room.parts) > 1),
                 )
             )
         return OptimizerShard(self.rule, sections, names)
+
+
+    def cast_shadows(self, stores: Sequence[UnitStore]) -> None:
+        """Take room for updates out of place, those of the last units first, as far as there is memory. OSError where the drive has too little."""
+        room = self._left(stores)
+        for store in reversed(stores):
+            for section in store.shard.sections if store.shard is not None else ():
+                needed = self._needed_for_shadow(section)
+                if section.shadow is None and section.beside and section.whole.stop > section.whole.start and needed["host"] <= room["host"]:
+                    has_near = 0 < needed["device"] <= room["device"]
+                    section.shadow = self._shadow(store, section, has_near)
+                    room["host"] -= needed["host"]
+                    room["device"] -= needed["device"] * has_near
+        nvme = self.tiers.get("nvme")
+        if isinstance(nvme, NVMeTier):
+            nvme.create()
+
+    def _needed_for_shadow(self, section: Section) -> dict[str, int]:
+        """Bytes of memory for one section: on the host, and on the device where its parameters rest there."""
+        in_memory = [fields for fields in (section.state, section.param) if isinstance(fields, ResidentFields)]
+        param = section.param.nbytes("param") if section.home is not None and section.home.memory == "device" else 0
+        return {"host": sum(fields.nbytes(name) for fields in in_memory for name in fields.fields), "device": param}
+
+    def _shadow(self, store: UnitStore, section: Section, has_near: bool) -> Shadow:
+        tier, memory, dtype = self.tiers[section.tier], self.tiers["host"], store.unit.dtype
+        state = tier.store(section.state.chunks, section.state.dtypes)
+        param: ResidentFields | FileParams
+        if isinstance(section.param, FileParams):
+            assert isinstance(store.home, FileParams)
+            param = self.tiers["nvme"].home(store.held_numel, dtype)  # type: ignore[assignment]
+        else:
+            param = memory.store(section.state.chunks, {"param": dtype})  # type: ignore[assignment]
+        near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
+        return Shadow(state, param, near)
+
+    def _left(self, stores: Sequence[UnitStore]) -> dict[str, int]:
+        """Bytes of memory that training state leaves of the budgets; without one half of what is free on the host, and nothing on a device."""
+        used = {"host": 0, "device": 0}
+        for store in stores:
+            sizes = [(store.param_tier, store.nbytes.get("param", 0))]
+            if store.shard is not None:
+                sizes += [(tier, nbytes) for tier, kind, nbytes in store.shard.nbytes if kind != "grad"]
+                sizes += [(section.tier, (section.whole.stop - section.whole.start) * store.unit.dtype.itemsize) for section in store.shard.sections]
+            for tier, nbytes in sizes:
+                used["host" if tier == "device" and self.transfer.joined else tier] = used.get(tier, 0) + nbytes
+        config = self.config
+        assert not isinstance(config.host_budget, str) and not isinstance(config.device_budget, str)
+        free = free_nbytes(torch.device("cpu")) // (2 * self.ranks)
+        return {
+            "host": free if config.host_budget is None else config.host_budget - used["host"],
+            "device": 0 if config.device_budget is None else config.device_budget - used["device"],
+        }
 
 
 def _report_in_place(places: Sequence[Excerpt], paths: Sequence[str]) -> None:

@@ -60,6 +60,7 @@ def train(
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
     overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update in the background, in the order of the next forward.")] = False,
+    overlap_backward: Annotated[bool, typer.Option("--overlap-backward", help="Update in the background of backward too; changes no bit.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
@@ -83,6 +84,8 @@ def train(
 
     with mendable("train"):
         sizes = {name: options[name] for name in ("layers", "width", "heads", "context") if options[name] is not None}
+        if overlap_backward:
+            options["overlap_step"] = "backward"
         zero = zero_config(options, clip_grad_norm=clip or None)
         run(chosen(Job, options, data=tuple(data or ()), model=config_of(model, 128, sizes), zero=zero))
 

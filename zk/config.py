@@ -195,8 +195,11 @@ class ZeroConfig:
     exact_reduce: bool = True
     """Gradients of several ranks are summed in fp32 in the order of ranks, and rounded once. False: NCCL's own reduce-scatter, in their 16 bits: each
     addition rounds, and fp16 may overflow. No other backend has it."""
-    overlap_step: bool = False
-    """With True ``step()`` returns at once: units are updated in the background, in the order of forward, which waits for each one's own update."""
+    overlap_step: bool | str = False
+    """With True ``step()`` returns at once: units are updated in the background, in the order of forward, which waits for each one's own update.
+    "backward" updates them in the background of backward too: out of place, as if nothing were clipped, and again if something was. That takes
+    host memory, for as many units as ``host_budget`` leaves room (without one, half of what is free), room on the drive for what rests there, and of
+    a GPU what ``device_budget`` leaves. "auto": "backward" where state rests in other memory than the device's, else False."""
     prefetch: int = 1
     """Stage 3: how many units are gathered ahead of the one in use."""
     num_threads: int | None = None
@@ -240,7 +243,9 @@ class ZeroConfig:
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be 'fp32' or 'bf16' (fp16 cannot hold second moments); got {self.state_dtype!r}")
         self._check_tiers()
-        for name in ("check_memory", "nvme_checksum", "overlap", "overlap_step", "exact_reduce", "cast_buffers"):
+        if self.overlap_step not in (False, True, "backward", "auto") or not isinstance(self.overlap_step, (bool, str)):
+            raise ValueError(f"overlap_step must be True, False, 'backward' or 'auto'; got {self.overlap_step!r}")
+        for name in ("check_memory", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name in ("device_budget", "host_budget"):

@@ -52,6 +52,7 @@ from zk.parallel.released import own_grad
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.prequantized import scales_of
+from zk.speculation import Speculation
 from zk.store import UnitStore
 from zk.tiles import pieces_of
 from zk.torch_calls import watch_pipelines, watch_torch
@@ -114,6 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
+            self._choose_overlap()
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         try:
             self.parts = connect_parts(self.comm, self.config.model_parallel_group, self.config.replicated_params, model)
@@ -139,6 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.tiers: dict[str, Tier] = {}
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
+        self.speculation: Speculation | None = None
         self.publisher: Solo | Group = Solo()
         self.claim = Claim()  # of the folders that it saves into
         self.saver: save.Saver | None = None  # made with the first save in the background
@@ -204,6 +207,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._place_buffers(device)
         self.grads.loss_scale = weakly(self._loss_scale)
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
+        if config.overlap_step == "backward":
+            options = weakly(self._options)
+            alone = self.comm.world == 1
+            self.speculation = Speculation(self.worker, self._threads_beside, self.transfer, alone, options, weakly(self._grad_scale_of))
         for unit in units:
             self._hold(unit, len(self.held))
         computes = weakly(self.gradients.computes)
@@ -233,6 +240,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
                 units[0].name,
             )
+        self.assembly.cast_shadows(self.held if self.speculation is not None else ())
         self._note_frozen()
         self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
         # before anything is gathered for it
@@ -240,6 +248,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # an optimizer that is dropped takes no gradients away any more
         self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
         self._finalizer.atexit = False
+
+    def _choose_overlap(self) -> None:
+        """Replace "auto" by what gains: nothing does where update and compute share cores and memory."""
+        if self.config.overlap_step == "auto":
+            tiers = {self.config.param_tier, self.config.optimizer_tier}
+            is_elsewhere = bool(tiers - {"device", "host"}) if link_to(self.device).joined else self.config.optimizer_tier != "device"
+            self.config = dataclasses.replace(self.config, overlap_step="backward" if is_elsewhere else False)
 
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
@@ -282,6 +297,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         held.owner = weakref.ref(self)
         if held.shard is not None:
             held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
+            if self.speculation is not None:
+                held.has_taken = weakly(self.speculation.has_come)
         if self.config.overlap_step and is_another:  # see in which order forward uses the units, and let each wait for its own update
             uses = functools.partial(weakly(self._forward_uses), number)
             self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
@@ -352,6 +369,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finish_update()
         self.partition.reset()
         given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.users)]
+        for store in self._trained:  # buffers of the drive may be others afterwards
+            store.shard.drop_attempt()  # type: ignore[union-attr]
         taken, numbers = {store.unit.name for store in self.held}, itertools.count(len(self.held))
 
         def another(unit: Unit) -> tuple[int, Unit]:
@@ -395,6 +414,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if param in chosen and own_grad(param) is not None:
                     held.kept.add(index)
         self.partition.attach()
+        self.assembly.cast_shadows(self.held if self.speculation is not None else ())
         if self.config.dtype is not None:
             self._cast_inputs()
         self._note_frozen()
@@ -512,11 +532,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.parts.count > 1:
             self._compare_parts()
         self.last_norm = self._global_norm()
+        grad_scale = self._grad_scale(self.last_norm)
+        if self.speculation is not None:
+            self.speculation.know(grad_scale)
         if math.isfinite(self.last_norm):
-            self._update(self.scaled_by * self.clip_by * clip_coefficient(self.last_norm, self.max_norm) / self.scaler.scale)
+            self._update(grad_scale)
             self.counters["steps"] += 1
         else:
             self._report_skip()
+        if self.speculation is not None:
+            self.speculation.ended(self._trained)
         for held in self._trained:
             if not held.used or not math.isfinite(self.last_norm):
                 held.drop_gradient()
@@ -639,6 +664,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
         check_groups(self.held, self.param_groups, self.rule)
         self._train_unfrozen()
+        if self.speculation is not None:
+            self.speculation.settle()
         self.grads.finish()
         self.gradients.put_back()
         self.partition.reset()
@@ -664,6 +691,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _loss_scale(self) -> float:
         return self.scaler.scale
 
+    def _grad_scale(self, norm: float) -> float:
+        """The factor of gradients in the update, if ``norm`` is their norm."""
+        return self.scaled_by * self.clip_by * clip_coefficient(norm, self.max_norm) / self.scaler.scale
+
+    def _grad_scale_of(self, squares: float) -> float:
+        return self._grad_scale(norm_of(squares * self.scaled_by**2, self.scaler.scale))
+
+    def _options(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The options of each parameter's group, as they are now."""
+        return {param: options for group in self.param_groups for options in [_as_now(group)] for param in group["params"]}
+
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
         # what other ranks have too counts on one of them
@@ -682,8 +720,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _update(self, grad_scale: float) -> None:
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit."""
         beside = self.config.overlap_step
-        # as they are now: what is updated in the background must not see what schedulers write meanwhile
-        group_of = {param: group for group in map(_as_now, self.param_groups) for param in group["params"]}
+        group_of = self._options()  # what is updated in the background must not see what schedulers write meanwhile
         self._keep_state()
         for held in self.held:
             held.adopt_writes()  # may refuse, before anything is changed
@@ -693,7 +730,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if held.shard is not None and held.used:
                     held.count_step()
                     publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, list(held.runs(group_of)), publish, grad_scale)
+                    tasks[number] = Task(held.unit.name, held.shard, list(held.runs(group_of, held.used)), publish, grad_scale)
             if beside:
                 self._update_beside(tasks)
             else:
@@ -729,8 +766,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         order = [number for number in self.update_order()[0] if number in tasks]
         ordered = [tasks[number] for number in order]
         shared = [number for number in order if self.held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
-        # one thread is left for this one, which launches what the device computes
-        threads = self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
+        threads = self._threads_beside
         pipeline.update(ordered, Options(threads), beside=False)
         options = Options(threads, mark=self.transfer.mark())
         tell = functools.partial(save.tell, self.publisher, "the update in the background")
@@ -740,6 +776,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.held[number].begin(tasks[number])
         for number in shared:
             self.held[number].arrive()
+
+    @property
+    def _threads_beside(self) -> int:
+        """Threads of the update in the background: one is left for this one, which launches what the device computes."""
+        return self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
 
     def _finish_update(self) -> None:
         """Wait for what is updated in the background."""
@@ -768,6 +809,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grads.forget()
         for held in self._trained:
             held.drop_gradient()
+        if self.speculation is not None:
+            self.speculation.begin()
         self._between_steps()
 
     def _between_steps(self) -> None:
@@ -1136,6 +1179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             moved["save_stall_ms"] = self.saver.stall_ms
         return {
             **self.counters,
+            **(self.speculation.counters if self.speculation is not None else {}),
             "grad_norm": self.last_norm,
             "loss_scale": self.scaler.scale,
             "gathers": prefetcher.uses,
@@ -1252,7 +1296,7 @@ def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
             return option.item()
         return tuple(map(value, option)) if isinstance(option, (tuple, list)) else option
 
-    return {name: option if name == "params" else value(option) for name, option in group.items()}
+    return {name: value(option) for name, option in group.items() if name != "params"}
 
 
 def _remove(*handles: list[RemovableHandle]) -> None:

@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from zk.events import COMPLETED, Awaited, Event
 from zk.memory import Lease, zeros
-from zk.offload.pipeline import Run, Task
+from zk.offload.pipeline import Task
+from zk.offload.section import Run
 from zk.offload.spill import FileParams
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import ResidentFields
@@ -131,6 +132,7 @@ class UnitStore:
         self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes now
         self.clip: Callable[[], None] = lambda: None  # clips what is there, if that was asked for and has not been done
         self.recycle: Callable[[UnitStore, Tensor | None], None] = lambda *_: None  # takes memory of gradients back
+        self.has_taken: Callable[[UnitStore], None] = lambda _: None  # hears of each gradient that has come
         # the optimizer
         self.shard: OptimizerShard | None = None
         self.steps: dict[int, int] = {}  # of the parameters that were updated: how often
@@ -296,20 +298,23 @@ class UnitStore:
         for index in self.used:
             self.steps[index] = self.steps.get(index, 0) + 1
 
-    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> Iterator[Run]:
-        """Neighbours of one group and step count, merged; parameters without a gradient are left out, as torch leaves them alone."""
+    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]], used: Collection[int], more: int = 0) -> Iterator[Run]:
+        """Neighbours of one group and step count, merged; parameters without a gradient (not ``used``) are left out, as torch leaves them alone.
+
+        ``more`` is added to the counts.
+        """
         run: Run | None = None
         for index, param in enumerate(self.unit.users):
             part = self.mine(index)
-            if index in self.used and part.stop > part.start:
-                group, step = group_of[param], self.steps[index]
+            if index in used and part.stop > part.start:
+                group, step = group_of[param], self.steps.get(index, 0) + more
                 if run is not None and run[1] is group and run[2] == step:
                     run = slice(run[0].start, part.stop), group, step
                     continue
                 if run is not None:
                     yield run
                 run = part, group, step
-            elif run is not None and index not in self.used:
+            elif run is not None and index not in used:
                 yield run
                 run = None
         if run is not None:
@@ -394,7 +399,9 @@ class UnitStore:
         assert self.shard is not None
         self.clip()
         self.renew()
-        return self.shard.add(grad, stats)
+        after = self.shard.add(grad, stats)
+        self.has_taken(self)
+        return after
 
     def bring_back(self) -> None:
         """Bring every gradient into ``shown``. On all ranks."""
@@ -569,6 +576,8 @@ class UnitStore:
     def keep_written(self, indices: Sequence[int]) -> None:
         """Parameters of a full unit were overwritten on every rank: the first rank's values stay, and masters follow."""
         self.digests = None
+        if self.shard is not None:
+            self.shard.drop_attempt()
         self.comm.broadcast(self.index, self.full)
         if self.is_partitioned:
             self.home.write(self.full[self.held])

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
+from zk.offload.section import Run
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT
 from zk.offload.worker import Cancelled
 from zk.timeline import phase
-
-Run = tuple[slice, Mapping[str, Any], int]  # consecutive elements of a shard, their group, and their step count
 
 
 @dataclasses.dataclass(slots=True)

@@ -435,6 +435,10 @@ class FileFields:
         else:
             self.buffers.evict(self.pieces[chunk.start], changed)
 
+    def exchange(self, other: FileFields) -> None:
+        """Exchange room in the file with ``other``, of the same chunks and fields."""
+        self.pieces, other.pieces = other.pieces, self.pieces
+
     def nbytes(self, name: str) -> int:
         """Bytes of a field."""
         return self.numel * self.fields[name].itemsize
@@ -573,6 +577,11 @@ class FileGrads:
 
     def _piece(self, start: int, numel: int, dtype: torch.dtype) -> Piece:
         return Piece(self.offset + start * dtype.itemsize, round_up(numel * dtype.itemsize))
+
+    @property
+    def is_here(self) -> bool:
+        """Check that all of it is in the file, or on its way from host memory to it."""
+        return self.added.done
 
     def sum_of_squares(self) -> float:
         """Of the gradient, in float64; 0 without one."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
 from zk.kernels.split import join, split_
+from zk.offload.attempt import Attempt
 from zk.offload.rules import Rule
+from zk.offload.section import Opened, Run, Section, apply, opened
 from zk.offload.snapshot import Unread
-from zk.offload.tiers import Fields, Grads, ResidentFields
-from zk.offload.transfer import Transfer
-
-Opened = dict[str, Tensor]  # the fields of one chunk
 
 
 def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -30,34 +26,6 @@ def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dty
     for name in names:
         fields[name] = state_dtype if name != "max_exp_avg_sq" else torch.float32
     return fields
-
-
-@dataclasses.dataclass(slots=True)
-class Section:
-    """Consecutive elements of a shard whose state is on one tier, in chunks."""
-
-    tier: str  # the name of the tier of gradient, master and moments
-    param: Fields  # the parameters where the update reaches them, as the field "param"
-    state: Fields  # master and moments, as ``state_fields`` names them
-    grads: Grads
-    home: ResidentFields | None  # where the shard's parameters rest, if that is other memory than ``param``: they are copied there
-    transfer: Transfer
-    beside: bool  # host threads do the update, so it can go on while the device computes
-
-    @property
-    def whole(self) -> slice:
-        """Of the shard."""
-        return slice(self.state.chunks[0].start, self.state.chunks[-1].stop)
-
-    def take_home(self, chunk: slice, mark: Event | None) -> Event:
-        """Start to copy a chunk of the parameters home, if it is not there; after ``mark``, as for Transfer."""
-        if self.home is None:
-            return COMPLETED
-        assert isinstance(self.param, ResidentFields)
-        here, there = self.param.open(chunk)["param"], self.home.whole()[chunk]
-        copy = self.transfer.upload if self.home.memory == "device" else self.transfer.offload_to
-        event = self.param.readers[chunk.start] = copy(there, here, mark)
-        return event
 
 
 class OptimizerShard:
@@ -77,6 +45,7 @@ class OptimizerShard:
         self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
         self.arriving: Event = COMPLETED  # the last copy home
         self.unread: Unread | None = None  # by a save in progress
+        self.attempt: Attempt | None = None  # to update it before step()
 
     def start(self, initial: Tensor) -> None:
         """Masters start from ``initial`` (n,), the values in the model's original precision; moments from zero."""
@@ -96,15 +65,8 @@ class OptimizerShard:
     def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> Iterator[Opened]:
         """The fields of chunk ``number``, put back whatever happens inside."""
         section, chunk = self.places[number]
-        state = section.state.open(chunk, read)
-        try:
-            param = section.param.open(chunk, read)
-            try:
-                yield {**state, **param}
-            finally:
-                section.param.close(chunk, changes)
-        finally:
-            section.state.close(chunk, changes, keep)
+        with opened(section.state, section.param, chunk, changes, read, keep) as fields:
+            yield fields
 
     @contextlib.contextmanager
     def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Opened]:
@@ -136,9 +98,16 @@ class OptimizerShard:
 
     def _write(self, part: slice, write: Callable[[Opened, slice, slice], None]) -> None:
         """Call ``write(fields, slice of the chunk, slice of part)`` for ``part``, and keep what it changed."""
+        self.drop_attempt()
         for index, here, there in self._overlap(part):
             with self.changed(index, self.unread) as fields:
                 write(fields, here, there)
+
+    def drop_attempt(self) -> None:
+        """Give up an update that has begun: what it was made from is about to change."""
+        if self.attempt is not None:
+            self.attempt.drop()
+            self.attempt = None
 
     # ---- the gradient --------------------------------------------------------------------------------------------------------
 
@@ -147,6 +116,7 @@ class OptimizerShard:
 
         ``stats``: (2,) fp64, of which the first is its sum of squares, where that is known.
         """
+        self.drop_attempt()
         self.stats.append(stats)
         if len(self.sections) == 1:
             return self.sections[0].grads.add(grad, stats is not None)
@@ -161,6 +131,7 @@ class OptimizerShard:
 
     def bring(self, device: torch.device) -> Tensor:
         """Take the gradient out: (n,) on ``device``, in memory of its own."""
+        self.drop_attempt()
         pieces = []
         for section, chunk in self.places:
             pieces.append(section.grads.open(chunk).to(device, copy=True))
@@ -170,6 +141,7 @@ class OptimizerShard:
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
+        self.drop_attempt()
         self.stats = []
         memory = [section.grads.clear() for section in self.sections]
         return next((one for one in memory if one is not None), None)
@@ -188,32 +160,27 @@ class OptimizerShard:
     def update(
         self,
         number: int,
-        runs: Sequence[tuple[slice, Mapping[str, Any], int]],
+        runs: Sequence[Run],
         grad_scale: float,
         num_threads: int,
         keep: bool,
         mark: Event | None = None,
         unread: Unread | None = None,
     ) -> None:
-        """Update and cast chunk ``number``, and start to copy it home: of each run (elements, group, step), what lies in it.
+        """Update and cast chunk ``number``, unless an attempt has, and start to copy it home.
 
         ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
         """
         section, chunk = self.places[number]
-        with self.changed(number, unread, keep) as fields:
-            grad = section.grads.open(chunk)
-            try:
-                for elements, group, step in runs:
-                    start, stop = max(elements.start, chunk.start), min(elements.stop, chunk.stop)
-                    if start < stop:
-                        here = slice(start - chunk.start, stop - chunk.start)
-                        flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
-                        flat["grad"] = grad[here]
-                        flat.setdefault("master", None)
-                        self.rule.update(flat, group, step, grad_scale, num_threads)
-            finally:
-                section.grads.close(chunk)
-        event = section.take_home(chunk, mark)
+        is_done = unread is None and self.attempt is not None and self.attempt.commit(section, runs, grad_scale)
+        if not is_done:
+            with self.changed(number, unread, keep) as fields:
+                grad = section.grads.open(chunk)
+                try:
+                    apply(self.rule, fields, grad, chunk, runs, grad_scale, num_threads)
+                finally:
+                    section.grads.close(chunk)
+        event = section.take_home(chunk, mark, section.shadow.near if is_done and section.shadow is not None else None)
         if event is not COMPLETED:
             self.arriving = event
 
@@ -285,6 +252,8 @@ class OptimizerShard:
 
         All that were written at once, as what comes home afterwards is everything.
         """
+        if parts:
+            self.drop_attempt()
         if not parts or not self.has_copies:
             return
         for part in parts:
@@ -319,7 +288,7 @@ class OptimizerShard:
 
     @property
     def nbytes(self) -> list[tuple[str, str, int]]:
-        """Tier, kind and bytes: of master, moments, gradient, and the parameter copy where there is one."""
+        """Tier, kind and bytes: of master, moments, gradient, the parameter copy where there is one, and shadows of them."""
         sizes = []
         for section in self.sections:
             sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in self.names)))
@@ -327,4 +296,9 @@ class OptimizerShard:
             sizes.append((section.tier, "grad", section.grads.nbytes))
             copied_to = "host" if section.tier == "nvme" else section.tier  # what is updated on the drive's behalf is in host memory
             sizes.append((copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
+            if section.shadow is not None:
+                sizes.append((section.tier, "shadow", sum(section.shadow.state.nbytes(name) for name in section.state.dtypes)))
+                sizes.append(("host" if section.shadow.param.resident else "nvme", "shadow", section.shadow.param.nbytes("param")))
+                if section.shadow.near is not None:
+                    sizes.append(("device", "shadow", section.shadow.near.nbytes))
         return sizes

@@ -68,6 +68,12 @@ class ResidentFields(_Resident):
         self.readers.pop(chunk.start, COMPLETED).wait()
         return {name: field[chunk.start - self.start : chunk.stop - self.start] for name, field in self.fields.items()}
 
+    def exchange(self, other: ResidentFields) -> None:
+        """Exchange memory with ``other``, of the same chunks and fields, and the copies that read it."""
+        self.fields, other.fields = other.fields, self.fields
+        self.reader, other.reader = other.reader, self.reader
+        self.readers, other.readers = other.readers, self.readers
+
     def nbytes(self, name: str) -> int:
         return self.fields[name].nbytes
 
@@ -90,12 +96,16 @@ class ResidentFields(_Resident):
 class MemoryGrads(_Resident):
     """The gradient as a tensor in the memory where backward made it: in its own precision, fp32 once it is accumulated."""
 
+    is_here = True
+
     def __init__(self, chunks: Sequence[slice], num_threads: int) -> None:
         self.start, self.num_threads = chunks[0].start, num_threads
         self.flat: Tensor | None = None
+        self.squares: float | Tensor | None = None  # of ``flat``, once somebody has asked
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
+        self.squares = None
         if self.flat is None:
             self.flat = grad
             return None
@@ -105,14 +115,16 @@ class MemoryGrads(_Resident):
         return COMPLETED
 
     def sum_of_squares(self) -> float | Tensor:
-        return 0.0 if self.flat is None else sum_of_squares(self.flat, self.num_threads)
+        if self.squares is None:
+            self.squares = 0.0 if self.flat is None else sum_of_squares(self.flat, self.num_threads)
+        return self.squares
 
     def open(self, chunk: slice) -> Tensor:
         assert self.flat is not None
         return self.flat[chunk.start - self.start : chunk.stop - self.start]
 
     def clear(self) -> Tensor | None:
-        flat, self.flat = self.flat, None
+        flat, self.flat, self.squares = self.flat, None, None
         return flat
 
     @property
@@ -143,6 +155,11 @@ class HostGrads(_Resident):
             assert self.total is not None
             self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival))
         return arrival.events[-1]
+
+    @property
+    def is_here(self) -> bool:
+        """Check that nothing of it is still arriving."""
+        return self.added.done and (self.first is None or self.first.events[-1].done)
 
     def sum_of_squares(self) -> float | Tensor:
         self.added.wait()

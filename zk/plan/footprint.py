@@ -78,11 +78,11 @@ def footprint_of(
     for one, count in Counter(alike).items():
         key, param_tier, parts = one
         unit = each[key]
-        sizes = _unit_sizes(placement, unit, param_tier, parts)
+        sizes = _unit_sizes(placement, unit, param_tier, parts, at_least)
         rests: Counter[str] = Counter()
         for (tier, kind), nbytes in sizes.items():
             found.sizes[tier, kind] += count * nbytes
-            rests["host" if joined and tier == "device" else tier] += nbytes * (kind != "grad")
+            rests["host" if joined and tier == "device" else tier] += nbytes * (kind not in ("grad", "shadow"))
         settled[one] = Settled(placement.layout(unit).numel, rests, placement.partitions(param_tier))
         if param_tier == "nvme":
             drive[key, False, placement.slice_numel(unit, 1)] += count
@@ -121,7 +121,7 @@ def footprint_of(
 
 
 def _unit_sizes(
-    placement: Placement, unit: Unit, param_tier: str, parts: Sequence[tuple[str, int]]
+    placement: Placement, unit: Unit, param_tier: str, parts: Sequence[tuple[str, int]], at_least: bool
 ) -> Counter[tuple[str, str]]:
     """Tier and kind -> bytes of one unit between uses."""
     fields, size = {name: dtype.itemsize for name, dtype in placement.state_fields(unit)[1].items()}, unit.dtype.itemsize
@@ -135,6 +135,12 @@ def _unit_sizes(
         sizes[tier, "grad"] += numel * size
         if param_tier != "nvme" and memory != placement.memory_of(param_tier):
             sizes[memory, "param_copy"] += numel * size
+        if placement.config.overlap_step == "backward" and memory == "host":  # of as many as memory is left for; on the drive of all
+            shadows = {tier: numel * (master + sum(fields.values()))}
+            rest = "nvme" if param_tier == "nvme" else "host"
+            shadows[rest] = shadows.get(rest, 0) + numel * size
+            for place, nbytes in shadows.items():
+                sizes[place, "shadow"] += nbytes * (place == "nvme" or not at_least)
     return sizes
 
 
@@ -169,7 +175,8 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
             most |= Counter(param=round_up(largest * size) * units[key].trained, whole=round_up(numel * size))
         grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
         if is_state or placement.in_place(units[key], "nvme") is None:
-            file_nbytes += count * (sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)
+            shadows = placement.config.overlap_step == "backward" and units[key].trained
+            file_nbytes += count * ((1 + shadows) * sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)
     chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, 2)
     of_chunks = most["state"] + most["grad"] + most["param"]
     found.sizes["host", "buffer"] = chunks_here * of_chunks + reads * most["whole"] + writes * most["written"]

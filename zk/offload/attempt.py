@@ -1,0 +1,77 @@
+"""Attempt: the update of one shard before the norm of all gradients is known, as if nothing were clipped. It counts only if that was right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from zk.events import COMPLETED, Event, Ticket
+from zk.offload.rules import Rule
+from zk.offload.section import Run, Section
+from zk.timeline import phase
+
+
+class Attempt:
+    """One unit's update out of place. The worker's thread runs it; ``commit`` takes what it has made of a section, or tells that it cannot be taken.
+
+    Args:
+        name: of the unit.
+        sections: with a shadow each.
+        rule: the optimizer's arithmetic.
+        runs, grad_scale: of the step, as they are expected to be.
+        mark: what compute must have done before memory on the device is written.
+        has_counted: called once, if it does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sections: Sequence[Section],
+        rule: Rule,
+        runs: Sequence[Run],
+        grad_scale: float,
+        mark: Event,
+        has_counted: Callable[[], None],
+    ) -> None:
+        self.name, self.sections, self.rule, self.runs, self.grad_scale, self.mark = name, sections, rule, runs, grad_scale, mark
+        self.has_counted = has_counted
+        self.is_given_up = self.has_begun = False
+        self.finished: set[Section] = set()
+        self.taken: dict[Section, bool] = {}
+        self.done: Ticket = COMPLETED  # of the worker, which has been asked to run this
+
+    def run(self, num_threads: int, stop: threading.Event) -> None:
+        """Update all sections in their shadows, unless this is given up."""
+        self.has_begun = True
+        for section in self.sections:
+            assert section.shadow is not None
+            for chunk in section.state.chunks:
+                if self.is_given_up or stop.is_set():
+                    return
+                with phase("update", self.name):
+                    section.shadow.update(section, chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
+            self.finished.add(section)
+
+    def give_up(self, goes_on: bool = False) -> None:
+        """Begin nothing more; what is finished may still be taken. ``goes_on``: unless it has begun, or waits for the gradient to arrive."""
+        is_waiting = not all(section.grads.is_here for section in self.sections)
+        self.is_given_up |= not (goes_on and (self.has_begun or is_waiting))
+
+    def drop(self) -> None:
+        """Give up, and forget what is finished. Returns when nothing is read any more."""
+        self.give_up()
+        self.done.join()
+        self.finished.clear()
+
+    def commit(self, section: Section, runs: Sequence[Run], grad_scale: float) -> bool:
+        """Make a section what this has made of it, if the step is what was expected. Says the same for all of its chunks."""
+        if section.shadow is None:
+            return False
+        if section not in self.taken:
+            self.done.wait()
+            self.taken[section] = section in self.finished and grad_scale == self.grad_scale and list(runs) == list(self.runs)
+            if self.taken[section]:
+                section.shadow.commit(section)
+                if sum(self.taken.values()) == 1:
+                    self.has_counted()
+        return self.taken[section]

@@ -1,0 +1,119 @@
+"""Speculation: updates that begin in backward, before the norm of all gradients is known, and change no bit.
+
+A unit whose gradient is whole is updated out of place, in the background, as if nothing were clipped (zk/offload/attempt.py). In step() the norm is
+known: where that was right the unit's memory is exchanged, and nothing is computed again; else the shadow is left, and the unit updated as always.
+Three things bound the price: an update ends where the sum of squares so far says that gradients will be clipped; none begins after a step that was
+clipped, until one was not; and as many units have shadows as memory is left for, those first whose gradients come first.
+Source: speculation with validation as in SuperOffload, arXiv 2509.21271, which computes back what was wrong; here nothing has to be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from zk.offload.attempt import Attempt
+from zk.offload.state import OptimizerShard
+from zk.offload.transfer import Arrival, Transfer
+from zk.offload.worker import Worker
+from zk.store import UnitStore
+
+
+class Speculation:
+    """Attempts of one optimizer.
+
+    Args:
+        worker: of the update.
+        num_threads: of it.
+        transfer: between the device and the host.
+        is_alone: one rank, which knows by itself which parameters have a gradient; others expect those of the step before.
+        options: parameter -> options of its group, as they are now.
+        grad_scale: what gradients are multiplied by in the update, if these are the squares of all of them.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        num_threads: int,
+        transfer: Transfer,
+        is_alone: bool,
+        options: Callable[[], Mapping[nn.Parameter, Mapping[str, Any]]],
+        grad_scale: Callable[[float], float],
+    ) -> None:
+        self.worker, self.num_threads, self.transfer, self.is_alone = worker, num_threads, transfer, is_alone
+        self.options, self.grad_scale = options, grad_scale
+        self.was_clipped = True  # the step before, or there was none
+        self.is_over = False  # in this step none begins any more
+        self.squares = 0.0  # of the gradients that have come, as far as they are known here
+        self.counts: dict[UnitStore, int] = {}  # gradients that have come in this step
+        self.expected: dict[UnitStore, tuple[int, set[int]]] = {}  # and in the one before, and parameters that had one
+        self.attempts: list[Attempt] = []
+        self.counters = {"updates_in_backward": 0, "updates_in_backward_taken": 0}  # of units
+        self.group_of: Mapping[nn.Parameter, Mapping[str, Any]] | None = None
+
+    def has_come(self, store: UnitStore) -> None:
+        """Hear that a unit's gradient is on its tier, or on its way there: begin its update if it is whole, and likely to count."""
+        self.counts[store] = count = self.counts.get(store, 0) + 1
+        shard, (whole, used) = store.shard, self.expected.get(store, (0, set()))
+        assert shard is not None
+        sections = [section for section in shard.sections if section.shadow is not None]
+        if self.was_clipped or self.is_over or count != whole or not sections or shard.unread is not None:
+            return
+        if self.group_of is None:
+            self.group_of = self.options()
+        runs = list(store.runs(self.group_of, set(store.unreduced) if self.is_alone else used, 1))
+        attempt = Attempt(store.unit.name, sections, shard.rule, runs, self.grad_scale(0.0), self.transfer.mark(), self._taken)
+        stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
+        arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])
+        self.attempts.append(attempt)
+        shard.attempt = attempt
+        attempt.done = self.worker.submit(functools.partial(self._run, attempt, shard, arrival))
+
+    def _run(self, attempt: Attempt, shard: OptimizerShard, arrival: Arrival | None) -> None:
+        """Update one unit, unless gradients will be clipped. In the worker's thread."""
+        if arrival is not None:
+            self.squares += float(arrival.whole()[0])
+            arrival.drop()
+        elif not attempt.is_given_up:
+            found = [section.grads.sum_of_squares() for section in shard.sections if section.beside]
+            self.squares += sum(part for part in found if isinstance(part, float))
+        if not math.isfinite(self.squares) or self.grad_scale(self.squares) != attempt.grad_scale:  # sums of squares only grow
+            self.is_over = True
+        if not self.is_over:
+            attempt.run(self.num_threads, self.worker.stop)
+            self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.sections)
+
+    def _taken(self) -> None:
+        self.counters["updates_in_backward_taken"] += 1
+
+    def settle(self) -> None:
+        """step() is about to know the norm: nothing begins any more, as from now on units are updated in place."""
+        self.is_over = True
+        for attempt in self.attempts:
+            attempt.give_up(goes_on=True)
+
+    def know(self, grad_scale: float) -> None:
+        """Learn what gradients are multiplied by: if not by what was expected, all that goes on is in vain."""
+        self.was_clipped = grad_scale != self.grad_scale(0.0)
+        for attempt in self.attempts if self.was_clipped else ():
+            attempt.give_up()
+
+    def ended(self, stores: Sequence[UnitStore]) -> None:
+        """Learn from a step for the next one which gradients there were."""
+        self.expected = {store: (self.counts.get(store, 0), set(store.used)) for store in stores}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins, or begins anew."""
+        self.attempts.clear()
+        self.counts, self.squares, self.is_over, self.group_of = {}, 0.0, False, None
+
+    def drop(self, stores: Sequence[UnitStore]) -> None:
+        """Return when no update of these units has begun."""
+        for store in stores:
+            if store.shard is not None:
+                store.shard.drop_attempt()
