@@ -24,6 +24,7 @@ IN_PART = (
     "test_bench.py",
     "test_benchmarks_gpu.py",
     "test_dcp.py",
+    "test_delay.py",
     "test_deepspeed_config.py",
     "test_doctor.py",
     "test_model_parallel.py",

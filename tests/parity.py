@@ -42,7 +42,8 @@ class Case:
     prefetch: int = 1
     tolerance: float = 0.0  # 0: bitwise
     adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
-    overlap_step: bool = False
+    overlap_step: bool | str = False
+    delay: int | None = None  # of updates
     params: str = ""  # their tier at stage 3, if not ``tier``
     budgets: tuple[tuple[str, int], ...] = ()
 
@@ -110,7 +111,8 @@ def run_case(case: Case) -> str:
 
 @functools.cache
 def plain_training(
-    variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float
+    variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float,
+    delay: int | None = None,
 ) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
     """Losses of rank 0, parameters and the optimizer's state after training in plain torch, of ``optimizer`` "numba" with CPUAdam.
 
@@ -130,6 +132,7 @@ def plain_training(
             clip=clip,
             loss_scale=loss_scale,
             forward=forward,
+            delay=delay,
         )
         state = {key: {name: value.cpu() for name, value in values.items()} for key, values in plain.state_dict()["state"].items()}
         found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
@@ -172,7 +175,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync or case.vertical)  # of one micro-batch both ways are the same
     kind = "numba" if engine == "numba" else case.optimizer
     losses, trained, want_state = plain_training(
-        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale
+        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale, case.delay
     )
     torch.manual_seed(0)
     model = GPT(case.model)
@@ -189,6 +192,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         loss_scale=scale if scale != 1 else None,
         overlap=case.overlap,
         overlap_step=case.overlap_step,
+        delay_update=case.delay,
         prefetch=case.prefetch if case.stage == 3 else 1,
         **options,
         **dict(case.budgets),
@@ -208,6 +212,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
                 optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.synchronize()
     found = []
     if rank == 0 and case.tolerance == 0 and mine != losses:
         found.append(f"losses {mine} instead of {losses}")

@@ -32,11 +32,13 @@ def train_plain(
     clip: float | None = None,
     loss_scale: float = 1.0,
     forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
+    delay: int | None = None,
 ) -> tuple[list[float], nn.Module, list[Tensor], torch.optim.Optimizer]:
     """Losses of rank 0, the trained model, its fp32 masters and the optimizer over them.
 
     Gradients come from ``dtype`` parameters, masters are fp32. ``local``: micro-batches are added up on each rank before they are
-    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first.
+    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first. ``delay``: after so many steps the gradient of each is
+    applied by the next one, and that of the last one in the end.
     """
     forward = forward or (lambda m, ids, step: loss_of(m, ids))
     masters = [nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad) for param in model.parameters()]
@@ -44,6 +46,16 @@ def train_plain(
     params = list(model.parameters())
     optimizer = make_optimizer(masters)
     losses = []
+    waiting: list[Tensor | None] | None = None
+
+    def apply(totals: list[Tensor | None]) -> None:
+        for master, total in zip(masters, totals, strict=True):
+            master.grad = total
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+
     for step in range(steps):
         grads: dict[int, list[list[Tensor | None]]] = {}  # parameter -> [rank][micro-batch]
         for rank in range(world):
@@ -72,10 +84,13 @@ def train_plain(
         if clip is not None:
             norm = math.sqrt(sum(total.double().square().sum().item() for total in totals if total is not None)) / loss_scale
             scale = min(1.0, clip / (norm + 1e-6)) / loss_scale
-        for master, total in zip(masters, totals, strict=True):
-            master.grad = total if total is None or scale == 1 else total * scale
-        optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(params, masters, strict=True):
-                param.copy_(master)
+        totals = [total if total is None or scale == 1 else total * scale for total in totals]
+        if delay is None or step < delay:
+            apply(totals)
+            continue
+        if waiting is not None:
+            apply(waiting)
+        waiting = totals
+    if waiting is not None:
+        apply(waiting)
     return losses, model, [master.detach() for master in masters], optimizer

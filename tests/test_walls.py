@@ -39,30 +39,30 @@ SIZES = {
     # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share;
     # 10 and 25 for ranks that use no expert in a step; 10 and 120 for blocks in dicts, and for stages of a pipeline beside updates over NCCL;
     # 115 and 685 for micro-batches that go block by block: several backward passes as one, forwards that stop and go on, the choice
-    # 450 and 3,725 for updates that begin in backward: shadows and room for them, attempts, when to try
-    "core": (12_165, 89_950),
+    # 450 and 3,725 for updates that begin in backward: shadows and room for them, attempts, when to try; 160 and 1,190 for delayed updates
+    "core": (12_325, 91_140),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
-    "beside the core": (3_785, 28_840),
+    "beside the core": (3_790, 28_865),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     "checkpoint": (2_890, 23_330),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
-    # 55 and 525 for both orders of micro-batches; 5 and 120 for shadows
-    "plan": (1_820, 16_035),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows
+    "plan": (1_825, 16_095),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block
     "integrations": (2_520, 16_725),
     "train": (1_160, 10_120),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
     "testing": (110, 670),
 }
-TOKENS_PER_LINE = 7.67  # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
+TOKENS_PER_LINE = 7.67  # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches, 7.66 without shadows
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
-# seven look for DTensors, one looks if backward is to come later, five look if a unit has been updated in backward, or has to be
-STEPS = {2: (28, 138, 12, 8), 3: (28, 137, 12, 8)}
+# seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
+STEPS = {2: (28, 139, 12, 8), 3: (28, 138, 12, 8)}
 CLASSES = 68  # in zk/offload and zk/parallel; two for excerpts of the user's files, one for the parts of a model, two for updates that begin early
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {

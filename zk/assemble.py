@@ -260,11 +260,16 @@ class Assembly(Placement):
         return OptimizerShard(self.rule, sections, names)
 
 
-    def cast_shadows(self, stores: Sequence[UnitStore]) -> None:
-        """Take room for updates out of place, those of the last units first, as far as there is memory. OSError where the drive has too little."""
-        room = self._left(stores)
+    def cast_shadows(self, stores: Sequence[UnitStore], with_gradients: bool) -> None:
+        """Take room for updates out of place, those of the last units first, as far as there is memory. OSError where the drive has too little.
+
+        ``with_gradients``: and for the next gradient of all of them.
+        """
+        room = self._left(stores, 2 if with_gradients else 1)
         for store in reversed(stores):
             for section in store.shard.sections if store.shard is not None else ():
+                if with_gradients and section.spare is None:
+                    section.spare = self.tiers[section.tier].grads(section.state.chunks, self.num_threads)
                 needed = self._needed_for_shadow(section)
                 if section.shadow is None and section.beside and section.whole.stop > section.whole.start and needed["host"] <= room["host"]:
                     has_near = 0 < needed["device"] <= room["device"]
@@ -293,14 +298,15 @@ class Assembly(Placement):
         near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
         return Shadow(state, param, near)
 
-    def _left(self, stores: Sequence[UnitStore]) -> dict[str, int]:
+    def _left(self, stores: Sequence[UnitStore], gradients: int) -> dict[str, int]:
         """Bytes of memory that training state leaves of the budgets; without one half of what is free on the host, and nothing on a device."""
         used = {"host": 0, "device": 0}
         for store in stores:
             sizes = [(store.param_tier, store.nbytes.get("param", 0))]
             if store.shard is not None:
                 sizes += [(tier, nbytes) for tier, kind, nbytes in store.shard.nbytes if kind != "grad"]
-                sizes += [(section.tier, (section.whole.stop - section.whole.start) * store.unit.dtype.itemsize) for section in store.shard.sections]
+                size = gradients * store.unit.dtype.itemsize
+                sizes += [(section.tier, (section.whole.stop - section.whole.start) * size) for section in store.shard.sections]
             for tier, nbytes in sizes:
                 used["host" if tier == "device" and self.transfer.joined else tier] = used.get(tier, 0) + nbytes
         config = self.config

@@ -61,6 +61,9 @@ def train(
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
     overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update in the background, in the order of the next forward.")] = False,
     overlap_backward: Annotated[bool, typer.Option("--overlap-backward", help="Update in the background of backward too; changes no bit.")] = False,
+    delay_update: Annotated[
+        int | None, typer.Option(min=0, help="Steps before each update begins to count one step later, which hides it and changes numbers.")
+    ] = None,
     seed: Annotated[int, typer.Option()] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,

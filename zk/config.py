@@ -200,6 +200,10 @@ class ZeroConfig:
     "backward" updates them in the background of backward too: out of place, as if nothing were clipped, and again if something was. That takes
     host memory, for as many units as ``host_budget`` leaves room (without one, half of what is free), room on the drive for what rests there, and of
     a GPU what ``device_budget`` leaves. "auto": "backward" where state rests in other memory than the device's, else False."""
+    delay_update: int | None = None
+    """Steps before updates are delayed by one step, which changes numbers: from then on ``step()`` applies the gradients of the step before, whose
+    update has gone on beside forward and backward, and takes those that are there (``param.grad`` is None after it). ``synchronize()``, ``close()``
+    and whatever looks at states or saves them apply what is pending. Takes memory as ``overlap_step="backward"`` does. None: never."""
     prefetch: int = 1
     """Stage 3: how many units are gathered ahead of the one in use."""
     num_threads: int | None = None
@@ -245,6 +249,14 @@ class ZeroConfig:
         self._check_tiers()
         if self.overlap_step not in (False, True, "backward", "auto") or not isinstance(self.overlap_step, (bool, str)):
             raise ValueError(f"overlap_step must be True, False, 'backward' or 'auto'; got {self.overlap_step!r}")
+        if self.delay_update is not None:
+            if isinstance(self.delay_update, bool) or not isinstance(self.delay_update, int) or self.delay_update < 0:
+                raise ValueError(f"delay_update must be a number of steps, 0 or more, or None; got {self.delay_update!r}")
+            if self.overlap_step in ("backward", "auto"):
+                raise ValueError(
+                    f"delay_update={self.delay_update} and overlap_step={self.overlap_step!r} both use the time of backward; a delayed update has "
+                    "all of it, and changes numbers: remove one of them"
+                )
         for name in ("check_memory", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")

@@ -29,6 +29,7 @@ from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
 from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
+from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
 from zk.logs import log, rank_log
@@ -142,6 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.speculation: Speculation | None = None
+        self.delay: DelayedUpdate | None = None
         self.publisher: Solo | Group = Solo()
         self.claim = Claim()  # of the folders that it saves into
         self.saver: save.Saver | None = None  # made with the first save in the background
@@ -211,6 +213,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options = weakly(self._options)
             alone = self.comm.world == 1
             self.speculation = Speculation(self.worker, self._threads_beside, self.transfer, alone, options, weakly(self._grad_scale_of))
+        if config.delay_update is not None:
+            self.delay = DelayedUpdate(config.delay_update, self.worker, self._threads_beside, self.transfer)
         for unit in units:
             self._hold(unit, len(self.held))
         computes = weakly(self.gradients.computes)
@@ -240,7 +244,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
                 units[0].name,
             )
-        self.assembly.cast_shadows(self.held if self.speculation is not None else ())
+        self._make_room()
         self._note_frozen()
         self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
         # before anything is gathered for it
@@ -304,6 +308,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
         trim()
 
+    def _make_room(self) -> None:
+        """Take the memory that updates need which begin early, or end late."""
+        if self.speculation is not None or self.delay is not None:
+            self.assembly.cast_shadows(self.held, self.delay is not None)
+
     def _cast_inputs(self) -> None:
         """Cast what layers are given, for model.forward(x), model.encode(x), and layers one by one."""
         for part in self.model.modules():
@@ -366,6 +375,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         chosen = set(params)
         self._end_save()
+        self._apply_delayed()
         self._finish_update()
         self.partition.reset()
         given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.users)]
@@ -414,7 +424,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if param in chosen and own_grad(param) is not None:
                     held.kept.add(index)
         self.partition.attach()
-        self.assembly.cast_shadows(self.held if self.speculation is not None else ())
+        self._make_room()
         if self.config.dtype is not None:
             self._cast_inputs()
         self._note_frozen()
@@ -535,10 +545,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         grad_scale = self._grad_scale(self.last_norm)
         if self.speculation is not None:
             self.speculation.know(grad_scale)
+        is_delayed = self.delay is not None and self.counters["steps"] + self.counters["skipped_steps"] >= self.delay.since
         if math.isfinite(self.last_norm):
-            self._update(grad_scale)
+            self._update(grad_scale, is_delayed)
             self.counters["steps"] += 1
         else:
+            self._apply_delayed()
             self._report_skip()
         if self.speculation is not None:
             self.speculation.ended(self._trained)
@@ -627,7 +639,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
 
     def synchronize(self) -> None:
-        """Return when no work of zk is in flight: parameters are updated, reductions and saves done, gathered parameters released."""
+        """Return when no work of zk is in flight: parameters are updated, reductions and saves done, gathered parameters released.
+
+        A delayed update counts then.
+        """
+        self._apply_delayed()
         self._finish_update()
         self._end_save()
         while self.grads.queue:
@@ -717,8 +733,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             total = everywhere.item()
         return norm_of(total, self.scaler.scale)
 
-    def _update(self, grad_scale: float) -> None:
-        """fetch -> update -> cast -> evict -> upload -> gather, unit by unit."""
+    def _update(self, grad_scale: float, is_delayed: bool = False) -> None:
+        """fetch -> update -> cast -> evict -> upload -> gather, unit by unit; of the step before, where updates are delayed."""
         beside = self.config.overlap_step
         group_of = self._options()  # what is updated in the background must not see what schedulers write meanwhile
         self._keep_state()
@@ -730,15 +746,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if held.shard is not None and held.used:
                     held.count_step()
                     publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, list(held.runs(group_of, held.used)), publish, grad_scale)
-            if beside:
-                self._update_beside(tasks)
-            else:
-                self._update_now(tasks)
-                for number, task in tasks.items():
-                    self.held[number].updated()
-                    self.held[number].underway = task
-                    self.held[number].arrive()
+                    tasks[number] = Task(held.unit.name, held.shard, list(held.runs(group_of, held.used)), publish, grad_scale, set(held.used))
+            if self.delay is None or not is_delayed:
+                self._run_tasks(tasks)
+                return
+            self._run_tasks(self.delay.take())
+            self.delay.begin(tasks, self.held)
+        except BaseException as error:
+            self._tear(error)
+            raise
+
+    def _run_tasks(self, tasks: dict[int, Task]) -> None:
+        """Update in the background, or at once."""
+        if self.config.overlap_step:
+            self._update_beside(tasks)
+            return
+        self._update_now(tasks)
+        for number, task in tasks.items():
+            self.held[number].updated(task.used)
+            self.held[number].underway = task
+            self.held[number].arrive()
+
+    def _apply_delayed(self) -> None:
+        """Make the update that has been delayed count."""
+        if self.delay is None or not self.delay.pending:
+            return
+        self._finish_update()
+        try:
+            self.partition.reset()  # what was asked for ahead has the old values
+            self._keep_state()
+            for held in self.held:
+                held.adopt_writes()
+            self._run_tasks(self.delay.take())
         except BaseException as error:
             self._tear(error)
             raise
@@ -772,7 +811,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tell = functools.partial(save.tell, self.publisher, "the update in the background")
         self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop, tell=tell))
         for number in order:
-            self.held[number].updated()
+            self.held[number].updated(tasks[number].used)
             self.held[number].begin(tasks[number])
         for number in shared:
             self.held[number].arrive()
@@ -886,6 +925,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _settle_state(self) -> None:
         self._check_open()
+        self._apply_delayed()
         self._end_save()
         self._finish_update()
 
@@ -904,6 +944,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         if not self.interrupted:
+            self._apply_delayed()
             self._finish_update()
         if self.interrupted:
             log.warning("this state_dict() is of mixed parameters and state: %s", self.interrupted)
@@ -948,6 +989,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     plan.append(functools.partial(held.forget_state, index))
         for held in self._trained:
             held.shown_state.clear()
+        if not self.interrupted:
+            self._apply_delayed()
         self._end_update()
         if self.interrupted:
             self._drop_gradients()  # which the step that ended half-way was given
@@ -1044,6 +1087,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
         self._end_save()
         self._keep_state()
+        self._apply_delayed()
         for held in self.held:
             if not async_save or held.taken or held.written_since(None):
                 held.arrive()
@@ -1091,6 +1135,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with save.together(self.everyone, "load_checkpoint()"):
             self._end_save()
             self._end_update()
+            if self.delay is not None:
+                self.delay.forget()
             self._drop_gradients()
             for held in self._trained:
                 held.shown_state.clear()
@@ -1113,6 +1159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self._check_whole("consolidated_state_dict()")
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
+        self._apply_delayed()
         self._finish_update()
         self.partition.reset()
         is_kept = not rank0_only or (self.comm.rank == 0 and is_first_part(self.model))
@@ -1216,6 +1263,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         try:
             if not self.interrupted:
+                self._apply_delayed()
                 self._finish_update()
             self._end_save()
             self.grads.forget()

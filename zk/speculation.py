@@ -66,7 +66,16 @@ class Speculation:
         if self.group_of is None:
             self.group_of = self.options()
         runs = list(store.runs(self.group_of, set(store.unreduced) if self.is_alone else used, 1))
-        attempt = Attempt(store.unit.name, sections, shard.rule, runs, self.grad_scale(0.0), self.transfer.mark(), self._taken)
+        attempt = Attempt(
+            store.unit.name,
+            sections,
+            [section.grads for section in sections],
+            shard.rule,
+            runs,
+            self.grad_scale(0.0),
+            self.transfer.mark(),
+            has_counted=self._taken,
+        )
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
         arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])
         self.attempts.append(attempt)
@@ -111,9 +120,3 @@ class Speculation:
         """A step begins, or begins anew."""
         self.attempts.clear()
         self.counts, self.squares, self.is_over, self.group_of = {}, 0.0, False, None
-
-    def drop(self, stores: Sequence[UnitStore]) -> None:
-        """Return when no update of these units has begun."""
-        for store in stores:
-            if store.shard is not None:
-                store.shard.drop_attempt()

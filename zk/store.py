@@ -320,13 +320,13 @@ class UnitStore:
         if run is not None:
             yield run
 
-    def updated(self) -> None:
-        """The parameters in use have new values, as autograd should know."""
-        changed = [self.unit.user(index) for index in self.used]
+    def updated(self, used: Collection[int]) -> None:
+        """These parameters have new values, as autograd should know."""
+        changed = [self.unit.user(index) for index in used]
         with self.counting:
             torch.autograd.graph.increment_version(changed)
             now = self.unit.versions if not self.is_partitioned else []
-            for index in self.used if now else ():
+            for index in used if now else ():
                 self.versions[index] = now[index]
 
     def publish(self, uploaded: Event = COMPLETED, mark: Event | None = None) -> Awaited:
@@ -384,7 +384,7 @@ class UnitStore:
                 for param in self.unit.objects:
                     unmark(param)
             if task is not None and not task.keep:
-                self._recycle()
+                self._recycle(task)
 
     def updating(self, wait: bool) -> bool:
         """Tell if an update is in flight, after ``wait``ing for it if asked to."""
@@ -467,10 +467,11 @@ class UnitStore:
             self.used.clear()
             self.shown.clear()
             self.spent = None
-            if self.underway is not None:
-                self.underway.keep = False
-            else:
+            task = self.underway
+            if task is None or (task.handed_over is not None and self.shard is not None and self.shard.sections[0].grads not in task.handed_over):
                 self._recycle()
+            elif task.handed_over is None:
+                task.keep = False
         for param in self.unit.users:
             grad_gone(param)
 
@@ -483,8 +484,12 @@ class UnitStore:
         for index in used:
             grad_left(self.unit.user(index))
 
-    def _recycle(self) -> None:
-        if self.shard is not None:
+    def _recycle(self, task: Task | None = None) -> None:
+        """Forget the gradient, or that which was handed over to an update."""
+        if task is not None and task.handed_over is not None:
+            for grads in task.handed_over:
+                self.recycle(self, grads.clear())
+        elif self.shard is not None:
             self.recycle(self, self.shard.clear())
 
     # ---- values from outside -------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ H stage | `stage` | absent: 0
 T overlap_comm=true | `overlap` | absent: true, as it changes no result; false waits for every copy too
 T stage3_prefetch_bucket_size | 0: `prefetch=0`; more: `prefetch=1`, one unit | counted in units; `prefetch=` of zk.initialize sets another number
 R load_from_fp32_weights=true | remove it | masters begin as the model's fp32 values
-R zenflow | remove it; overlap_step=True hides the update and changes no bit | it updates with stale gradients
+R zenflow | remove it; overlap_step= hides the update and changes no bit, delay_update= is one step late | it updates with stale gradients
 R zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param \
     | remove it | quantized communication changes results
 R save_muon_momentum_buffer_in_memory | use Adam, AdamW or SGD | Muon needs whole matrices, and a rank holds slices

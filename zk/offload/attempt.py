@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from zk.events import COMPLETED, Event, Ticket
 from zk.offload.rules import Rule
 from zk.offload.section import Run, Section
+from zk.offload.tiers import Grads
 from zk.timeline import phase
 
 
@@ -17,9 +18,11 @@ class Attempt:
     Args:
         name: of the unit.
         sections: with a shadow each.
+        grads: of each section.
         rule: the optimizer's arithmetic.
         runs, grad_scale: of the step, as they are expected to be.
         mark: what compute must have done before memory on the device is written.
+        is_handed_over: ``grads`` are not those that change with the next backward.
         has_counted: called once, if it does.
     """
 
@@ -27,14 +30,16 @@ class Attempt:
         self,
         name: str,
         sections: Sequence[Section],
+        grads: Sequence[Grads],
         rule: Rule,
         runs: Sequence[Run],
         grad_scale: float,
         mark: Event,
-        has_counted: Callable[[], None],
+        is_handed_over: bool = False,
+        has_counted: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.sections, self.rule, self.runs, self.grad_scale, self.mark = name, sections, rule, runs, grad_scale, mark
-        self.has_counted = has_counted
+        self.grads, self.is_handed_over, self.has_counted = grads, is_handed_over, has_counted
         self.is_given_up = self.has_begun = False
         self.finished: set[Section] = set()
         self.taken: dict[Section, bool] = {}
@@ -43,18 +48,18 @@ class Attempt:
     def run(self, num_threads: int, stop: threading.Event) -> None:
         """Update all sections in their shadows, unless this is given up."""
         self.has_begun = True
-        for section in self.sections:
+        for section, grads in zip(self.sections, self.grads, strict=True):
             assert section.shadow is not None
             for chunk in section.state.chunks:
                 if self.is_given_up or stop.is_set():
                     return
                 with phase("update", self.name):
-                    section.shadow.update(section, chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
+                    section.shadow.update(section, grads, chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
             self.finished.add(section)
 
     def give_up(self, goes_on: bool = False) -> None:
         """Begin nothing more; what is finished may still be taken. ``goes_on``: unless it has begun, or waits for the gradient to arrive."""
-        is_waiting = not all(section.grads.is_here for section in self.sections)
+        is_waiting = not all(grads.is_here for grads in self.grads)
         self.is_given_up |= not (goes_on and (self.has_begun or is_waiting))
 
     def drop(self) -> None:

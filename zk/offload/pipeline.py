@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
+from zk.offload.attempt import Attempt
 from zk.offload.section import Run
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
-from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT
+from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT, Grads
 from zk.offload.worker import Cancelled
 from zk.timeline import phase
 
@@ -30,15 +31,18 @@ class Task:
     # brings the updated slice to the other ranks, after its last copy home and a mark, as for Transfer; returns what compute must follow
     publish: Callable[[Event, Event | None], Awaited]
     grad_scale: float  # what the gradient is multiplied by on the way
+    used: Collection[int]  # numbers of the parameters that have a gradient
     done: Ticket = dataclasses.field(default_factory=Ticket)  # all of it is updated, and published
     arriving: Awaited = COMPLETED  # set when done: what compute must follow before it uses the parameters
     keep: bool = True  # the gradient stays where it is when this is done, until zero_grad()
+    handed_over: Sequence[Grads] | None = None  # the gradient of each section, where the next one comes before this is done
     is_published: bool = False  # or is just being
     left: int = dataclasses.field(init=False)  # chunks to be updated
     unread: Unread | None = dataclasses.field(init=False)  # what a save that began before still has to read
+    attempt: Attempt | None = dataclasses.field(init=False)  # to do it, which has begun before
 
     def __post_init__(self) -> None:
-        self.left, self.unread = len(self.shard.chunks), self.shard.unread
+        self.left, self.unread, self.attempt = len(self.shard.chunks), self.shard.unread, self.shard.attempt
 
     def end(self, mark: Event | None) -> None:
         """All chunks are updated, by what compute had been asked to do at ``mark`` and by the host."""
@@ -94,11 +98,12 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
         if stop is not None and stop.is_set():
             raise Cancelled(f"the run ended before the update of unit {task.name!r} did")
         asked = max(asked, position)
-        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1]):
+        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1], work[asked][0].handed_over):
             asked += 1
         keep = options.keep and position >= len(work) - CHUNKS_KEPT
         with phase("update", task.name):
-            task.shard.update(index, task.runs, task.grad_scale, options.num_threads, keep, options.mark, task.unread)
+            given = task.unread, task.attempt, task.handed_over
+            task.shard.update(index, task.runs, task.grad_scale, options.num_threads, keep, options.mark, *given)
         task.left -= 1
         if not task.left:
             task.end(options.mark)

@@ -60,14 +60,14 @@ class Shadow:
         self.state, self.param, self.near = state, param, near
 
     def update(
-        self, section: Section, chunk: slice, rule: Rule, runs: Sequence[Run], grad_scale: float, num_threads: int, mark: Event | None
+        self, section: Section, grads: Grads, chunk: slice, rule: Rule, runs: Sequence[Run], grad_scale: float, num_threads: int, mark: Event | None
     ) -> None:
-        """Make what ``chunk`` of the section becomes. ``mark``: what compute must have done before ``near`` is written."""
+        """Make what ``chunk`` of the section becomes by ``grads``. ``mark``: what compute must have done before ``near`` is written."""
         with (
             opened(section.state, section.param, chunk, changes=False) as now,
             opened(self.state, self.param, chunk, changes=True, read=False) as then,
         ):
-            grad = section.grads.open(chunk)
+            grad = grads.open(chunk)
             try:
                 for block in evenly(0, chunk.stop - chunk.start, _BLOCK, 64):
                     for name, field in then.items():
@@ -75,7 +75,7 @@ class Shadow:
                     elements = slice(chunk.start + block.start, chunk.start + block.stop)
                     apply(rule, {name: field[block] for name, field in then.items()}, grad[block], elements, runs, grad_scale, num_threads)
             finally:
-                section.grads.close(chunk)
+                grads.close(chunk)
         if self.near is not None:
             assert isinstance(self.param, ResidentFields)
             updated = self.param.open(chunk)["param"]
@@ -113,6 +113,7 @@ class Section:
     beside: bool  # host threads do the update, so it can go on while the device computes
     is_fixed: bool  # ``param`` is memory of the model's own parameters, or of other sections too
     shadow: Shadow | None = None
+    spare: Grads | None = None  # room for the next gradient while the update of this one goes on
 
     @property
     def whole(self) -> slice:

@@ -14,6 +14,7 @@ from zk.offload.attempt import Attempt
 from zk.offload.rules import Rule
 from zk.offload.section import Opened, Run, Section, apply, opened
 from zk.offload.snapshot import Unread
+from zk.offload.tiers import Grads
 
 
 def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -103,9 +104,9 @@ class OptimizerShard:
             with self.changed(index, self.unread) as fields:
                 write(fields, here, there)
 
-    def drop_attempt(self) -> None:
-        """Give up an update that has begun: what it was made from is about to change."""
-        if self.attempt is not None:
+    def drop_attempt(self, of_gradient: bool = False) -> None:
+        """Give up an update that has begun: what it was made from is about to change, or only the gradient that comes from backward now is."""
+        if self.attempt is not None and not (of_gradient and self.attempt.is_handed_over):
             self.attempt.drop()
             self.attempt = None
 
@@ -116,12 +117,20 @@ class OptimizerShard:
 
         ``stats``: (2,) fp64, of which the first is its sum of squares, where that is known.
         """
-        self.drop_attempt()
+        self.drop_attempt(of_gradient=True)
         self.stats.append(stats)
         if len(self.sections) == 1:
             return self.sections[0].grads.add(grad, stats is not None)
         events = [section.grads.add(grad[section.whole], stats is not None) for section in self.sections]
         return None if None in events else events[-1]
+
+    def hand_over(self) -> list[Grads]:
+        """Take the gradient of each section away, for an update that ends after the next one has begun to come."""
+        self.stats, given = [], [section.grads for section in self.sections]
+        for section in self.sections:
+            assert section.spare is not None
+            section.grads, section.spare = section.spare, section.grads
+        return given
 
     def squares(self) -> list[float | Tensor]:
         """Parts of the sum of squares of the gradient, in float64. Not finite exactly if some element is not."""
@@ -131,7 +140,7 @@ class OptimizerShard:
 
     def bring(self, device: torch.device) -> Tensor:
         """Take the gradient out: (n,) on ``device``, in memory of its own."""
-        self.drop_attempt()
+        self.drop_attempt(of_gradient=True)
         pieces = []
         for section, chunk in self.places:
             pieces.append(section.grads.open(chunk).to(device, copy=True))
@@ -141,7 +150,7 @@ class OptimizerShard:
 
     def clear(self) -> Tensor | None:
         """Forget the gradient; returns memory that was taken."""
-        self.drop_attempt()
+        self.drop_attempt(of_gradient=True)
         self.stats = []
         memory = [section.grads.clear() for section in self.sections]
         return next((one for one in memory if one is not None), None)
@@ -152,10 +161,11 @@ class OptimizerShard:
         """Tell if host threads update a chunk."""
         return self.places[number][0].beside
 
-    def fetch(self, number: int) -> bool:
+    def fetch(self, number: int, handed_over: Sequence[Grads] | None = None) -> bool:
         """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
         section, chunk = self.places[number]
-        return section.state.fetch(chunk) and section.param.fetch(chunk) and section.grads.fetch(chunk)
+        grads = section.grads if handed_over is None else handed_over[self.sections.index(section)]
+        return section.state.fetch(chunk) and section.param.fetch(chunk) and grads.fetch(chunk)
 
     def update(
         self,
@@ -166,20 +176,24 @@ class OptimizerShard:
         keep: bool,
         mark: Event | None = None,
         unread: Unread | None = None,
+        attempt: Attempt | None = None,
+        handed_over: Sequence[Grads] | None = None,
     ) -> None:
-        """Update and cast chunk ``number``, unless an attempt has, and start to copy it home.
+        """Update and cast chunk ``number``, unless an ``attempt`` has, and start to copy it home.
 
         ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
+        ``handed_over``: the gradient of each section, if that is not where the next one will be.
         """
         section, chunk = self.places[number]
-        is_done = unread is None and self.attempt is not None and self.attempt.commit(section, runs, grad_scale)
+        is_done = unread is None and attempt is not None and attempt.commit(section, runs, grad_scale)
         if not is_done:
             with self.changed(number, unread, keep) as fields:
-                grad = section.grads.open(chunk)
+                grads = section.grads if handed_over is None else handed_over[self.sections.index(section)]
+                grad = grads.open(chunk)
                 try:
                     apply(self.rule, fields, grad, chunk, runs, grad_scale, num_threads)
                 finally:
-                    section.grads.close(chunk)
+                    grads.close(chunk)
         event = section.take_home(chunk, mark, section.shadow.near if is_done and section.shadow is not None else None)
         if event is not COMPLETED:
             self.arriving = event
@@ -293,7 +307,7 @@ class OptimizerShard:
         for section in self.sections:
             sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in self.names)))
             sizes.append((section.tier, "master", section.state.nbytes("master") if self.has_master else 0))
-            sizes.append((section.tier, "grad", section.grads.nbytes))
+            sizes.append((section.tier, "grad", section.grads.nbytes + (section.spare.nbytes if section.spare is not None else 0)))
             copied_to = "host" if section.tier == "nvme" else section.tier  # what is updated on the drive's behalf is in host memory
             sizes.append((copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
             if section.shadow is not None:

@@ -120,6 +120,11 @@ def footprint_of(
     return found
 
 
+def _has_shadows(config: ZeroConfig) -> bool:
+    """Check that updates go to other memory than the states first."""
+    return config.overlap_step == "backward" or config.delay_update is not None
+
+
 def _unit_sizes(
     placement: Placement, unit: Unit, param_tier: str, parts: Sequence[tuple[str, int]], at_least: bool
 ) -> Counter[tuple[str, str]]:
@@ -132,10 +137,10 @@ def _unit_sizes(
         memory = placement.memory_of(tier)
         sizes[tier, "master"] += numel * master
         sizes[tier, "moments"] += numel * sum(fields.values())
-        sizes[tier, "grad"] += numel * size
+        sizes[tier, "grad"] += numel * size * (1 + (placement.config.delay_update is not None and not at_least))
         if param_tier != "nvme" and memory != placement.memory_of(param_tier):
             sizes[memory, "param_copy"] += numel * size
-        if placement.config.overlap_step == "backward" and memory == "host":  # of as many as memory is left for; on the drive of all
+        if _has_shadows(placement.config) and memory == "host":  # of as many as memory is left for; on the drive of all
             shadows = {tier: numel * (master + sum(fields.values()))}
             rest = "nvme" if param_tier == "nvme" else "host"
             shadows[rest] = shadows.get(rest, 0) + numel * size
@@ -175,8 +180,8 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
             most |= Counter(param=round_up(largest * size) * units[key].trained, whole=round_up(numel * size))
         grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
         if is_state or placement.in_place(units[key], "nvme") is None:
-            shadows = placement.config.overlap_step == "backward" and units[key].trained
-            file_nbytes += count * ((1 + shadows) * sum(round_up(chunk * element) for chunk in chunks) + grad_nbytes)
+            shadows, gradients = _has_shadows(placement.config) and units[key].trained, 1 + (placement.config.delay_update is not None)
+            file_nbytes += count * ((1 + shadows) * sum(round_up(chunk * element) for chunk in chunks) + gradients * grad_nbytes)
     chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, 2)
     of_chunks = most["state"] + most["grad"] + most["param"]
     found.sizes["host", "buffer"] = chunks_here * of_chunks + reads * most["whole"] + writes * most["written"]
