@@ -34,6 +34,7 @@ IN_PART = (
     "test_pretrained.py",
     "test_speculation.py",
     "test_tiled_experts.py",
+    "test_linear_cross_entropy.py",
     "test_tiled_linear.py",
     "test_train.py",
 )

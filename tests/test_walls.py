@@ -26,7 +26,8 @@ from zk import ZeroOptimizer
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zk"
 BESIDE = {"tiled_linear", "activations", "materialize", "pretrained", "access", "timeline", "cli", "doctor", "terminal", "__main__", "__init__"}
-BESIDE |= {"stash", "tiled_matmul", "tiles", "tiled_experts", "prequantized"}
+BESIDE |= {"stash", "tiled_matmul", "tiles", "tiled_experts", "prequantized", "cross_entropy", "linear_cross_entropy", "linear_loss"}
+BESIDE |= {"tile_sequence", "token_tiles", "long_context", "deferred_logits"}
 
 # room: lines, code tokens (comments and docstrings not counted)
 SIZES = {
@@ -39,25 +40,28 @@ SIZES = {
     # 245 and 1,990 for DTensors, which are refused by name where they cannot be right; 20 and 160 for tables that wrappers share;
     # 10 and 25 for ranks that use no expert in a step; 10 and 120 for blocks in dicts, and for stages of a pipeline beside updates over NCCL;
     # 115 and 685 for micro-batches that go block by block: several backward passes as one, forwards that stop and go on, the choice
-    # 450 and 3,725 for updates that begin in backward: shadows and room for them, attempts, when to try; 160 and 1,190 for delayed updates
-    "core": (12_325, 91_140),
+    # 450 and 3,725 for updates that begin in backward: shadows and room for them, attempts, when to try
+    # 70 and 610 for the reference of cross entropy; 1 and 5 for backward passes inside of one
+    "core": (12_240, 90_575),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
-    "beside the core": (3_790, 28_865),
+    # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
+    # 315 and 2,660 for logits that are computed when they are used, and both in one call
+    "beside the core": (5_225, 40_730),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     "checkpoint": (2_890, 23_330),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
-    # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows
-    "plan": (1_825, 16_095),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
-    # 70 and 490 for micro-batches that go block by block
-    "integrations": (2_520, 16_725),
+    # 55 and 525 for both orders of micro-batches; 5 and 120 for shadows; 30 and 300 for long sequences
+    "plan": (1_850, 16_335),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
+    "integrations": (2_545, 16_830),
     "train": (1_160, 10_120),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
     "testing": (110, 670),
 }
-TOKENS_PER_LINE = 7.67  # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches, 7.66 without shadows
+TOKENS_PER_LINE = 7.70  # 7.61 without pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.67 without long ones
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,

@@ -4,6 +4,7 @@ from zk.access import gather
 from zk.activations import offload_activations
 from zk.config import DynamicLossScale, ZeroConfig
 from zk.integrations.deepspeed_engine import initialize
+from zk.linear_cross_entropy import linear_cross_entropy
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -19,6 +20,7 @@ __all__ = [
     "deferred_init",
     "gather",
     "initialize",
+    "linear_cross_entropy",
     "load_pretrained",
     "offload_activations",
     "tile_experts",

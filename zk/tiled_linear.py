@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,13 @@ def cuts(features: int, splits: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
+class Run(Protocol):
+    """One call, as its tiles see it."""
+
+    def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Add what one tile computes; ``link`` and the result are the chain in autograd."""
+
+
 class LinearTile(Tile):
     """One tile of a TiledLinear: ``weight`` (rows of the output, columns of the input)."""
 
@@ -46,8 +53,8 @@ class LinearTile(Tile):
         self.weight = weight
         self.rows, self.columns = rows, columns
 
-    def forward(self, link: Tensor, run: _Run) -> Tensor:
-        return cast(Tensor, _Step.apply(link, self.weight, run, self.rows, self.columns))  # type: ignore[no-untyped-call]
+    def forward(self, link: Tensor, run: Run) -> Tensor:
+        return run.step(link, self.weight, self.rows, self.columns)
 
     def extra_repr(self) -> str:
         return f"rows {self.rows.start}:{self.rows.stop}, columns {self.columns.start}:{self.columns.stop}"
@@ -72,6 +79,10 @@ class _Run:
         # backward only
         self.grads: Sequence[Tensor] = ()  # of the outputs
 
+    def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:
+        """One node of the chain."""
+        return cast(Tensor, _Step.apply(link, weight, self, rows, columns))  # type: ignore[no-untyped-call]
+
     def output_rows(self, tensors: Sequence[Tensor], rows: slice) -> Tensor:
         """The part of ``rows`` of the weight in ``tensors``, the outputs or their gradients: (m, rows)."""
         return tensors[0][:, rows] if self.combined else tensors[self.row_cuts.index(rows)]
@@ -83,12 +94,12 @@ class _Run:
         return outputs
 
 
-def _link(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def memoryless(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of ``shape`` that share one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
 
 
@@ -98,7 +109,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, run: _Run) -> Tensor:
         ctx.run, ctx.dtype = run, x.dtype
-        return _link(x.shape, run.link_dtype, x.device)
+        return memoryless(x.shape, run.link_dtype, x.device)
 
     @staticmethod
     @once_differentiable
@@ -122,9 +133,9 @@ class _Step(torch.autograd.Function):
         if columns != run.last_columns:
             assert run.partial is not None
             target = run.partial
-        with _no_autocast(out.device):
+        with no_autocast(out.device):
             kernels.tiled_matmul(run.x[:, columns], weight.to(out.dtype).t(), target, plus=run.partial if columns.start else None, bias=bias)
-        return _link(link.shape, link.dtype, link.device)
+        return memoryless(link.shape, link.dtype, link.device)
 
     @staticmethod
     @once_differentiable
@@ -132,7 +143,7 @@ class _Step(torch.autograd.Function):
         run, rows, columns = ctx.run, ctx.rows, ctx.columns
         x, weight = ctx.saved_tensors
         dy, dweight = run.output_rows(run.grads, rows), None
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             if ctx.needs_input_grad[1]:
                 dweight = torch.empty_like(weight)
                 kernels.tiled_matmul(dy.t(), x[:, columns], dweight)
@@ -159,7 +170,7 @@ class _Close(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.run.grads = grads
         bias = torch.cat([dy.sum(0, dtype=torch.float32) for dy in grads]).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        return _link(ctx.shape, ctx.run.link_dtype, ctx.device), bias, None
+        return memoryless(ctx.shape, ctx.run.link_dtype, ctx.device), bias, None
 
 
 class TiledLinear(Tiled, nn.Linear):

@@ -1,4 +1,6 @@
-"""Triton kernels, usable alone: flattening, reduction, casts, Adam, tiled matrix products. In host memory each runs its plain PyTorch reference.
+"""Triton kernels, usable alone: flattening, reduction, casts, Adam, tiled matrix products, cross entropy.
+
+In host memory each runs its plain PyTorch reference.
 
 Triton is imported with the first of them, not with zk.
 """
@@ -14,11 +16,12 @@ from zk.kernels.step import AdamStep
 
 if TYPE_CHECKING:
     from zk.kernels.adam import adam
+    from zk.kernels.cross_entropy import cross_entropy
     from zk.kernels.flatten import flatten, unflatten
     from zk.kernels.reduce import cast, reduce
     from zk.kernels.tiled_matmul import tiled_matmul
 
-__all__ = ["AdamStep", "adam", "cast", "flatten", "reduce", "tiled_matmul", "unflatten"]
+__all__ = ["AdamStep", "adam", "cast", "cross_entropy", "flatten", "reduce", "tiled_matmul", "unflatten"]
 _FILES = {name: {"cast": "reduce", "unflatten": "flatten"}.get(name, name) for name in __all__[1:]}
 
 

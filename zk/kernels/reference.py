@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from zk.kernels.step import AdamStep
 
 # elements worked on at once: six fp32 arrays of it fit in a core's L2 cache
 CHUNK = 1 << 16
+# columns of logits worked on at once
+COLUMNS = 4096
 
 
 def unchecked(name: str, device: torch.device) -> Callable[..., None]:
@@ -135,6 +138,65 @@ def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: T
     if activation:
         result = ACTIVATIONS[activation](result)
     out.copy_(result)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    state: Tensor,
+    grad: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    first: int,
+    vocab: int,
+    ignored: int,
+    smoothing: float,
+    softcap: float,
+    z_loss: float,
+    measure: bool,
+    gradient: bool,
+) -> None:
+    """Measure rows of a tile of logits into ``state``, from which the gradient of each row's loss is made; block by block, as the kernel."""
+    largest, total, picked, summed = state
+    place = (targets - first)[:, None]
+
+    def blocks() -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, logits.shape[1], COLUMNS):
+            piece = slice(start, start + COLUMNS)
+            z = logits[:, piece] if bias is None else logits[:, piece] + bias[piece]
+            yield piece, softcap * torch.tanh(z / softcap) if softcap else z
+
+    if measure and first == 0:
+        largest.fill_(-math.inf)
+        state[1:] = 0
+    for piece, z in blocks() if measure else ():
+        highest = torch.maximum(largest, z.amax(1))
+        origin = highest.masked_fill(highest == -math.inf, 0)
+        total.mul_((largest - origin).exp_()).add_((z - origin[:, None]).exp_().sum(1))
+        largest.copy_(highest)
+        at = place - piece.start
+        inside = (at >= 0) & (at < z.shape[1])
+        picked += z.gather(1, at.masked_fill(~inside, 0)).masked_fill(~inside, 0)[:, 0]
+        if smoothing:
+            summed += z.sum(1)
+    if not gradient:
+        return
+    lse = (largest + total.log())[:, None]
+    kept = (targets != ignored)[:, None]
+    for piece, z in blocks():
+        d = (z - lse).exp_()
+        if z_loss:
+            d *= 1 + 2 * z_loss * lse
+        if smoothing:
+            d -= smoothing / vocab
+        at = place - piece.start
+        inside = (at >= 0) & (at < z.shape[1])
+        d.scatter_add_(1, at.masked_fill(~inside, 0), torch.where(inside, smoothing - 1.0, 0.0))
+        if softcap:
+            d *= 1 - (z / softcap).square_()
+        if scale is not None:
+            d *= scale[:, None]
+        (logits if grad is None else grad)[:, piece] = torch.where(kept, d, 0)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
