@@ -182,9 +182,10 @@ def cross_entropy(
     if not gradient:
         return
     lse = (largest + total.log())[:, None]
-    kept = (targets != ignored)[:, None]
+    passed_over = targets == ignored
     for piece, z in blocks():
-        d = (z - lse).exp_()
+        into = (logits if grad is None else grad)[:, piece]
+        d = torch.sub(z, lse, out=into if into.dtype == z.dtype and not softcap else None).exp_()
         if z_loss:
             d *= 1 + 2 * z_loss * lse
         if smoothing:
@@ -196,7 +197,9 @@ def cross_entropy(
             d *= 1 - (z / softcap).square_()
         if scale is not None:
             d *= scale[:, None]
-        (logits if grad is None else grad)[:, piece] = torch.where(kept, d, 0)
+        d[passed_over] = 0
+        if d is not into:
+            into.copy_(d)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
