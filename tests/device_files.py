@@ -35,6 +35,7 @@ IN_PART = (
     "test_speculation.py",
     "test_tiled_experts.py",
     "test_linear_cross_entropy.py",
+    "test_tile_sequence.py",
     "test_tiled_linear.py",
     "test_train.py",
 )

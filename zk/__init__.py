@@ -8,6 +8,7 @@ from zk.linear_cross_entropy import linear_cross_entropy
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
+from zk.tile_sequence import tile_sequence, untile_sequence
 from zk.tiled_experts import tile_experts
 from zk.tiled_linear import TiledLinear, tile_linears
 
@@ -25,4 +26,6 @@ __all__ = [
     "offload_activations",
     "tile_experts",
     "tile_linears",
+    "tile_sequence",
+    "untile_sequence",
 ]

@@ -7,8 +7,31 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from zk.owners import inner_tensors, owner_of
-from zk.store import UnitStore
+from zk.owners import holder_of, inner_tensors, owner_of
+from zk.store import State, UnitStore
+
+
+@contextlib.contextmanager
+def keep_gathered(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context within a backward: ``params`` are gathered as in any use, and stay so through backward passes inside of it.
+
+    So do ``others`` that are gathered.
+    """
+    stores = [
+        {id(store): store for param in given for _, tensor in inner_tensors(param) if (store := holder_of(tensor)) is not None}
+        for given in (params, others)
+    ]
+    for store in stores[0].values():
+        if store.state is not State.GATHERED:
+            store.use()
+    kept: list[UnitStore] = [store for store in (stores[0] | stores[1]).values() if store.state is State.GATHERED]
+    for store in kept:
+        store.pins += 1
+    try:
+        yield
+    finally:
+        for store in kept:
+            store.pins -= 1
 
 
 @contextlib.contextmanager

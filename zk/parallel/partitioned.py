@@ -332,6 +332,7 @@ class Partition:
                 f"the parameters of unit {store.unit.name!r} were partitioned when the optimizer was closed; close(gather=True) leaves them full"
             )
         if self.entered or torch._C._current_graph_task_id() != -1:
+            self._watch_backward()  # (another one inside of it, which also reads parameters, is not to end it)
             self._use(store)
             return
         if self.reads:

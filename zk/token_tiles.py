@@ -1,0 +1,301 @@
+"""A position-wise module, run tile by tile of tokens: its activations exist for one tile at a time, forward and backward.
+
+Forward keeps no graph. Backward computes each tile again with one, and adds up the gradients of parameters in fp32, tile after tile; each parameter
+gets its sum once. The tile is a number of tokens that does not depend on the memory that is free, so the same sequence gives the same bits.
+Source: sequence tiling, Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zk.access import keep_gathered
+from zk.hooks import Hook
+from zk.tiles import Tile
+
+# tokens of a tile: in host memory, and on a device, which has more to do at once
+_TOKENS, _ON_DEVICE = 512, 4096
+
+
+class TokenTiles:
+    """Stand-in for a module's ``forward``, which calls that for one tile after the other."""
+
+    def __init__(self, module: nn.Module, name: str, max_nbytes: int | None) -> None:
+        self.module, self.name, self.max_nbytes = module, name, max_nbytes
+        self.before = module.__dict__.get("forward")  # somebody else's, in place of the class's
+        self.fit: int | None = None  # tokens that ``max_nbytes`` has room for
+        self.is_checked = False
+
+    def whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module without tiles."""
+        return type(self.module).forward(self.module, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
+
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        if not places or flat[places[0]].ndim < 2 or not flat[places[0]].numel():
+            return self.whole(*args, **kwargs)
+        call = _Call(self, flat, spec, places)
+        if self.max_nbytes is not None and self.fit is None:
+            self.fit = call.fit([flat[place] for place in places], self.max_nbytes)
+        call.size = self.fit or (_TOKENS if call.device.type == "cpu" else _ON_DEVICE)
+        if call.tokens <= call.size:
+            return self.whole(*args, **kwargs)
+        inputs = [flat[place] for place in places]
+        if any(tensor.shape[:-1] != call.lead for tensor in inputs):
+            raise ValueError(
+                f"{self.name!r} is called with tensors of {[tuple(tensor.shape) for tensor in inputs]}, and all of them must have the same tokens, "
+                "(..., features), to be cut into tiles of tokens; leave it out of tile_sequence(modules=...)"
+            )
+        for path, module in self.module.named_modules():
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if path else ()
+            if not all(isinstance(hook, Hook) or getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks):
+                raise RuntimeError(
+                    f"{path!r} in {self.name!r} has a forward hook, which would be called once for each tile of tokens; remove it, or leave "
+                    "the module out of tile_sequence(modules=...)"
+                )
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        if any(param._backward_hooks for param in params):
+            raise RuntimeError(
+                f"a parameter of {self.name!r} has a hook (register_hook), which would see the gradient of each tile of tokens, and their sum; use "
+                "register_post_accumulate_grad_hook, or leave the module out of tile_sequence(modules=...)"
+            )
+        if not self.is_checked:
+            call.check(inputs)
+            self.is_checked = True
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *params)):
+            outputs = _Tiles.apply(call, *inputs, *params)  # type: ignore[no-untyped-call]
+        else:
+            outputs = call.forward(inputs)
+        return call.result(outputs)
+
+
+class _Call:
+    """One call of a module."""
+
+    def __init__(self, owner: TokenTiles, flat: list[Any], spec: Any, places: list[int]) -> None:
+        first: Tensor = flat[places[0]]
+        self.owner, self.spec, self.places = owner, spec, places
+        self.flat = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self.device, self.lead = first.device, first.shape[:-1]
+        self.tokens, self.size = math.prod(self.lead), 0
+        self.out_spec: Any = None
+        self.others: dict[int, Any] = {}  # what the module returns beside tensors, by place
+        self.has_autocast = torch.amp.is_autocast_available(first.device.type)
+        if self.has_autocast:
+            self.autocast = torch.is_autocast_enabled(first.device.type), torch.get_autocast_dtype(first.device.type)
+
+    def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
+        """Context: autocast as it was in forward."""
+        if not self.has_autocast:
+            return contextlib.nullcontext()
+        enabled, dtype = self.autocast
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+    def tiles(self) -> Iterator[slice]:
+        """The tokens of each tile."""
+        return (slice(start, min(start + self.size, self.tokens)) for start in range(0, self.tokens, self.size))
+
+    def tile(self, tensor: Tensor, rows: slice) -> Tensor:
+        """Some tokens of ``tensor`` (..., features), with as many dimensions, the leading ones of size 1."""
+        return tensor.detach().reshape(self.tokens, -1)[rows].view(*[1] * (len(self.lead) - 1), -1, tensor.shape[-1])
+
+    def call(self, tensors: Sequence[Tensor]) -> Any:
+        """Call the module with these in place of the tensors that it was given."""
+        flat = list(self.flat)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            flat[place] = tensor
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return self.owner.whole(*args, **kwargs)
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All outputs that are tensors, tile by tile."""
+        found: list[Tensor] = []
+        versions, random, seen = [tensor._version for tensor in inputs], _random(self.device), _captured()
+        for rows in self.tiles():
+            count = rows.stop - rows.start
+            with torch.no_grad():
+                leaves, self.out_spec = tree_flatten(self.call([self.tile(tensor, rows) for tensor in inputs]))
+            self.others = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if not found:
+                self._refuse(inputs, versions, random, seen)
+                found = [tensor.new_empty(*self._shape(tensor, count)) for tensor in tensors]
+            for whole, part in zip(found, tensors, strict=True):
+                self.rows_of(whole)[rows] = part.reshape(count, *self.rows_of(whole).shape[1:])
+        self._refuse(inputs, versions, random, seen)
+        return tuple(found)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """An output, or its gradient, by token: (tokens, ...)."""
+        return whole if whole.shape[0] == self.tokens else whole.view(self.tokens, *whole.shape[len(self.lead) :])
+
+    def _shape(self, part: Tensor, count: int) -> tuple[int, ...]:
+        """The shape of an output of which ``part`` are ``count`` tokens: as the input is, or token by token."""
+        ones = len(self.lead) - 1
+        if part.shape[: ones + 1] == (*[1] * ones, count):
+            return *self.lead, *part.shape[ones + 1 :]
+        if part.ndim and part.shape[0] == count:
+            return self.tokens, *part.shape[1:]
+        raise ValueError(
+            f"{self.owner.name!r} returns a tensor of {tuple(part.shape)} for {count} tokens, which is not one row for each, and cannot be put "
+            "together from tiles of tokens; leave it out of tile_sequence(modules=...)"
+        )
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Put together as the module returns it."""
+        tensors = iter(outputs)
+        return tree_unflatten(
+            [self.others[place] if place in self.others else next(tensors) for place in range(self.out_spec.num_leaves)], self.out_spec
+        )
+
+    def _refuse(self, inputs: Sequence[Tensor], versions: Sequence[int], random: Tensor, seen: int) -> None:
+        name = self.owner.name
+        if not torch.equal(random, _random(self.device)):
+            _random(self.device, random)
+            raise RuntimeError(
+                f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
+                "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
+            )
+        if [tensor._version for tensor in inputs] != versions:
+            raise RuntimeError(f"{name!r} changes its input in place, and backward computes it again; leave it out of tile_sequence(modules=...)")
+        if seen != _captured():
+            raise RuntimeError(
+                f"transformers collects outputs of modules inside of {name!r}, tile by tile of tokens and without a graph; set output_router_logits, "
+                "output_hidden_states and output_attentions to False, or leave the module out of tile_sequence(modules=...)"
+            )
+
+    @torch.no_grad()
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Check on two tokens that each one's output is its own."""
+        versions, random, seen = [tensor._version for tensor in inputs], _random(self.device), _captured()
+        found = []
+        for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+            copies = [self.tile(tensor, rows).clone() for tensor in inputs]
+            before = [copy._version for copy in copies]
+            count = rows.stop - rows.start
+            leaves = [leaf for leaf in tree_leaves(self.call(copies)) if isinstance(leaf, Tensor)]
+            for leaf in leaves:
+                self._shape(leaf, count)
+            found.append([leaf.reshape(count, -1) for leaf in leaves])
+            self._refuse([*inputs, *copies], [*versions, *before], random, seen)
+        for both, first, second in zip(*found, strict=True):
+            apart = torch.cat([first, second]).double()
+            if not torch.allclose(both.double(), apart, rtol=1e-2, atol=1e-2 * float(apart.abs().max()), equal_nan=True):
+                raise ValueError(
+                    f"{self.owner.name!r} gives a token another output beside another token: it is not position-wise, and cannot run tile by tile of "
+                    "tokens; leave it out of tile_sequence(modules=...)"
+                )
+
+    def fit(self, inputs: Sequence[Tensor], max_nbytes: int) -> int:
+        """How many tokens' activations, and the gradients of these, ``max_nbytes`` has room for, as a power of two: measured on one token."""
+        found: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor._base if tensor._base is not None else tensor, nn.Parameter):
+                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        random = _random(self.device)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+            kept = self.call([self.tile(tensor, slice(0, 1)).clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs])
+        _random(self.device, random)
+        del kept
+        one = 2 * sum(found.values())
+        if one > max_nbytes:
+            raise ValueError(f"max_nbytes={max_nbytes} has no room for one token of {self.owner.name!r}, whose activations and gradients take {one}")
+        return 1 << int(math.log2(max_nbytes / one)) if one else self.tokens
+
+
+class _Tiles(torch.autograd.Function):
+    """All tiles of one call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = len(call.places)
+        inputs = tensors[:count]
+        outputs = call.forward(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        ctx.save_for_backward(*inputs)
+        ctx.call, ctx.params = call, tensors[count:]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{call.owner.name!r} runs tile by tile of tokens, and has no second derivative; call backward without create_graph=True, or leave "
+                "the module out of tile_sequence(modules=...)"
+            )
+        inputs, params = ctx.saved_tensors, ctx.params
+        wants = [tensor for tensor, wanted in zip(inputs, ctx.needs_input_grad[1:], strict=False) if wanted]
+        sums: list[Tensor | None] = [None] * len(params)
+        found = {id(tensor): torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in wants}
+        with keep_gathered(_own(call.owner.module), call.owner.module.parameters()):
+            for rows in call.tiles():
+                parts = {id(tensor): call.tile(tensor, rows).requires_grad_(id(tensor) in found) for tensor in inputs}
+                with torch.enable_grad(), call.as_in_forward():
+                    outputs = [leaf for leaf in tree_leaves(call.call([parts[id(tensor)] for tensor in inputs])) if isinstance(leaf, Tensor)]
+                pairs = [
+                    (output, call.rows_of(grad)[rows].view(output.shape))
+                    for output, grad in zip(outputs, grads, strict=True)
+                    if grad is not None and output.requires_grad
+                ]
+                if not pairs:
+                    continue
+                leaves = [*(parts[id(tensor)] for tensor in wants), *params]
+                made = _grads(pairs, leaves)
+                for tensor, grad in zip(wants, made, strict=False):
+                    if grad is not None:
+                        found[id(tensor)].view(call.tokens, -1)[rows] = grad.reshape(rows.stop - rows.start, -1)
+                for number, grad in enumerate(made[len(wants) :]):
+                    before = sums[number]
+                    if grad is not None:
+                        sums[number] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if before is None else before.add_(grad)
+        of_inputs = [found.get(id(tensor)) for tensor in inputs]
+        of_params = [None if total is None else total.to(param.dtype) for total, param in zip(sums, params, strict=True)]
+        return None, *of_inputs, *of_params
+
+
+def _grads(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    outputs, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that each tile uses: not those of experts, nor of tiles of weights, which are units of their own."""
+    found = list(module._parameters.values())
+    for child in module.children():
+        if not isinstance(child, (nn.ModuleList, Tile)):
+            found += _own(child)
+    return [param for param in found if param is not None]
+
+
+def _random(device: torch.device, state: Tensor | None = None) -> Tensor:
+    """The states of the generators of host and device, after setting them if there is a ``state``."""
+    on_device = device.type == "cuda"
+    if state is not None:
+        host = len(torch.get_rng_state())
+        torch.set_rng_state(state[:host])
+        if on_device:
+            torch.cuda.set_rng_state(state[host:], device)
+    return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if on_device else [])])
+
+
+def _captured() -> int:
+    """How many outputs of modules transformers has collected in the forward in progress, if it does."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collected = capturing._active_collector.get() if capturing is not None else None
+    return sum(len(values) for values in collected.values() if isinstance(values, list)) if collected else 0
