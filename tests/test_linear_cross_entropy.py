@@ -312,7 +312,7 @@ class Model(nn.Module):
 
 def batches(rank: int = 0, world: int = 1) -> Iterator[Tensor]:
     draws = torch.Generator().manual_seed(3)
-    for _ in range(3):
+    for _ in range(2):
         yield torch.randint(0, VOCAB, (4 if DEVICE.type == "cpu" else 2, 12), generator=draws).to(DEVICE)[rank::world]
 
 
@@ -339,7 +339,7 @@ def trained(case: tuple[str, str, int, str]) -> str:
     return "" if worst < 2e-4 else f"{case}: parameters differ by {worst}"
 
 
-CASES = [(head, reduction, stage) for head in ("tied", "own", "tiled") for reduction in ("mean", "none") for stage in (2, 3)]
+CASES = [("tied", "mean", 2), ("tied", "mean", 3), ("own", "none", 3), ("tiled", "mean", 2), ("tiled", "mean", 3), ("tiled", "none", 3)]
 
 
 @pytest.mark.device
@@ -353,7 +353,7 @@ def test_a_model_trains_as_with_logits_at_every_stage(tmp_path: Any) -> None:
 
 
 def test_over_ranks_it_trains_as_with_logits() -> None:
-    cases = [(*case, "") for case in CASES if case[2] == 3] + [("tied", "mean", 2, "")]
+    cases = [(*case, "") for case in CASES[1:5]]
     assert run_world(2, trained, cases) == [["", ""]] * len(cases)
 
 

@@ -287,7 +287,7 @@ def trained(case: tuple[type[nn.Module], str, int, str, bool]) -> str:
         place = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": folder} if folder else {}
         options = {"overlap_step": True} if folder else {}
         with zk.ZeroOptimizer(tiled, torch.optim.AdamW(tiled.parameters(), lr=1e-2), stage=stage, **place, **options) as optimizer:
-            for step in range(3):
+            for step in range(2):
                 parts = batch(step, rows=4).chunk(2)
                 mine = parts if world == 1 else parts[rank : rank + 1]
                 sum(plain(part) for part in parts).div(2).backward()
@@ -325,7 +325,7 @@ def test_tiles_train_at_every_stage_on_a_drive_and_block_by_block(tmp_path: Path
 
 
 def test_tiles_train_over_ranks() -> None:
-    cases = [(kind, checkpointed, stage, "", accumulates) for kind, checkpointed, stage, accumulates in CASES]
+    cases = [(kind, checkpointed, stage, "", accumulates) for kind, checkpointed, stage, accumulates in (CASES[2], *CASES[5:])]
     for case, results in zip(cases, run_world(2, trained, cases), strict=True):
         assert results == ["", ""], case
 

@@ -5,6 +5,7 @@ from zk.activations import offload_activations
 from zk.config import DynamicLossScale, ZeroConfig
 from zk.integrations.deepspeed_engine import initialize
 from zk.linear_cross_entropy import linear_cross_entropy
+from zk.long_context import long_context
 from zk.materialize import deferred_init
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -23,6 +24,7 @@ __all__ = [
     "initialize",
     "linear_cross_entropy",
     "load_pretrained",
+    "long_context",
     "offload_activations",
     "tile_experts",
     "tile_linears",

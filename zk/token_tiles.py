@@ -138,7 +138,7 @@ class _Call:
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """An output, or its gradient, by token: (tokens, ...)."""
-        return whole if whole.shape[0] == self.tokens else whole.view(self.tokens, *whole.shape[len(self.lead) :])
+        return whole if whole.shape[0] == self.tokens else whole.reshape(self.tokens, *whole.shape[len(self.lead) :])
 
     def _shape(self, part: Tensor, count: int) -> tuple[int, ...]:
         """The shape of an output of which ``part`` are ``count`` tokens: as the input is, or token by token."""
@@ -240,6 +240,7 @@ class _Tiles(torch.autograd.Function):
                 "the module out of tile_sequence(modules=...)"
             )
         inputs, params = ctx.saved_tensors, ctx.params
+        by_token = [None if grad is None else call.rows_of(grad) for grad in grads]
         wants = [tensor for tensor, wanted in zip(inputs, ctx.needs_input_grad[1:], strict=False) if wanted]
         sums: list[Tensor | None] = [None] * len(params)
         found = {id(tensor): torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in wants}
@@ -249,8 +250,8 @@ class _Tiles(torch.autograd.Function):
                 with torch.enable_grad(), call.as_in_forward():
                     outputs = [leaf for leaf in tree_leaves(call.call([parts[id(tensor)] for tensor in inputs])) if isinstance(leaf, Tensor)]
                 pairs = [
-                    (output, call.rows_of(grad)[rows].view(output.shape))
-                    for output, grad in zip(outputs, grads, strict=True)
+                    (output, grad[rows].reshape(output.shape))
+                    for output, grad in zip(outputs, by_token, strict=True)
                     if grad is not None and output.requires_grad
                 ]
                 if not pairs:

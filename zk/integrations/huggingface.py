@@ -19,6 +19,7 @@ from zk.checkpoint.export import export
 from zk.config import ZeroConfig, check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.logs import log
+from zk.long_context import long_context as make_long
 from zk.memory import host_memory
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -49,6 +50,8 @@ class ZeroTrainerMixin:
             other; "vertical", all of them block by block, which moves each parameter and gradient once for all (``ZeroOptimizer.accumulate``:
             blocks are computed again in backward, and random numbers are each micro-batch's own); "auto", vertical where parameters or
             gradients rest away from where they are computed.
+        long_context: True, or options of ``zk.long_context`` as a dict: loss without logits, MLPs and norms tile by tile of tokens, checkpoints away
+            from the device.
         args, kwargs: the Trainer's.
 
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
@@ -67,7 +70,12 @@ class ZeroTrainerMixin:
     accelerator: Any
 
     def __init__(
-        self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | None = None, accumulation: str = "horizontal", **kwargs: Any
+        self,
+        *args: Any,
+        zero: ZeroConfig | Mapping[str, Any] | None = None,
+        accumulation: str = "horizontal",
+        long_context: bool | Mapping[str, Any] = False,
+        **kwargs: Any,
     ) -> None:
         self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
@@ -83,8 +91,23 @@ class ZeroTrainerMixin:
                 f"clip_grad_norm={config.clip_grad_norm} has no effect beside TrainingArguments(max_grad_norm={self.args.max_grad_norm}), by "
                 "which the Trainer clips; leave it out, and set max_grad_norm"
             )
+        if long_context is not False:
+            self._make_long(dict(long_context) if isinstance(long_context, Mapping) else {})
         if self.args.n_gpu > 1:
             raise ValueError(f"one process sees {self.args.n_gpu} GPUs; start one for each, with torchrun --nproc_per_node {self.args.n_gpu}")
+
+    def _make_long(self, options: dict[str, Any]) -> None:
+        """Apply ``zk.long_context`` to the model that there is."""
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                f"TrainingArguments(label_smoothing_factor={self.args.label_smoothing_factor}) computes the Trainer's own loss of all logits, which "
+                "long_context=True is to do without; leave it out, or pass compute_loss_func, with F.cross_entropy(..., label_smoothing=)"
+            )
+        if getattr(self, "model_init", None) is not None:
+            raise ValueError(
+                "long_context=True changes a model in place, and model_init makes others; pass model=, or call zk.long_context in model_init"
+            )
+        make_long(self.model, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

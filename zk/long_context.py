@@ -1,0 +1,105 @@
+"""long_context: what a causal language model needs for long sequences, in one call."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zk.activations import ActivationOffload, offload_activations
+from zk.deferred_logits import DeferredHead
+from zk.hooks import Hook
+from zk.tile_sequence import tile_sequence
+from zk.tiled_linear import TiledLinear
+
+
+def long_context(
+    model: nn.Module,
+    head: str | None = None,
+    max_nbytes: int | str | None = None,
+    checkpoint: bool = True,
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+) -> list[str]:
+    """Let a causal language model train on long sequences, in place: no logits, MLPs and norms tile by tile, checkpoints away from the device.
+
+    The loss is the model's own: its head gives logits that are computed when they are used, and ``F.cross_entropy`` of them is
+    ``zk.linear_cross_entropy``, also behind casts, shifts, a factor and a softcap. Where they are used otherwise (evaluation with metrics, a loss of
+    one's own), they are what they were. Generation and other forwards without labels and gradients are as before.
+
+    Args:
+        model: of transformers, or any module. Checkpoints are those of ``gradient_checkpointing_enable()``, which it should have.
+        head: name of the linear layer that makes logits; by default ``model.get_output_embeddings()``.
+        max_nbytes: of ``tile_sequence``.
+        checkpoint: checkpoint blocks, and offload what the checkpoints save.
+        nvme_path: where checkpoints go instead of host memory (``offload_activations``). In host memory alone they stay where they are.
+
+    Returns:
+        The names of the modules that run in tiles.
+
+    Raises:
+        TypeError: for a head that is no nn.Linear or TiledLinear (an adapter around it, say).
+        ValueError: for a model without one, and what ``tile_sequence`` refuses.
+
+    Call it before or after the optimizer is made. Source: Arctic Long Sequence Training, arXiv 2506.13996.
+    """
+    layer: Any = model.get_submodule(head) if head is not None else getattr(model, "get_output_embeddings", lambda: None)()
+    if layer is None:
+        raise ValueError(f"{type(model).__name__} names no layer that makes its logits; name it: head='lm_head'")
+    if type(layer) is not nn.Linear and not isinstance(layer, TiledLinear):
+        raise TypeError(
+            f"the head of {type(model).__name__} is a {type(layer).__name__}, and a loss without logits needs an nn.Linear or a TiledLinear; take "
+            "adapters off it (modules_to_save, target_modules), or use zk.tile_sequence(model) alone"
+        )
+    if "forward" in vars(layer):
+        raise ValueError(f"forward of the head is replaced already, by a {type(vars(layer)['forward']).__name__}; call long_context once, and first")
+    enable: Any = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))  # (the first since 5.17)
+    if checkpoint and enable is None:
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(); checkpoint its blocks by torch.utils.checkpoint, and pass "
+            "checkpoint=False"
+        )
+    names = tile_sequence(model, None, max_nbytes)
+    deferred = DeferredHead(layer, layer.out_features)
+    layer.forward = deferred  # type: ignore[method-assign, assignment]
+    model.register_forward_pre_hook(Hook(functools.partial(_begins, deferred)), with_kwargs=True)
+    model.register_forward_hook(Hook(functools.partial(_ends, deferred)), always_call=True, prepend=True)
+    if checkpoint:
+        enable({"use_reentrant": False})
+        away = _Away(nvme_path)
+        model.register_forward_pre_hook(Hook(away.begin))
+        model.register_forward_hook(Hook(away.end), always_call=True, prepend=True)
+    return names
+
+
+def _begins(head: DeferredHead, _module: nn.Module, _args: Any, kwargs: Any) -> None:
+    head.has_labels = kwargs.get("labels") is not None
+
+
+def _ends(head: DeferredHead, *_: Any) -> None:
+    head.has_labels = False
+
+
+class _Away:
+    """Checkpoints of a model's forward go to host memory or files."""
+
+    def __init__(self, nvme_path: Any) -> None:
+        self.nvme_path = nvme_path
+        self.offload: ActivationOffload | None = None
+        self.entered: list[ActivationOffload] = []
+
+    def begin(self, model: nn.Module, _args: Any) -> None:
+        """Enter the context, where there will be a backward."""
+        if torch.is_grad_enabled():
+            if self.offload is None:  # only now is the model where it computes
+                self.offload = offload_activations(model, nvme_path=self.nvme_path)
+            self.offload.__enter__()
+            self.entered.append(self.offload)
+
+    def end(self, *_: Any) -> None:
+        """Leave the context that ``begin`` has entered."""
+        if self.entered:
+            self.entered.pop().__exit__()
