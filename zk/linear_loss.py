@@ -40,6 +40,7 @@ class LinearLoss:
     # in backward, where gradients are made there
     grad_hidden: Tensor | None = None  # (tokens, features) fp32
     grad_bias: Tensor | None = None  # (vocab,) fp32
+    rooms: dict[torch.dtype, Tensor] = dataclasses.field(default_factory=dict)  # for logits, used again: fresh memory costs page faults
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -71,6 +72,7 @@ class LinearLoss:
     def free(self) -> None:
         """Keep nothing that is as large as the tokens are many."""
         self.hidden = self.targets = self.state = torch.empty(0)
+        self.rooms.clear()
 
     def measure(self, rows: slice, weight: Tensor, first: int) -> None:
         """Measure the logits of tokens ``rows`` over ``weight`` (columns, features), whose first row is number ``first`` of the whole one."""
@@ -91,9 +93,8 @@ class LinearLoss:
         for tile in tiles:
             grad = logits = self._logits(rows, weight[tile])
             if hidden.dtype != torch.float32:
-                grad = _matrix(logits.shape, hidden.dtype, hidden.device)
+                grad = self._room(len(hidden), logits.shape[1], hidden.dtype)
             self._kernel(rows, logits, grad, first + tile.start, measure, True)
-            del logits
             for part in cut(tile.stop - tile.start, self.piece[1]):
                 columns, dz = slice(tile.start + part.start, tile.start + part.stop), grad[:, part]
                 if for_hidden is not None:
@@ -106,7 +107,7 @@ class LinearLoss:
 
     def _logits(self, rows: slice, weight: Tensor) -> Tensor:
         hidden = self.hidden[rows]
-        logits = _matrix((len(hidden), len(weight)), torch.float32, hidden.device)
+        logits = self._room(len(hidden), len(weight), torch.float32)
         for columns in cut(len(weight), self.piece[1]):
             kernels.tiled_matmul(hidden, weight[columns].t(), logits[:, columns])
         return logits
@@ -126,7 +127,9 @@ class LinearLoss:
             **self.options,
         )
 
-
-def _matrix(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for a matrix, each row of which begins on a multiple of 64 bytes."""
-    return torch.empty(shape[0], -(-shape[1] // 32) * 32, dtype=dtype, device=device)[:, : shape[1]]
+    def _room(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """A matrix with anything in it, each row of which begins on a multiple of 64 bytes; until the next one of its dtype."""
+        stride = -(-columns // 32) * 32
+        if dtype not in self.rooms or self.rooms[dtype].numel() < rows * stride:
+            self.rooms[dtype] = torch.empty(rows * stride, dtype=dtype, device=self.hidden.device)
+        return self.rooms[dtype][: rows * stride].view(rows, stride)[:, :columns]

@@ -160,6 +160,8 @@ def cross_entropy(
     largest, total, picked, summed = state
     place = (targets - first)[:, None]
 
+    scratch = logits.new_empty(len(logits), min(COLUMNS, logits.shape[1]))
+
     def blocks() -> Iterator[tuple[slice, Tensor]]:
         for start in range(0, logits.shape[1], COLUMNS):
             piece = slice(start, start + COLUMNS)
@@ -172,7 +174,7 @@ def cross_entropy(
     for piece, z in blocks() if measure else ():
         highest = torch.maximum(largest, z.amax(1))
         origin = highest.masked_fill(highest == -math.inf, 0)
-        total.mul_((largest - origin).exp_()).add_((z - origin[:, None]).exp_().sum(1))
+        total.mul_((largest - origin).exp_()).add_(torch.sub(z, origin[:, None], out=scratch[:, : z.shape[1]]).exp_().sum(1))
         largest.copy_(highest)
         at = place - piece.start
         inside = (at >= 0) & (at < z.shape[1])
@@ -182,7 +184,7 @@ def cross_entropy(
     if not gradient:
         return
     lse = (largest + total.log())[:, None]
-    passed_over = targets == ignored
+    passed_over = (targets == ignored).nonzero()[:, 0]
     for piece, z in blocks():
         into = (logits if grad is None else grad)[:, piece]
         d = torch.sub(z, lse, out=into if into.dtype == z.dtype and not softcap else None).exp_()
@@ -197,7 +199,7 @@ def cross_entropy(
             d *= 1 - (z / softcap).square_()
         if scale is not None:
             d *= scale[:, None]
-        d[passed_over] = 0
+        d.index_fill_(0, passed_over, 0)
         if d is not into:
             into.copy_(d)
 

@@ -1,0 +1,148 @@
+"""Memory and time of a training step at long sequences, with zk.long_context and without: a Llama of two layers and 32,768 words, fp32.
+
+usage: python benchmarks/long_sequence.py [--tokens 4096 8192 ...] [--modes plain zk attention] [--width 128] [--folder DIR]
+
+Each measurement is a process of its own: bytes are the most that it has resident in forward and backward, minus those before. "plain" is the model
+with activation checkpointing; "zk" the same after zk.long_context; "attention" what no tile can save, the model without MLPs, norms and head:
+attention, residual stream and checkpoints. "head" is the loss alone, of plain torch, of F.linear_cross_entropy and of zk.linear_cross_entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+VOCAB, HEADS, LAYERS = 32_768, 2, 2
+# large blocks go back to the system when they are freed, so that resident memory is memory in use
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}
+
+
+class Watch:
+    """Context: the most bytes resident in this process, seen every millisecond, beyond those at its start."""
+
+    def __enter__(self) -> Watch:
+        import psutil
+
+        process = psutil.Process()
+        self.before = self.most = process.memory_info().rss
+        self.ended = threading.Event()
+
+        def look() -> None:
+            while not self.ended.wait(0.001):
+                self.most = max(self.most, process.memory_info().rss)
+
+        self.thread = threading.Thread(target=look, daemon=True)
+        self.thread.start()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.start
+        self.ended.set()
+        self.thread.join()
+        self.nbytes = self.most - self.before
+
+
+def model_step(mode: str, tokens: int, width: int, folder: str | None) -> dict[str, Any]:
+    """One forward and backward of the model, after one of a few tokens."""
+    import torch
+    import transformers
+    from torch import nn
+
+    import zk
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=1 << 20, **sizes)
+    model = transformers.LlamaForCausalLM(config).train()
+    if mode == "zk":
+        zk.long_context(model, nvme_path=folder)
+    else:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if mode == "attention":
+        for layer in model.model.layers:
+            layer.mlp, layer.input_layernorm, layer.post_attention_layernorm = nn.Identity(), nn.Identity(), nn.Identity()
+        model.model.norm = nn.Identity()
+
+    def step(length: int) -> float:
+        ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+        loss = model.model(ids, use_cache=False).last_hidden_state.mean() if mode == "attention" else model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return float(loss.detach())
+
+    step(600)  # gradients of parameters are there, and what libraries keep
+    with Watch() as watch:
+        loss = step(tokens)
+    return {"nbytes": watch.nbytes, "seconds": watch.seconds, "loss": loss}
+
+
+def head_step(mode: str, tokens: int, width: int, folder: str | None) -> dict[str, Any]:
+    """The loss of a head alone, forward and backward."""
+    import torch
+    from torch.nn import functional as F
+
+    import zk
+
+    torch.manual_seed(0)
+    weight = (torch.randn(VOCAB, width) / width**0.5).requires_grad_()
+    losses = {
+        "head plain": lambda x, y: F.cross_entropy(F.linear(x, weight), y),
+        "head torch": lambda x, y: F.linear_cross_entropy(x, weight, y),
+        "head zk": lambda x, y: zk.linear_cross_entropy(x, weight, y),
+    }
+
+    def step(length: int) -> float:
+        hidden = torch.randn(length, width, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        loss = losses[mode](hidden, torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(2)))
+        loss.backward()
+        return float(loss.detach())
+
+    step(300)
+    with Watch() as watch:
+        loss = step(tokens)
+    return {"nbytes": watch.nbytes, "seconds": watch.seconds, "loss": loss}
+
+
+def measured(mode: str, tokens: int, width: int, folder: str | None) -> dict[str, Any]:
+    """What a process of its own finds; the error where it ends with one."""
+    command = [sys.executable, __file__, "--one", mode, str(tokens), "--width", str(width), *(["--folder", folder] if folder else [])]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["killed"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--modes", nargs="+", default=["plain", "zk", "attention", "head plain", "head torch", "head zk"])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--folder", help="checkpoints go to files there")
+    parser.add_argument("--most", type=float, default=12, help="GiB that plain logits may take")
+    parser.add_argument("--one", nargs=2)
+    options = parser.parse_args()
+    if options.one:
+        mode, tokens = options.one
+        print(json.dumps((head_step if mode.startswith("head") else model_step)(mode, int(tokens), options.width, options.folder)))
+        return
+    print(f"| tokens | {' | '.join(f'{mode}, MiB | s' for mode in options.modes)} |")
+    print(f"|---|{'---|---|' * len(options.modes)}")
+    for tokens in options.tokens:
+        cells = []
+        for mode in options.modes:
+            too_large = "plain" in mode and 3 * 4 * tokens * VOCAB > options.most * 2**30
+            found = {"error": "not run"} if too_large else measured(mode, tokens, options.width, options.folder)
+            cells += [found["error"], ""] if "error" in found else [f"{found['nbytes'] / 2**20:,.0f}", f"{found['seconds']:.1f}"]
+        print(f"| {tokens:,} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
