@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-long bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -100,6 +100,10 @@ bench-accumulation: $(READY)
 bench-tiled: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/tiled_memory.py $(NVME) $(ARGS)
+
+# memory and time of a step at 4K to 64K tokens, with zk.long_context and without
+bench-long: $(READY)
+	$(BIN)/python benchmarks/long_sequence.py $(ARGS)
 
 # what `zk plan` says against the peak memory of real runs (3 GiB of drive)
 bench-plan: $(READY)

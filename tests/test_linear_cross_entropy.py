@@ -42,7 +42,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def pieces(tokens: int = 8, columns: int = 64) -> Iterator[None]:
     """Context: pieces, and steps of sums over the vocabulary, are so small that little data has several."""
     with contextlib.ExitStack() as stack:
-        for name in ("_PIECE", "_ON_DEVICE"):
+        for name in ("PIECE", "PIECE_ON_DEVICE"):
             stack.enter_context(mock.patch.object(linear_loss, name, (tokens, columns)))
         stack.enter_context(mock.patch.object(reference, "COLUMNS", columns))
         stack.enter_context(mock.patch.object(importlib.import_module("zk.kernels.cross_entropy"), "BLOCK", columns))
@@ -233,6 +233,22 @@ def test_a_small_loss_scale_loses_no_small_probability_in_fp16() -> None:
     exact = plain(hidden.double(), weight.double(), targets)
     for made, want in zip(grads(loss, (hidden, weight), torch.full((), 64.0)), grads(exact, (hidden, weight), torch.full((), 64.0)), strict=True):
         assert error(made, want) < 1e-3
+
+
+def test_memory_of_any_layout_infinities_and_no_dimension_are_as_in_torch() -> None:
+    hidden, weight = torch.randn(WIDTH, 20).t().requires_grad_(), torch.randn(WIDTH, 33).t().requires_grad_()
+    targets, bias = torch.full((1,), 5).expand(20), torch.where(torch.arange(33) > 9, -torch.inf, 0.0).requires_grad_()
+    want = F.cross_entropy(F.linear(hidden, weight, bias), targets)
+    exact = grads(want, (hidden, weight, bias), torch.ones(()))
+    for reduction in ("mean", "none"):
+        loss = zk.linear_cross_entropy(hidden, weight, targets, bias, reduction=reduction).mean()
+        assert error(loss, want) < TOLERANCE[F32]
+        for made, one in zip(grads(loss, (hidden, weight, bias), torch.ones(())), exact, strict=True):
+            assert error(made, one) < TOLERANCE[F32]
+    with torch.inference_mode():
+        alone = zk.linear_cross_entropy(hidden[3], weight, targets[3], bias)
+        assert error(alone, F.cross_entropy(F.linear(hidden[3], weight, bias), targets[3])) < TOLERANCE[F32]
+        assert zk.linear_cross_entropy(torch.full((2, WIDTH), torch.inf), weight, targets[:2]).isnan()
 
 
 @pytest.mark.parametrize("out_splits", (1, 3))

@@ -624,6 +624,23 @@ def test_frozen_units_have_parameters_only() -> None:
     assert sizes == {"param": 2 * 768, "fresh": 1280, "grad": 1280, "master": 1280, "moments": 5120} and len(found.sizes) == 5
 
 
+def test_long_sequences_take_a_tile_and_a_block_of_logits_and_checkpoints_in_host_memory() -> None:
+    shape = shape_of("gpt:layers=24,width=2048")
+    tokens, config = 1 << 17, zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host")
+    short, long = (footprint(dataclasses.replace(shape, sequence=n), config, machine(), tokens).sizes for n in (0, tokens))
+    checkpoints = tokens * 2 * shape.width * shape.layers
+    assert long["host", "activations"] == checkpoints - (512 << 20)
+    inside = 8 * tokens * 2 * shape.width + 6 * 4096 * 2 * shape.ffn
+    head = 1024 * shape.vocab * 6 + 4 * shape.vocab * shape.width
+    assert long["device", "activations"] == (512 << 20) + inside + head < short["device", "activations"] / 2
+    times = [step_of(dataclasses.replace(shape, sequence=n), Footprint(False), config, machine(), tokens).busy["compute"] for n in (0, 1, tokens)]
+    assert times[0] < times[1] < times[2] / 2  # attention is most of it
+    done = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "24GiB", "--sequence", "65536", "--accumulate", "2"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0 and "131,072 tokens a step and rank, in sequences of 65,536" in done.stdout
+    done = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "24GiB", "--sequence", "65536", "--tokens", "65537"])
+    assert done.exit_code != 0 and "--tokens must be whole sequences" in done.output
+
+
 def test_without_an_accelerator_the_device_is_the_host() -> None:
     found = plan(shape_of("gpt:125m"), machine(gpu_nbytes=None, nvme_nbytes=0), 512)
     assert all(option.found.on("device") == 0 < option.found.on("host") for option in found.options)

@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 @pytest.fixture(autouse=True)
 def tiles_of_five() -> Iterator[None]:
-    with mock.patch.object(token_tiles, "_TOKENS", 5), mock.patch.object(token_tiles, "_ON_DEVICE", 5):
+    with mock.patch.object(token_tiles, "TOKENS", 5), mock.patch.object(token_tiles, "TOKENS_ON_DEVICE", 5):
         yield
 
 
@@ -159,7 +159,7 @@ def test_no_tensor_inside_has_more_tokens_than_a_tile() -> None:
     module = Mlp()
     zk.tile_sequence(nn.Sequential(module), ["0"])
     x = torch.randn(2000, WIDTH, requires_grad=True)
-    with mock.patch.object(token_tiles, "_TOKENS", 100), Largest() as largest:
+    with mock.patch.object(token_tiles, "TOKENS", 100), Largest() as largest:
         module(x).sum().backward()
     assert largest.numel <= 2000 * WIDTH < 2000 * INNER / 2
 
@@ -281,7 +281,7 @@ def trained(case: tuple[type[nn.Module], str, int, str, bool]) -> str:
     """Train in tiles on this rank's part of the batch; "" if every rank has what plain torch has on all of it."""
     kind, checkpointed, stage, folder, accumulates = case
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with mock.patch.object(token_tiles, "_TOKENS", 5), mock.patch.object(token_tiles, "_ON_DEVICE", 5):
+    with mock.patch.object(token_tiles, "TOKENS", 5), mock.patch.object(token_tiles, "TOKENS_ON_DEVICE", 5):
         plain, tiled = pair(kind, checkpointed)
         adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         place = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": folder} if folder else {}

@@ -106,7 +106,10 @@ def plan(
     per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks that share a machine's RAM, CPU and drive. Default: up to 8.")] = None,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks, of which each has its part of every block; neighbours.")] = 1,
     replicate: Annotated[int, typer.Option(min=1, help="Replicas of the states, each over --world / --tensor / --replicate ranks.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank computes in a step.")] = 8192,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a rank computes in a step. Default: 8192, or --sequence.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one sequence, trained with zk.long_context: no logits, tiles, checkpoints in host memory.")
+    ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
@@ -135,6 +138,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what of a model fits where, and how long a step takes, without training or a GPU."""
+    import dataclasses
     import json
 
     import torch
@@ -175,7 +179,12 @@ def plan(
             tensor=tensor,
             replicas=replicate,
         )
+        if tokens is None:
+            tokens = sequence * accumulate if sequence is not None else 8192
+        if sequence is not None and tokens % (sequence * accumulate):
+            raise ValueError(f"--tokens must be whole sequences in each micro-batch, of --sequence {sequence}; got {tokens} in {accumulate}")
         shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
+        shape = dataclasses.replace(shape, sequence=sequence or 0)
         found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate)
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))

@@ -222,7 +222,7 @@ def linear_cross_entropy(
     """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` without the logits, in memory that does not grow with the number of tokens.
 
     Logits, their softmax, and sums of gradients are fp32, whatever the precision of ``hidden`` and ``weight``; so is the loss. Of a whole
-    weight the gradients are made in forward, at the cost of the plain loss, and kept for backward: fp32 in the shape of ``weight``. With
+    weight the gradients are made in forward and kept for backward: fp32 in the shape of ``weight``. With
     ``reduction="none"``, and for a TiledLinear, backward computes the logits again.
 
     Args:
@@ -274,7 +274,7 @@ def linear_cross_entropy(
         product = torch.get_autocast_dtype(device.type)
     elif params[0].dtype != product:
         raise ValueError(f"hidden must be in the weight's precision, {params[0].dtype}; got {hidden.dtype} (autocast would cast it)")
-    numbers = targets.reshape(-1).to(torch.int64)
+    numbers = targets.reshape(-1).to(torch.int64).contiguous()
     if device.type == "cpu":
         counts = numbers[numbers != ignore_index]
         if len(counts) and not 0 <= int(counts.min()) <= int(counts.max()) < vocab:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zk import kernels
 
 # tokens and columns of the vocabulary in a piece: in host memory, and on a device, which has more to do at once
-_PIECE, _ON_DEVICE = (256, 4096), (1024, 8192)
+PIECE, PIECE_ON_DEVICE = (256, 4096), (1024, 8192)
 
 
 def cut(stop: int, size: int) -> Iterator[slice]:
@@ -44,7 +44,7 @@ class LinearLoss:
 
     @property
     def piece(self) -> tuple[int, int]:
-        return _PIECE if self.hidden.device.type == "cpu" else _ON_DEVICE
+        return PIECE if self.hidden.device.type == "cpu" else PIECE_ON_DEVICE
 
     def tokens(self) -> Iterator[slice]:
         """Blocks of tokens."""

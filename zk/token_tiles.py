@@ -23,7 +23,7 @@ from zk.hooks import Hook
 from zk.tiles import Tile
 
 # tokens of a tile: in host memory, and on a device, which has more to do at once
-_TOKENS, _ON_DEVICE = 512, 4096
+TOKENS, TOKENS_ON_DEVICE = 512, 4096
 
 
 class TokenTiles:
@@ -48,7 +48,7 @@ class TokenTiles:
         call = _Call(self, flat, spec, places)
         if self.max_nbytes is not None and self.fit is None:
             self.fit = call.fit([flat[place] for place in places], self.max_nbytes)
-        call.size = self.fit or (_TOKENS if call.device.type == "cpu" else _ON_DEVICE)
+        call.size = self.fit or (TOKENS if call.device.type == "cpu" else TOKENS_ON_DEVICE)
         if call.tokens <= call.size:
             return self.whole(*args, **kwargs)
         inputs = [flat[place] for place in places]

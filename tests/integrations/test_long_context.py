@@ -49,7 +49,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    with pieces(), mock.patch.object(token_tiles, "_TOKENS", 5), mock.patch.object(token_tiles, "_ON_DEVICE", 5):
+    with pieces(), mock.patch.object(token_tiles, "TOKENS", 5), mock.patch.object(token_tiles, "TOKENS_ON_DEVICE", 5):
         yield
 
 
@@ -193,7 +193,7 @@ def trained(case: tuple[str, dict[str, Any], str]) -> str:
     """Train on this rank's part of the batch, with the mean over all ranks' targets; "" if it is the plain model on all of it."""
     name, options, how = case
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with pieces(), mock.patch.object(token_tiles, "_TOKENS", 5):
+    with pieces(), mock.patch.object(token_tiles, "TOKENS", 5):
         plain, model = pair(name)
         if how == "adapters":
             torch.manual_seed(1)

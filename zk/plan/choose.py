@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from zk.config import ZeroConfig
+from zk.linear_loss import PIECE, PIECE_ON_DEVICE
 from zk.offload.rules import AdamRule
 from zk.plan.check import changes
 from zk.plan.footprint import CPU, Footprint, footprint_of
 from zk.plan.shape import Shape, whole
 from zk.plan.speed import Machine, Step, step_of
+from zk.token_tiles import TOKENS, TOKENS_ON_DEVICE
 from zk.units import Unit
 
 # stage, tier of parameters, tier of the optimizer; the simplest first
@@ -27,6 +29,7 @@ _LIMIT = 1e6
 # an update in the background must be worth this much of the step to be recommended
 _WORTH = 0.95
 # how often budgets are made smaller, and by how much at least
+_KEPT = 256 << 20  # keep_last of offload_activations
 _TRIES = 8
 _SLACK = 1 << 20
 
@@ -89,7 +92,11 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
         found.sizes["device", "replicas"] = shard * (3 * torch.float32.itemsize + config.dtype.itemsize)
     found.sizes = +found.sizes
     if tokens:
-        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, config.dtype.itemsize, micro_batches)
+        size = config.dtype.itemsize
+        if shape.sequence:
+            found.sizes.update(long_activations(shape, tokens, machine.joined, size, micro_batches))
+        else:
+            found.sizes["device", "activations"] = activations_nbytes(shape, tokens, size, micro_batches)
     return found
 
 
@@ -102,6 +109,20 @@ def activations_nbytes(shape: Shape, tokens: int, size: int = 2, micro_batches: 
     """
     block = 8 * shape.width + 3 * shape.ffn
     return tokens * size * shape.width * shape.layers + -(-tokens // micro_batches) * (size * block + (size + 12) * shape.vocab)
+
+
+def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, micro_batches: int = 1) -> dict[tuple[str, str], int]:
+    """Estimate activations with zk.long_context, by tier and kind: inputs of blocks leave the device, of which twice 256 MiB stay there.
+
+    On the device are the tensors of a block as wide as the model, for all tokens of a micro-batch; a tile of its MLP, and the gradients there; logits
+    of a block of tokens in fp32, and their gradient; and the gradient of the head, in fp32.
+    """
+    mlp, logits = (TOKENS, PIECE) if joined else (TOKENS_ON_DEVICE, PIECE_ON_DEVICE)
+    one, inputs = -(-tokens // micro_batches), tokens * size * shape.width * shape.layers
+    inside = 8 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
+    head = min(one, logits[0]) * shape.vocab * (4 + size % 4) + 4 * shape.vocab * shape.width
+    kept = inputs if joined else min(inputs, 2 * _KEPT)
+    return {("device", "activations"): inside + head + kept, ("host", "activations"): inputs - kept}
 
 
 def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str) -> list[ZeroConfig]:

@@ -59,7 +59,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     active = f" ({count(shape.num_active)} for each token)" if shape.num_active < shape.num_params else ""
     trained = f", {count(shape.num_trained)} of them trained" if shape.num_trained < shape.num_params else ""
     console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}", highlight=False)
-    console.print(_machine(plan.machine, plan.tokens), highlight=False, style="dim")
+    console.print(_machine(plan.machine, plan.tokens, plan.shape.sequence), highlight=False, style="dim")
     table = _table("each rank", ("stage", "params", "optimizer"), TIERS.values())
     table.padding = (0, 1, 0, 0)
     table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
@@ -98,17 +98,18 @@ def _table(title: str, headings: Iterable[str], numbers: Iterable[str] = ()) -> 
     return table
 
 
-def _machine(machine: Machine, tokens: int) -> str:
+def _machine(machine: Machine, tokens: int, sequence: int) -> str:
     gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
     meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
     mesh = f" ({', '.join(f'{name} {extent}' for name, extent in meshes.items() if extent > 1)})" if machine.shards < machine.world else ""
     ranks = f"{machine.world} ranks{mesh}, {machine.per_machine} on each machine: " if machine.world > 1 else ""
     network = f", between machines {machine.network_gbps:g} GB/s" if machine.network_gbps is not None else ""
     use = ", ".join(f"{share:.0%} of {what}" for what, share in zip(("GPU", "RAM", "drive"), USABLE.values(), strict=True))
+    length = f", in sequences of {sequence:,} (zk.long_context)" if sequence else ""
     return (
         f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {size(machine.nvme_nbytes) or 'none'} of drive ({use} to be used); {tokens:,} tokens "
-        f"a step and rank\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 parameters/s, "
-        f"drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
+        f"a step and rank{length}\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
+        f"parameters/s, drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
     )
 
 

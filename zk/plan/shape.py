@@ -159,6 +159,7 @@ class Shape:
     vocab: int
     decoder: Decoder | None = None
     divided: Callable[[Decoder], tuple[Units, ...]] = whole  # a decoder into units
+    sequence: int = 0  # tokens of one sequence that zk.long_context trains on; 0: sequences are short, and nothing is tiled
 
     @classmethod
     def of(cls, decoder: Decoder, name: str, divided: Callable[[Decoder], tuple[Units, ...]] = whole) -> Shape:
@@ -187,12 +188,16 @@ class Shape:
 
     def part(self, ranks: int) -> Shape:
         """The part that each of ``ranks`` tensor parallel ranks has."""
-        return self if ranks == 1 or self.decoder is None else Shape.of(self.decoder.part(ranks), self.name, self.divided)
+        return self if ranks == 1 or self.decoder is None else self._of(self.decoder.part(ranks))
+
+    def _of(self, decoder: Decoder) -> Shape:
+        """The same of another decoder."""
+        return dataclasses.replace(Shape.of(decoder, self.name, self.divided), sequence=self.sequence)
 
     def grown(self, factor: float) -> Shape:
         """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""
         if self.decoder is not None:
-            return Shape.of(self.decoder.grown(factor), self.name, self.divided)
+            return self._of(self.decoder.grown(factor))
         most = max(self.units, key=lambda units: units.count)
         alike = [u.block == most.block and u.rest == most.rest for u in self.units]
         grown = max(1, round(most.count * factor))

@@ -92,8 +92,9 @@ def step_of(
 ) -> Step:
     """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
 
-    The device's own update, attention beyond its matrix products, and waits for a cold cache are not counted. Compute waits for each sum over
-    tensor parallel ranks: two of a block's activations in forward, two in backward, two where forward is computed again, and one at either end.
+    The device's own update, attention beyond its matrix products (unless sequences are long: ``shape.sequence``), and waits for a cold cache are
+    not counted. Compute waits for each sum over tensor parallel ranks: two of a block's activations in forward, two in backward, two where
+    forward is computed again, and one at either end.
 
     Args:
         tokens: that a rank computes in a step, its part of the model if ranks are tensor parallel.
@@ -137,12 +138,17 @@ def step_of(
 
     sent = {"within": 0, "between": 0}
     operations = shape.num_active * tokens
+    # of scores and their products with values, which long sequences alone make large: half of them, as attention is causal
+    attention = 2 * shape.sequence * shape.width * shape.layers * tokens
     # operations of forward: 2 for each parameter and token. Of backward: 2, 2 for each that is trained, and forward again (checkpointing)
     forward = Counter(
-        compute=2 * operations, link=passes * uploaded, disk=passes * drive, **exchanged(passes * (stage == 3), 0, False, 2 * shape.layers + 1)
+        compute=2 * operations + attention,
+        link=passes * uploaded,
+        disk=passes * drive,
+        **exchanged(passes * (stage == 3), 0, False, 2 * shape.layers + 1),
     )
     backward = Counter(
-        compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params,
+        compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params + 3 * attention,
         link=max(passes * uploaded, away * early * (wide if vertical else passes)),
         disk=passes * drive + written * early * (2 * passes - 1),  # what is added to is read before
         **exchanged(passes * (stage == 3), (early + (stage == 0)) * (wide if vertical else passes), early, 4 * shape.layers + 1),
