@@ -14,6 +14,7 @@ import torch
 
 from tests.device_files import WHOLE
 
+os.environ.setdefault("ZK_QUIET", "1")  # no summary of each optimizer, and no drive measured for it
 collect_ignore: list[str] = []
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

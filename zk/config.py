@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import html
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -313,6 +314,12 @@ class ZeroConfig:
         from zk.integrations.deepspeed_config import from_deepspeed  # it imports this module
 
         return from_deepspeed(config, auto, overrides)
+
+    def _repr_html_(self) -> str:
+        """The fields that differ from their defaults, as a table for notebooks."""
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
+        rows = "".join(f"<tr><td style='text-align:left'>{name}</td><td>{html.escape(str(value))}</td></tr>" for name, value in fields)
+        return f"<b>zk.ZeroConfig</b><table>{rows or '<tr><td>all defaults</td></tr>'}</table>"
 
     def _check_tiers(self) -> None:
         for name in ("param_tier", "optimizer_tier"):

@@ -35,6 +35,8 @@ from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, ranks_here, trim
+from zk.monitor.start import begin
+from zk.monitor.summary import Summary, summary_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
@@ -165,6 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer.state = self.state
         if brought is not None:
             self.load_state_dict(brought)
+        begin(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         raise TypeError(
@@ -1234,6 +1237,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             **moved,
             **sizes,
         }
+
+    def summary(self) -> Summary:
+        """Bytes of each kind of training state on each tier, and bytes that a step moves, of this rank: ``print(optimizer.summary())``."""
+        return summary_of(self)
+
+    def __repr__(self) -> str:
+        return self.summary().text() if self._built and not self.closed else "ZeroOptimizer, closed"
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_() if self._built and not self.closed else repr(self)
 
     def is_vertical(self, order: str, micro_batches: int) -> bool:
         """Tell if micro-batches are to go block by block: "vertical", "horizontal", or "auto", which is by what each of them would move.

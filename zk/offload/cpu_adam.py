@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -92,6 +92,28 @@ def adam_(
 
     arrays = [as_numpy(tensor) if tensor is not None else None for tensor in (param, grad, master, exp_avg, exp_avg_sq)]
     cpu_adam_numba.adam(*arrays, step.scalars(), num_threads or default_threads())  # type: ignore[call-arg, arg-type]
+
+
+def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]]], num_threads: int, say: Callable[[], None]) -> None:
+    """Compile the numba engine, if it is the default, for gradients of the parameters' own dtype, and in fp32 as they are added up.
+
+    Args:
+        updates: dtype of parameters, and of each field of their state: "master" if there is one, and moments by torch's names.
+        num_threads: 1 leaves out what runs on several threads.
+        say: called once if this takes seconds, since the cache has none of it.
+    """
+    wanted = {(param, *(fields.get(name) for name in ("master", "exp_avg", "max_exp_avg_sq"))) for param, fields in updates}
+    if not wanted or default_engine() != "numba":
+        return
+    from zk.offload import cpu_adam_numba
+
+    said = functools.cache(say)
+    scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
+    for param, master, moments, most in sorted(wanted, key=str):
+        like = [None if dtype is None else as_numpy(torch.empty(0, dtype=dtype)) for dtype in (param, master, moments, moments)]
+        for grad in dict.fromkeys((param, torch.float32)):
+            arrays = tuple(like) if moments is not None and most is None else None
+            cpu_adam_numba.compile_ahead(arrays, as_numpy(torch.empty(0, dtype=grad)), scalars, num_threads, said)
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

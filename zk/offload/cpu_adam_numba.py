@@ -15,7 +15,7 @@ Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
@@ -24,6 +24,8 @@ import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic, overload
+
+from zk.cache import cache_folder
 
 F32, U16, U32 = np.float32, np.uint16, np.uint32
 # elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
@@ -188,13 +190,17 @@ def _(param, master, i, x):
 
 
 def _jit(**options):
-    """numba.njit with a cache on disk where there is a place for one."""
+    """numba.njit with a cache on disk where there is a place for one: NUMBA_CACHE_DIR, the user's cache folder, or numba's own choice."""
 
     def decorate(function):
+        before, folder = numba.config.CACHE_DIR, cache_folder("numba")
+        numba.config.CACHE_DIR = before or str(folder or "")
         try:
             return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
         except RuntimeError:  # neither the package nor the user has a writable cache directory
             return numba.njit(nogil=True, error_model="numpy", **options)(function)
+        finally:
+            numba.config.CACHE_DIR = before
 
     return decorate
 
@@ -272,6 +278,31 @@ def _threads(num_threads: int) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
+
+
+def compile_ahead(
+    arrays: tuple[np.ndarray | None, ...] | None, grad: np.ndarray, scalars: tuple[Any, ...], num_threads: int, say: Callable[[], None]
+) -> None:
+    """Compile, or load from the cache, what ``adam`` and ``sum_of_squares`` run for arrays like these.
+
+    Args:
+        arrays: param, master and both moments, empty; None for ``sum_of_squares`` alone.
+        grad: the gradient, empty.
+        scalars: as for ``adam``.
+        num_threads: 1 leaves out what runs on several threads.
+        say: called if the first function is not in the cache, before all others are compiled.
+    """
+    work = [(_sum_of_squares_block, (grad,)), (_sum_of_squares_parallel, (grad, np.zeros(0)))]
+    if arrays is not None:
+        param, *state = arrays
+        work = [(function, (param, grad, *state, *scalars)) for function in (_adam_block, _adam_parallel)] + work
+    for function, like in work:
+        if num_threads > 1 or not function.targetoptions.get("parallel"):
+            misses = sum(function.stats.cache_misses.values())
+            with _threads(num_threads):
+                function.compile(tuple(map(numba.typeof, like)))
+            if sum(function.stats.cache_misses.values()) > misses:
+                say()
 
 
 def adam(

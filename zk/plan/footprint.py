@@ -57,6 +57,7 @@ def footprint_of(
     groups: Sequence[Mapping[str, Any]],
     device: torch.device = CPU,
     at_least: bool = False,
+    placed: Sequence[tuple[str, Sequence[tuple[str, int]]]] | None = None,
 ) -> Footprint:
     """Bytes of training units on each rank.
 
@@ -67,10 +68,11 @@ def footprint_of(
         rule, groups: the optimizer's.
         device: what "auto" tiers without budgets ask for free memory.
         at_least: only what a step that uses all parameters cannot do without at once, where the number of buffers depends on timing.
+        placed: the tiers of each unit, as Placement.tiers_of gives them; None asks that.
     """
     placement = Placement(config, world, rule, groups, joined)
     each = {id(unit): unit for unit in units}
-    placed = placement.tiers_of(units, device)
+    placed = placement.tiers_of(units, device) if placed is None else placed
     found = Footprint(joined)
     alike = [(id(unit), param_tier, tuple(parts)) for unit, (param_tier, parts) in zip(units, placed, strict=True)]
     settled: dict[Any, Settled] = {}

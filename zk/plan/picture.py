@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from zk.monitor.words import count, size
 from zk.plan.choose import Plan
-from zk.plan.report import TIERS, count, size
+from zk.plan.report import TIERS
 
 _COLORS = {
     "param": "#4477aa",

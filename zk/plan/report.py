@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from zk.monitor.words import count, seconds, size
 from zk.plan.choose import Option, Plan, as_python, shown
 from zk.plan.speed import USABLE, Machine
 
@@ -29,27 +30,6 @@ _KINDS = {
     "spare": "room for fp32 gradients, pages",
     "activations": "activations (estimate)",
 }
-
-
-def size(nbytes: int) -> str:
-    """ "1.5 GiB"; nothing for nothing."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):,.1f} {unit}"
-    return f"{nbytes:,} B" if nbytes else ""
-
-
-def count(num_params: int) -> str:
-    """ "1.34B"."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if num_params >= scale:
-            return f"{num_params / scale:.3g}{unit}"
-    return str(num_params)
-
-
-def seconds(value: float) -> str:
-    """ "1.06 s"."""
-    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"
 
 
 def print_plan(console: Console, plan: Plan) -> None:

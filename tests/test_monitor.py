@@ -1,0 +1,191 @@
+"""Summaries of optimizers, what is said at the start, and the CPU update that is compiled before the first step."""
+
+from __future__ import annotations
+
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.programs import Program, rank_of, run
+from tests.world import free_port
+from zk import ZeroOptimizer
+from zk.monitor import measured
+from zk.monitor.summary import sizes_of, traffic_of
+from zk.offload import cpu_adam_numba
+
+WIDTH = 256
+MODEL = """
+import os, sys, torch, zk
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+options = dict(stage=3, param_tier="host", optimizer_tier="host", dtype="bf16", units=["0", "1", "2"])
+wrap = lambda **more: zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **{**options, **more})
+"""
+
+
+def wrapped(count: int = 4, **options: object) -> ZeroOptimizer:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), units=[str(index) for index in range(count)], **options)  # type: ignore[arg-type]
+
+
+def step(optimizer: ZeroOptimizer) -> None:
+    optimizer.model(torch.ones(2, WIDTH, dtype=next(optimizer.model.parameters()).dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
+def test_summary_has_the_bytes_that_training_takes(dtype: str) -> None:
+    with wrapped(stage=3, param_tier="host", optimizer_tier="host", dtype=dtype) as optimizer:
+        summary, numel = optimizer.summary(), sum(param.numel() for param in optimizer.model.parameters())
+        expected = {
+            "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
+            "bf16": {"parameters": 2, "gradients": 2, "master": 2, "moments": 8},
+            "fp16": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
+        }[dtype]
+        assert {kind: row["host"] / numel for kind, row in summary.nbytes.items() if kind != "buffers"} == expected
+        if dtype != "fp16":
+            step(optimizer)
+        found = optimizer.metrics()
+        for kind, name in (("parameters", "param"), ("moments", "moments"), ("master", "master")):
+            assert found[f"host_{name}_nbytes"] == summary.nbytes.get(kind, {}).get("host", 0)
+
+
+def test_summary_says_stage_precision_ranks_and_where_bytes_are(tmp_path: Path) -> None:
+    with wrapped(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, dtype="bf16") as optimizer:
+        text = optimizer.summary().text()
+        first, tiers, *rows, total, moved = text.splitlines()
+        assert re.fullmatch(r"zk [\d.]+ \| stage 3 \| bf16, fp32 master split \| 1 rank \| 263168 parameters in 4 units", first)
+        assert "host" in tiers and str(tmp_path) in tiers
+        assert [row[:12].strip() for row in rows] == ["parameters", "gradients", "master", "moments", "buffers"]
+        assert re.search(r"total .* MiB +\[#\.+\] .* MiB +\[#\.+\]", total)
+        assert re.match(r"one step reads [\d.]+ MiB from the drive and writes [\d.]+ MiB to the drive", moved)
+        assert repr(optimizer) == text and str(optimizer.summary()) == text
+    assert repr(optimizer) == "ZeroOptimizer, closed" and "closed" in optimizer._repr_html_()
+
+
+def test_summary_counts_the_bytes_that_a_step_moves(tmp_path: Path) -> None:
+    with wrapped(24, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as optimizer:
+        expected = traffic_of(optimizer, sizes_of(optimizer))
+        for _ in range(3):
+            before = optimizer.metrics()
+            step(optimizer)
+        now = optimizer.metrics()
+        # up to two chunks, and the last unit of backward, are still in memory
+        assert 0.85 < (now["fetched_nbytes"] - before["fetched_nbytes"]) / expected.read <= 1.01
+        assert 0.85 < (now["evicted_nbytes"] - before["evicted_nbytes"]) / expected.written <= 1.05
+
+
+def test_frozen_parameters_are_counted_apart_and_plain_dtypes_named() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
+    with ZeroOptimizer(model, torch.optim.SGD(model[1].parameters(), lr=0.1), units=["0", "1"]) as optimizer:
+        text = optimizer.summary().text()
+        assert "| fp32 | 1 rank | 131584 parameters (65792 trained) in 2 units" in text
+        assert "moments" not in text and "one step" not in text
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.widths: list[float] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        style = dict(attrs).get("style") or ""
+        self.widths += [float(found) for found in re.findall(r"width:([\d.]+)%", style)]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_notebooks_show_a_bar_for_each_tier(tmp_path: Path) -> None:
+    with wrapped(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, dtype="bf16") as optimizer:
+        tags = Tags()
+        tags.feed(optimizer._repr_html_())
+        assert not tags.open and len(tags.widths) >= 5 and 0 < sum(tags.widths) <= 200
+        assert str(tmp_path) in optimizer._repr_html_()
+        tags.feed(optimizer.config._repr_html_())
+        assert not tags.open and "param_tier" in optimizer.config._repr_html_() and "prefetch" not in optimizer.config._repr_html_()
+
+
+# ---- the start ---------------------------------------------------------------------------------------------------------------------
+
+
+def loud(env: dict[str, str] | None = None, **more: str) -> dict[str, str]:
+    return {**(env or os.environ), "ZK_QUIET": "0", **more}
+
+
+def test_the_summary_is_printed_once_to_stderr_and_not_where_it_is_unwanted() -> None:
+    program = MODEL + "wrap().close()"
+    done = run("-c", program, env=loud(), check=True)
+    assert done.stdout == "" and done.stderr.count("zk 0.1.0 | stage 3 | bf16") == 1 and "\ntotal " in done.stderr
+    assert run("-c", program, env=loud(ZK_QUIET="1"), check=True).stderr.count("| stage 3 |") == 0
+
+
+def test_only_the_first_of_two_ranks_speaks() -> None:
+    program = MODEL + "torch.distributed.init_process_group('gloo')\nwrap().close()\ntorch.distributed.destroy_process_group()"
+    port = free_port()
+    ranks = [Program("-c", program, env=loud(rank_of(2, rank, port))) for rank in range(2)]
+    (_, first), (_, second) = [rank.communicate(60) for rank in ranks]
+    assert first.count("| 2 ranks |") == 1 and "/ 2 ranks" in first and "| stage" not in second, (first, second)
+
+
+@pytest.mark.parametrize("stderr", ("sys.stderr = None", "sys.stderr.close()", "os.close(2)", "r, w = os.pipe(); os.dup2(w, 2); os.close(r)"))
+def test_training_goes_on_where_nobody_reads_stderr(stderr: str) -> None:
+    program = MODEL + f"{stderr}\nwrap(dtype='fp32').close()\nprint('trained')\nsys.stderr = open(os.devnull, 'w')"
+    done = run("-c", program, env=loud(), check=True)
+    assert done.stdout == "trained\n"
+
+
+def test_the_drive_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measured, "_NBYTES", 1 << 20)
+    said: list[str] = []
+    assert measured.drive([str(tmp_path)]) is None
+    first = measured.measure_drive([str(tmp_path)], said.append)
+    assert first is not None and first["read"] > 0 and first["write"] > 0 and len(said) == 1
+    again = measured.measure_drive([str(tmp_path)], said.append)
+    assert again is not None and again["read"] == first["read"] and len(said) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]  # the file that was measured is gone
+    with wrapped(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path / "cache") as optimizer:
+        assert re.search(r"at the [\d.]+ and [\d.]+ GB/s measured here$", optimizer.summary().text())
+    (tmp_path / "cache" / "zk" / "rates.json").write_text("{")  # of a process that was killed, say
+    assert measured.drive([str(tmp_path)]) is None
+
+
+def test_a_drive_that_refuses_is_named_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said: list[str] = []
+    assert measured.measure_drive([str(tmp_path / "missing" / "..")], said.append) is None or said == []
+    monkeypatch.setattr(measured, "_NBYTES", 1 << 60)
+    assert measured.measure_drive([str(tmp_path)], said.append) is None and "are free" in said[-1]
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_the_update_is_compiled_when_the_optimizer_is_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZK_CPU_ADAM", raising=False)
+    with wrapped(stage=3, param_tier="host", optimizer_tier="host", dtype=dtype, num_threads=2) as optimizer:
+        compiled = {name: list(getattr(cpu_adam_numba, name).signatures) for name in dir(cpu_adam_numba) if name.endswith(("_block", "_parallel"))}
+        assert all(compiled.values())
+        step(optimizer)
+        for _ in range(2):  # and gradients that are added up, in fp32
+            optimizer.model(torch.ones(2, WIDTH, dtype=optimizer.config.dtype)).float().square().mean().backward()  # type: ignore[arg-type]
+        optimizer.step()
+        assert {name: list(getattr(cpu_adam_numba, name).signatures) for name in compiled} == compiled
+        assert cpu_adam_numba._adam_block.stats.cache_path is not None
+
+
+def test_compiling_says_so_once_and_not_where_it_is_cached(tmp_path: Path) -> None:
+    program, env = MODEL + "wrap().close()", loud(XDG_CACHE_HOME=str(tmp_path))
+    env.pop("NUMBA_CACHE_DIR", None)
+    first, second = (run("-c", program, env=env, check=True).stderr for _ in range(2))
+    assert (tmp_path / "zk" / "numba").is_dir()
+    assert first.count("compiling the CPU update for bfloat16, once per machine") == 1 and "compiling" not in second, (first, second)

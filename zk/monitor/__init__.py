@@ -1,0 +1,1 @@
+"""Monitoring: summaries, rates, progress, live views and reports of training."""

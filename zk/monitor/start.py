@@ -1,0 +1,66 @@
+"""The start of training: what takes long is done and announced, and the summary is printed once, by the first rank, to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zk.logs import log
+from zk.monitor.measured import measure_drive
+from zk.monitor.summary import summary_of
+from zk.offload.cpu_adam import compile_ahead
+
+_SPLIT_NUMEL = 1 << 15  # fewer elements are updated by one thread
+
+
+def is_quiet() -> bool:
+    """Tell if ``ZK_QUIET=1`` has ended what zk says by itself."""
+    return os.environ.get("ZK_QUIET", "") not in ("", "0")
+
+
+def say(text: str) -> None:
+    """Print lines to stderr, unless zk is quiet or there is no stderr: training goes on without it."""
+    if not is_quiet() and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more, a file that is closed
+            print(text, file=sys.stderr, flush=True)
+
+
+def begin(optimizer: Any) -> None:
+    """Compile the CPU update of a ZeroOptimizer, and print its summary."""
+    is_first = optimizer.everyone.rank == 0
+
+    def tell(text: str) -> None:
+        if is_first:
+            say(f"zk: {text}")
+
+    shards = [held.shard for held in optimizer.held if held.shard is not None]
+    sections = [section for shard in shards for section in shard.sections if section.beside]
+    largest = max((chunk.stop - chunk.start for section in sections for chunk in section.state.chunks), default=0)
+    threads = optimizer.num_threads if largest > _SPLIT_NUMEL else 1
+    updates = list(_updates(optimizer))
+    dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype, _ in updates}))
+    compile_ahead(updates, threads, lambda: tell(f"compiling the CPU update for {dtypes}, once per machine (about 15 s)"))
+    if is_quiet():
+        return
+    if "nvme" in optimizer.tiers and int(os.environ.get("LOCAL_RANK") or optimizer.everyone.rank) == 0:
+        measure_drive(optimizer.config.nvme_path, tell)
+    if is_first:
+        try:
+            text = summary_of(optimizer).text()
+        except Exception:  # a line less to read is no reason to end a run
+            log.exception("the summary could not be made")
+        else:
+            say(text)
+
+
+def _updates(optimizer: Any) -> Iterator[tuple[torch.dtype, dict[str, torch.dtype]]]:
+    """Dtypes of the parameters and of the state of everything that host threads update."""
+    for held in optimizer.held:
+        for section in held.shard.sections if held.shard is not None else ():
+            if section.beside and section.state.chunks:
+                yield held.unit.dtype, dict(section.state.dtypes)

@@ -1,0 +1,191 @@
+"""Summary of an optimizer: the bytes of each kind of training state on each tier, and those that a step moves. As text, and as HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import os
+import shutil
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+from zk.memory import host_memory, ranks_here
+from zk.monitor import measured
+from zk.monitor.words import bar, count, seconds, size
+from zk.plan.footprint import footprint_of
+
+# kinds of ZeroOptimizer.metrics() and of zk.plan -> rows of the table; everything else is in "buffers"
+ROWS = {"param": "parameters", "in_place": "parameters, in your files", "grad": "gradients", "master": "master", "moments": "moments"}
+REST = "buffers"
+COLORS = {
+    "parameters": "#4c78a8",
+    "parameters, in your files": "#9ecae9",
+    "gradients": "#f58518",
+    "master": "#54a24b",
+    "moments": "#b279a2",
+    REST: "#bab0ac",
+}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """A table of bytes by kind and tier, with what is said around it. ``text()``, and ``_repr_html_`` for notebooks."""
+
+    heading: str
+    capacity: dict[str, tuple[str, int]]
+    """Tier -> its name, such as "GPU 24 GiB", and the bytes of it that are this rank's."""
+    nbytes: dict[str, dict[str, int]]
+    """Kind -> tier -> bytes of this rank."""
+    notes: tuple[str, ...]
+    """Lines below the table."""
+
+    def total(self, tier: str) -> int:
+        """Bytes of all kinds on a tier."""
+        return sum(row.get(tier, 0) for row in self.nbytes.values())
+
+    def text(self) -> str:
+        """The heading, a table with a bar for each tier, and the notes."""
+        rows = [["", *(label for label, _ in self.capacity.values())]]
+        rows += [[kind, *(size(row.get(tier, 0)) or "-" for tier in self.capacity)] for kind, row in self.nbytes.items()]
+        shares = ((self.total(tier), self.total(tier) / max(1, whole)) for tier, (_, whole) in self.capacity.items())
+        rows.append(["total", *(f"{size(nbytes) or '-':9} {bar(share)}" for nbytes, share in shares)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self.heading, *lines, *self.notes])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks: a bar for each tier, with a part for each kind."""
+        parts = [f"<div style='font-family:sans-serif;font-size:13px'><b>{html.escape(self.heading)}</b><table>"]
+        for tier, (label, whole) in self.capacity.items():
+            total = self.total(tier)
+            cells = "".join(
+                f"<span title='{kind} {size(row[tier])}' style='display:inline-block;height:14px;background:{COLORS[kind]};"
+                f"width:{100 * row[tier] / max(whole, total, 1):.2f}%'></span>"
+                for kind, row in self.nbytes.items()
+                if row.get(tier)
+            )
+            bar = f"<div style='width:320px;line-height:0;background:#eee'>{cells}</div>"
+            parts.append(f"<tr><td style='text-align:left'>{html.escape(label)}</td><td>{bar}</td><td>{size(total) or '-'}</td></tr>")
+        kinds = (f"<span style='color:{COLORS[kind]}'>&#9632;</span> {kind} {size(sum(row.values()))}" for kind, row in self.nbytes.items())
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return "".join([*parts, "</table><div>", " &nbsp; ".join(kinds), f"</div>{notes}</div>"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank moves in a step of one micro-batch that uses all parameters."""
+
+    read: int
+    """From the drive."""
+    written: int
+    """To the drive."""
+    uploaded: int
+    """From the host to the device, if these are two memories."""
+    offloaded: int
+    """From the device to the host."""
+
+
+def sizes_of(optimizer: Any) -> Counter[tuple[str, str]]:
+    """Bytes of this rank by tier and kind at the fullest point of a step, as zk.plan counts them, on the tiers that were chosen."""
+    placed = []
+    for held in optimizer.held:
+        sections = held.shard.sections if held.shard is not None else ()
+        placed.append((held.param_tier, [(section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks]))
+    units, joined = [held.unit for held in optimizer.held], optimizer.transfer.joined
+    groups, device, config = optimizer.param_groups, optimizer.device, optimizer.config
+    sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rule, groups, device, placed=placed).sizes
+    in_place = sum(held.nbytes.get("in_place", 0) for held in optimizer.held)
+    if in_place and ("files", "in_place") not in sizes:
+        sizes["nvme", "param"] -= in_place
+        sizes["nvme", "in_place"] += in_place
+    return sizes
+
+
+def traffic_of(optimizer: Any, sizes: Counter[tuple[str, str]]) -> Traffic:
+    """Bytes that a step of one micro-batch moves."""
+    gathered = sizes["nvme", "param"] + sizes["nvme", "in_place"] + sizes["files", "in_place"]
+    trained = sum(held.nbytes.get("param", 0) for held in optimizer.held if held.param_tier == "nvme" and held.shard is not None)
+    grads, state = sizes["nvme", "grad"], sizes["nvme", "master"] + sizes["nvme", "moments"]
+    uploaded, offloaded = 0, 0
+    if not optimizer.transfer.joined:
+        used = sizes["host", "param"] + gathered if sizes["device", "gathered"] else 0
+        uploaded, offloaded = 2 * used + sizes["host", "param_copy"], sizes["host", "grad"] + grads
+    return Traffic(2 * gathered + trained + grads + state, trained + grads + state, uploaded, offloaded)
+
+
+def summary_of(optimizer: Any) -> Summary:
+    """The summary of a ZeroOptimizer, of this rank."""
+    sizes = sizes_of(optimizer)
+    on_host = {"device": "host"} if optimizer.transfer.joined else {}
+    nbytes = {kind: dict[str, int]() for kind in (*ROWS.values(), REST)}
+    for (tier, kind), amount in sizes.items():
+        row, where = nbytes[ROWS.get(kind, REST)], on_host.get(tier, tier)
+        row[where] = row.get(where, 0) + amount
+    nbytes = {kind: row for kind, row in nbytes.items() if any(row.values())}
+    capacity = _capacity(optimizer, {tier for row in nbytes.values() for tier in row})
+    return Summary(_heading(optimizer), capacity, nbytes, tuple(_notes(optimizer, traffic_of(optimizer, sizes))))
+
+
+def _heading(optimizer: Any) -> str:
+    config, held = optimizer.config, optimizer.held
+    elements = Counter[torch.dtype]()
+    for store in held:
+        elements[store.unit.dtype] += sum(param.numel() for param in store.unit.params)
+    total = elements.total()
+    trained = sum(param.numel() for store in held if store.shard is not None for param in store.unit.users)
+    dtypes = " and ".join(_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype, _ in elements.most_common())
+    shards = [store.shard for store in held if store.shard is not None]
+    master = ", fp32 master split" if any(shard.split for shard in shards) else ", fp32 master" if any(shard.has_master for shard in shards) else ""
+    world = optimizer.everyone.world
+    some = f" ({count(trained)} trained)" if trained < total else ""
+    version, units = sys.modules["zk"].__version__, f"{len(held)} unit{'s' * (len(held) > 1)}"
+    ranks = f"{world} rank{'s' * (world > 1)}"
+    return f"zk {version} | stage {config.stage} | {dtypes}{master} | {ranks} | {count(total)} parameters{some} in {units}"
+
+
+def _capacity(optimizer: Any, used: set[str]) -> dict[str, tuple[str, int]]:
+    """Name and size of each tier that there is, or that is used."""
+    found: dict[str, tuple[str, int]] = {}
+    ranks = ranks_here(optimizer.everyone.world)
+    shared = f" / {ranks} ranks" if ranks > 1 else ""
+    if not optimizer.transfer.joined:
+        whole = torch.cuda.get_device_properties(optimizer.device).total_memory
+        found["device"] = f"GPU {size(whole)}", whole
+    whole = host_memory()[0]
+    found["host"] = f"host {size(whole)}{shared}", whole // ranks
+    if "nvme" in used:
+        drives = {os.stat(path).st_dev: shutil.disk_usage(path).total for path in optimizer.config.nvme_path if os.path.isdir(path)}
+        whole = sum(drives.values())
+        found["nvme"] = f"{optimizer.config.nvme_path[0]} {size(whole)}{shared}", whole // ranks
+    if "files" in used:
+        found["files"] = "your files", 0
+    return found
+
+
+def _notes(optimizer: Any, traffic: Traffic) -> list[str]:
+    """The bytes that a step moves, and the time that takes at rates that were measured here."""
+    notes, who = [], "one step of each rank" if optimizer.everyone.world > 1 else "one step"
+    if traffic.read or traffic.written:
+        rates = measured.drive(optimizer.config.nvme_path)
+        moves = " and ".join(
+            f"{verb} {size(nbytes)} {where} the drive"
+            for verb, nbytes, where in (("reads", traffic.read, "from"), ("writes", traffic.written, "to"))
+            if nbytes
+        )
+        if rates is not None:
+            ranks = ranks_here(optimizer.everyone.world)
+            taken = ranks * (traffic.read / rates["read"] + traffic.written / rates["write"])
+            moves += f": {seconds(taken)} at the {rates['read'] / 1e9:.2f} and {rates['write'] / 1e9:.2f} GB/s measured here"
+        notes.append(f"{who} {moves}")
+    if traffic.uploaded or traffic.offloaded:
+        notes.append(f"{who} moves {size(traffic.uploaded) or 'nothing'} to the GPU and {size(traffic.offloaded) or 'nothing'} from it")
+    return notes

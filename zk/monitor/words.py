@@ -1,0 +1,38 @@
+"""Sizes, counts and times as people write them."""
+
+from __future__ import annotations
+
+
+def size(nbytes: float) -> str:
+    """ "1.5 GiB"; nothing for nothing."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):,.1f} {unit}"
+    return f"{nbytes:,.0f} B" if nbytes else ""
+
+
+def count(num_params: int) -> str:
+    """ "1.34B"."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if num_params >= scale:
+            return f"{num_params / scale:.3g}{unit}"
+    return str(num_params)
+
+
+def seconds(value: float) -> str:
+    """ "1.06 s"."""
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"
+
+
+def duration(value: float) -> str:
+    """ "2 h 11 min", "4 min 05 s", "37 s": of what is left, or has passed."""
+    whole = round(value)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def bar(share: float, width: int = 8) -> str:
+    """ "[##......]"; one mark at least for anything more than nothing."""
+    full = min(width, max(round(share * width), share > 0))
+    return f"[{'#' * full}{'.' * (width - full)}]"
