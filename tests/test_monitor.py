@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
+import time
+import types
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zk
 from tests.programs import Program, rank_of, run
 from tests.world import free_port
 from zk import ZeroOptimizer
 from zk.monitor import measured
+from zk.monitor.rates import Rates, counts_of, loggable, reason_of
 from zk.monitor.summary import sizes_of, traffic_of
 from zk.offload import cpu_adam_numba
+from zk.offload.worker import Worker
+from zk.timeline import SPENT, phase
 
 WIDTH = 256
 MODEL = """
@@ -189,3 +199,151 @@ def test_compiling_says_so_once_and_not_where_it_is_cached(tmp_path: Path) -> No
     first, second = (run("-c", program, env=env, check=True).stderr for _ in range(2))
     assert (tmp_path / "zk" / "numba").is_dir()
     assert first.count("compiling the CPU update for bfloat16, once per machine") == 1 and "compiling" not in second, (first, second)
+
+
+# ---- rates -------------------------------------------------------------------------------------------------------------------------
+
+
+def waited(kind: str, ms: float) -> None:
+    with phase("wait", kind):
+        time.sleep(ms / 1e3)
+
+
+def test_waits_are_counted_once_and_those_in_the_background_not() -> None:
+    before = Counter(SPENT)
+    with phase("update", "unit"):
+        time.sleep(0.02)
+        with phase("collective", "gather"):
+            waited("other ranks: gather", 30)
+    worker = Worker("zk test")
+    worker.submit(lambda: waited("drive", 40)).join()
+    worker.close()
+    spent = {kind: ns / 1e6 for kind, ns in (SPENT - before).items()}
+    assert set(spent) == {"update", "wait: other ranks"}
+    assert spent["wait: other ranks"] >= 30 and spent["update"] >= 20
+    before = Counter(SPENT)
+    with pytest.raises(OSError, match="drive"), phase("wait", "drive"):
+        raise OSError("the drive")
+    waited("link: a gradient", 0)
+    assert set(SPENT - before) == {"wait: drive", "wait: link"}
+
+
+def test_rates_are_of_the_last_interval() -> None:
+    with wrapped(stage=3, param_tier="host", optimizer_tier="host") as optimizer:
+        rates = Rates(optimizer)
+        assert rates.take() == {} and "step_s" not in optimizer.metrics()
+        for _ in range(4):
+            step(optimizer)
+            waited("drive", 25)
+        rates.tokens += 4000
+        start = time.perf_counter()
+        first = rates.take()
+        assert first["wait_drive_share"] == first["wait_share"] > 0 and reason_of(first) == "drive"
+        assert first["wait_share"] * 4 * first["step_s"] >= 0.1
+        assert first["tokens_per_s"] == pytest.approx(4000 / (4 * first["step_s"]))
+        assert first["floor_share"] == pytest.approx(1 - first["wait_share"])
+        assert rates.take() == first  # no step since
+        step(optimizer)
+        second = rates.take()
+        assert "wait_drive_share" not in second and "tokens_per_s" not in second and second["update_share"] > 0
+        assert second["step_s"] <= time.perf_counter() - start
+        waited("drive", 25)
+        rates.restart()
+        step(optimizer)
+        assert "wait_drive_share" not in rates.take()
+        found = optimizer.metrics()  # whose interval is its own
+        assert found["wait_drive_share"] > 0 and found["step_s"] > 0
+    assert rates.take() == rates.last
+    del optimizer
+    assert rates.take() == rates.last
+
+
+def test_rates_of_the_drive_have_its_floor_once_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with wrapped(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as optimizer:
+        step(optimizer)
+        before, now = counts_of(optimizer), optimizer.rates.take()
+        assert now["drive_gbps"] > 0 and 0 <= now["prefetch_hit_rate"] <= 1 and "floor_share" not in now
+        monkeypatch.setattr(measured, "drive", lambda paths: {"read": 1e6, "write": 2e6})  # a slow one: it decides
+        step(optimizer)
+        after, now = counts_of(optimizer), optimizer.rates.take()
+        moving = (after.read - before.read) / 1e6 + (after.written - before.written) / 2e6
+        assert now["floor_share"] == pytest.approx(moving / now["step_s"], rel=1e-6)
+
+
+@pytest.mark.parametrize("value", ("", "all", "some"))
+def test_loggers_get_few_numbers_and_all_if_asked_for(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_METRICS", value)
+    with wrapped(stage=2) as optimizer:
+        rates = Rates(optimizer)
+        step(optimizer)
+        if value == "some":
+            with pytest.raises(ValueError, match=r"ZK_METRICS must be 'rates' .* got 'some'"):
+                loggable(optimizer, rates)
+            return
+        found = loggable(optimizer, rates)
+        assert all(name.startswith("zk/") and isinstance(number, (int, float)) for name, number in found.items())
+        assert ("zk/grad_norm" in found) == (value == "all") and found["zk/step_s"] > 0 and (len(found) <= 7 or value == "all")
+
+
+# ---- progress ----------------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_prints_lines_to_files_and_renews_one_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_QUIET", "0")
+    monkeypatch.setenv("COLUMNS", "60")
+    with wrapped(stage=2) as optimizer:
+        for file in (io.StringIO(), Terminal()):
+            with zk.Progress(optimizer, 3, file=file) as progress:
+                for number in range(3):
+                    step(optimizer)
+                    progress.step(torch.tensor(2.5 - number, requires_grad=True), tokens=100)
+            shown = file.getvalue()
+            if isinstance(file, Terminal):
+                assert shown.startswith("\r[") and shown.endswith("\n") and max(map(len, shown.split("\r"))) <= 60
+            else:
+                first, last = shown.splitlines()  # ten seconds have not passed
+                pattern = r"zk: step 1/3 \| loss 2\.5 \| [\d,]+ tok/s \| [\de+.]+ m?s/step \| .*host [\d.]+/\d+ GiB \| 1?\d+% of the floor"
+                assert re.fullmatch(pattern + r" \| \d s \| eta \d+ s", first), first
+                assert last.startswith("zk: step 3/3 | loss 0.5 |")
+        quiet = io.StringIO()
+        monkeypatch.setenv("ZK_QUIET", "1")
+        with zk.Progress(optimizer, file=quiet) as progress:
+            progress.step(1.0)
+        assert quiet.getvalue() == ""
+
+
+def test_progress_goes_on_without_anybody_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_QUIET", "0")
+    closed = io.StringIO()
+    closed.close()
+    with wrapped(stage=2) as optimizer:
+        for file in (closed, None):
+            monkeypatch.setattr("sys.stderr", None)
+            with zk.Progress(optimizer, 1, file=file) as progress:
+                step(optimizer)
+                progress.step(1.0)
+        with pytest.raises(ValueError, match="total must be a number of steps, at least 1, or None; got 0"):
+            zk.Progress(optimizer, 0)
+
+
+def test_progress_in_a_notebook_renews_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    handle = types.SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+    module: Any = types.ModuleType("IPython")
+    module.get_ipython = type("ZMQInteractiveShell", (), {})
+    module.display = types.ModuleType("IPython.display")
+    module.display.display = lambda display_id: handle
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setitem(sys.modules, "IPython.display", module.display)
+    monkeypatch.setenv("ZK_QUIET", "0")
+    with wrapped(stage=2) as optimizer, zk.Progress(optimizer, 2) as progress:
+        for _ in range(2):
+            step(optimizer)
+            progress.step(1.0)
+    assert [line.partition(" | ")[0] for line in shown] == ["step 1/2", "step 2/2"]

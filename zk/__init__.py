@@ -7,6 +7,7 @@ from zk.integrations.deepspeed_engine import initialize
 from zk.linear_cross_entropy import linear_cross_entropy
 from zk.long_context import long_context
 from zk.materialize import deferred_init
+from zk.monitor.progress import Progress
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
 from zk.tile_sequence import tile_sequence, untile_sequence
@@ -16,6 +17,7 @@ from zk.tiled_linear import TiledLinear, tile_linears
 __version__ = "0.1.0"
 __all__ = [
     "DynamicLossScale",
+    "Progress",
     "TiledLinear",
     "ZeroConfig",
     "ZeroOptimizer",

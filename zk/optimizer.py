@@ -35,6 +35,7 @@ from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, ranks_here, trim
+from zk.monitor.rates import Rates
 from zk.monitor.start import begin
 from zk.monitor.summary import Summary, summary_of
 from zk.offload import pipeline
@@ -168,6 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if brought is not None:
             self.load_state_dict(brought)
         begin(self)
+        self.rates = Rates(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         raise TypeError(
@@ -1201,7 +1203,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {**named, **{name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in beside.items()}}
 
     def metrics(self) -> dict[str, float]:
-        """Counts, the last gradient norm, the loss scale, and this rank's bytes by tier and kind.
+        """Counts, the last gradient norm, the loss scale, this rank's bytes by tier and kind, and rates since the last call that found a step.
+
+        The rates (``step_s``, ``wait_share``, ``wait_drive_share``, ``drive_gbps``, ``floor_share``, ...) are those of ``zk.monitor.rates.Rates``.
 
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
         training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.
@@ -1236,6 +1240,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "prefetch_hits": prefetcher.hits,
             **moved,
             **sizes,
+            **self.rates.take(),
         }
 
     def summary(self) -> Summary:

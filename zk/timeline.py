@@ -91,6 +91,24 @@ class Span:
     """The thread did nothing else meanwhile."""
 
 
+class _Thread(threading.local):
+    """One thread's part in ``SPENT``."""
+
+    background = False  # its waits keep no step from going on
+    inner_ns = 0  # of what has been counted inside of the phase that is counted now
+
+
+_thread = _Thread()
+_COUNTED = ("wait", "update")
+SPENT: collections.Counter[str] = collections.Counter()
+"""Nanoseconds since the start of training threads in updates ("update") and in waits ("wait: drive", "wait: other ranks"), always counted."""
+
+
+def in_background() -> None:
+    """Leave the calling thread, which works in the background of training, out of ``SPENT``."""
+    _thread.background = True
+
+
 class phase:  # a verb, as contextlib's are
     """The calling thread works on ``resource`` inside. Also a decorator. An exception ends the phase like anything else.
 
@@ -99,7 +117,7 @@ class phase:  # a verb, as contextlib's are
         name: of the unit, or of what is waited for.
     """
 
-    __slots__ = ("label", "name", "resource", "start_ns")
+    __slots__ = ("label", "name", "outer_ns", "resource", "start_ns")
 
     def __init__(self, resource: Resource, name: str = "") -> None:
         self.resource, self.name = resource, name
@@ -109,11 +127,18 @@ class phase:  # a verb, as contextlib's are
         if _profiled():
             self.label = torch.profiler.record_function(f"zk::{self.resource} {self.name}")
             self.label.__enter__()
+        if self.resource in _COUNTED:
+            self.outer_ns, _thread.inner_ns = _thread.inner_ns, 0
         self.start_ns = now_ns()
         for recorder in _RECORDERS:
             recorder.open[self] = threading.current_thread().name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.resource in _COUNTED:
+            taken = now_ns() - self.start_ns
+            if not _thread.background:
+                SPENT["update" if self.resource == "update" else f"wait: {self.name.partition(':')[0]}"] += taken - _thread.inner_ns
+            _thread.inner_ns = self.outer_ns + taken
         if _RECORDERS:
             note(self.resource, self.name, self.start_ns, now_ns(), holds=True)
             for recorder in _RECORDERS:

@@ -174,3 +174,28 @@ def test_a_state_is_written_over_and_hooks_get_the_models(tmp_path: Path) -> Non
     accelerator.load_state(str(tmp_path))
     assert seen == [(1, 0)] * 4
     assert len(list((tmp_path / "zk").glob("step-*"))) == 1
+
+
+def test_rates_go_to_the_trackers_of_accelerate(tmp_path: Path) -> None:
+    from accelerate.tracking import GeneralTracker
+
+    class Lines(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory, tracker = "lines", False, None
+        main_process_only = True
+
+        def __init__(self) -> None:
+            super().__init__(_blank=True)
+            self.lines: list[dict[str, Any]] = []
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            pass
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.lines.append({**values, "step": step})
+
+    tracker = Lines()
+    accelerator = made({"stage": 2}, log_with=tracker)
+    accelerator.init_trackers("run")
+    loop(accelerator, tmp_path)
+    accelerator.log({"loss": 1.0}, step=4)
+    assert tracker.lines[0]["loss"] == 1.0 and tracker.lines[0]["step"] == 4 and tracker.lines[0]["zk/step_s"] > 0

@@ -157,7 +157,10 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", ("gpt2", "llama", "t5", "mixtral"))
-def test_micro_batches_that_go_block_by_block_have_the_losses_of_the_plain_trainer(family: str, tmp_path: Path) -> None:
+def test_micro_batches_that_go_block_by_block_have_the_losses_of_the_plain_trainer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZK_METRICS", "all")
     found = []
     for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path), "accumulation": "auto"})):
         args = arguments(tmp_path / cls.__name__, max_steps=3, save_strategy="no", eval_steps=3)
@@ -373,7 +376,13 @@ def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> No
 # ---- logs, and what is refused -------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_in_the_logs_and_in_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_in_the_logs_and_in_tensorboard_and_counters_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = made(ZeroTrainer, "vit", tmp_path, more={"max_steps": 2, "save_strategy": "no"}, zero={"stage": 2})
+    trainer.train()
+    for line in (line for line in trainer.state.log_history if "loss" in line):
+        ours = {name: value for name, value in line.items() if name.startswith("zk/")}
+        assert ours["zk/step_s"] > 0 and 0 <= ours["zk/wait_share"] <= 1 and ours["zk/peak_host_gib"] > 0 and len(ours) <= 6, line
+    monkeypatch.setenv("ZK_METRICS", "all")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     more = {"report_to": ["tensorboard"], "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}

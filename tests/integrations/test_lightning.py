@@ -385,7 +385,12 @@ def test_the_summary_counts_partitioned_parameters() -> None:
     assert seen[0] == seen[1] and seen[0][0] > 9000
 
 
-def test_metrics_reach_the_loggers_at_every_so_many_steps(tmp_path: Path) -> None:
+def test_metrics_reach_the_loggers_at_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit("zk_stage_3_offload", callbacks=[zl.ZeroMetrics()], logger=CSVLogger(tmp_path / "rates"), log_every_n_steps=2)
+    with open(tmp_path / "rates" / "lightning_logs" / "version_0" / "metrics.csv") as file:
+        lines = [line for line in csv.DictReader(file) if line["zk/step_s"]]
+    assert len(lines) == STEPS // 2 and "zk/steps" not in lines[0] and all(float(line["zk/step_s"]) > 0 for line in lines)
+    monkeypatch.setenv("ZK_METRICS", "all")
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path / "board")]
     fit("zk_stage_3_offload", callbacks=[zl.ZeroMetrics(), LearningRateMonitor()], logger=loggers, log_every_n_steps=2)
     with open(tmp_path / "lightning_logs" / "version_0" / "metrics.csv") as file:

@@ -15,6 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
+from zk.monitor.rates import loggable
 from zk.optimizer import ZeroOptimizer
 from zk.owners import owner_of
 
@@ -161,6 +162,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if zero is None:
             return super().no_sync(model)
         return zero.no_sync() if zero.config.stage < 2 else contextlib.nullcontext()
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """accelerate's, and with it the rates since the last call (``zk/step_s``, ``zk/wait_share``, ...)."""
+        zeros = self._zeros()
+        if len(zeros) == 1:
+            values = {**values, **loggable(zeros[0], zeros[0].rates)}
+        super().log(values, *args, **kwargs)
 
     # ---- state ---------------------------------------------------------------------------------------------------------------
 

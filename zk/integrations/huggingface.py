@@ -21,6 +21,7 @@ from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.logs import log
 from zk.long_context import long_context as make_long
 from zk.memory import host_memory
+from zk.monitor.rates import Rates, loggable
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
 
@@ -57,17 +58,19 @@ class ZeroTrainerMixin:
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
     Checkpoints have full weights, as the Trainer's do, for ``from_pretrained``; where the host has no room for these, they are written
     piece by piece. The optimizer is in their folder ``zk``, for any number of ranks, stage and tier, and a checkpoint of the plain Trainer
-    is gone on from, too. What has changed in ``optimizer.metrics()`` is part of the logs, under ``zk/``. All ranks call ``save_model``,
-    ``evaluate`` and ``predict``.
+    is gone on from, too. Rates are part of the logs, under ``zk/``; with ``ZK_METRICS=all`` all of ``optimizer.metrics()``. All ranks call
+    ``save_model``, ``evaluate`` and ``predict``.
     """
 
     zero: ZeroOptimizer | None = None
+    _rates: Rates | None = None
     _export_next = False
     args: Any
     model: Any
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    control: Any
 
     def __init__(
         self,
@@ -80,7 +83,6 @@ class ZeroTrainerMixin:
         self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
         self._losses: list[Any] = []  # theirs, not handed out yet
-        self._logged: dict[str, float] = {}
         config = self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
         super().__init__(*args, **kwargs)
         for name, remedy in _REFUSED.items():
@@ -130,6 +132,7 @@ class ZeroTrainerMixin:
             if not isinstance(self.optimizer, ZeroOptimizer):
                 self.optimizer = ZeroOptimizer(self.model, self.optimizer, self.accelerator.zero_here())
         self.zero = unwrapped(self.optimizer)
+        self._rates = Rates(self.zero)
         return self.optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +142,8 @@ class ZeroTrainerMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """The Trainer's. In vertical accumulation the first one of a step computes all of them."""
+        if self._rates is not None and isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), torch.Tensor):
+            self._rates.tokens += inputs["input_ids"].numel() * self.args.world_size
         if not self._losses:
             if self.zero is None or not self.zero.is_vertical(self.accumulation, len(self._samples)):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -149,12 +154,16 @@ class ZeroTrainerMixin:
         return self._losses.pop(0)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, and with each line about training those of the optimizer's metrics that have changed since the last."""
-        if self.zero is not None and "loss" in logs:
-            metrics = {f"zk/{name}": float(value) for name, value in self.zero.metrics().items()}
-            logs.update({name: value for name, value in metrics.items() if self._logged.get(name) != value})
-            self._logged = metrics
+        """The Trainer's, and with each line about training the rates since the last one (``zk/step_s``, ``zk/wait_share``, ...)."""
+        if self._rates is not None and "loss" in logs:
+            logs.update(loggable(self.zero, self._rates))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        pauses = self.control.should_evaluate or self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        if pauses and self._rates is not None:
+            self._rates.restart()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """At stage 3 parameters are moved into place first, and all ranks generate for as long as any does, since they gather together."""

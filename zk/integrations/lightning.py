@@ -17,6 +17,7 @@ from zk.integrations.lightning_checkpoint import consolidate
 from zk.integrations.lightning_common import Precision
 from zk.integrations.lightning_fabric import FabricStrategy
 from zk.integrations.lightning_strategy import TrainerStrategy
+from zk.monitor.rates import Rates, loggable
 
 __all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroStrategy", "consolidate", "of"]
 
@@ -34,14 +35,25 @@ _PACKAGES = {"lightning": ("lightning.pytorch", "lightning.fabric"), "pytorch_li
 
 
 class _Metrics:
-    """Sends ``optimizer.metrics()`` to the Trainer's loggers, as ``zk/...``, whenever the Trainer logs (``log_every_n_steps``)."""
+    """Sends rates to the Trainer's loggers, as ``zk/step_s``, ``zk/wait_share``, ..., whenever the Trainer logs (``log_every_n_steps``).
+
+    With ``ZK_METRICS=all`` all of ``optimizer.metrics()`` too. Validation and checkpoints are not part of the time of a step.
+    """
+
+    rates: Rates | None = None
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.rates is not None:
+            self.rates.restart()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         zero = getattr(trainer.strategy, "zero", None)
         if zero is None:
             raise RuntimeError(f"ZeroMetrics reads the optimizer of zk's strategies; this Trainer has {type(trainer.strategy).__name__}")
+        if self.rates is None or self.rates.optimizer() is not zero:
+            self.rates = Rates(zero)
         if trainer._logger_connector.should_update_logs:
-            values = {f"zk/{name}": value for name, value in zero.metrics().items()}
+            values = loggable(zero, self.rates)
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

@@ -70,6 +70,7 @@ class Transfer:
 
     def __init__(self, link: Link, arena: Arena | None, overlap: bool) -> None:
         self.link, self.arena, self.overlap = link, arena, overlap
+        self.uploaded_nbytes = self.offloaded_nbytes = 0  # since the start
         self.joined, self.mark, self.follow = link.joined, link.mark, link.follow
 
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -85,10 +86,12 @@ class Transfer:
 
     def offload_to(self, host: Tensor, source: Tensor, mark: Event | None = None) -> Event:
         """Start to copy ``source`` to ``host``; after ``mark``, or after what compute has been asked to do so far."""
+        self.offloaded_nbytes += source.nbytes
         return self._started(self.link.offload(host, source, [mark or self.link.mark()]))
 
     def upload(self, target: Tensor, host: Tensor, mark: Event | None = None) -> Event:
         """Start to copy ``host`` to ``target``; after ``mark``, or after what compute has been asked to do so far."""
+        self.uploaded_nbytes += host.nbytes
         return self._started(self.link.upload(target, host, [mark or self.link.mark()]))
 
     def _started(self, event: Event) -> Event:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from zk.events import Ticket
+from zk.timeline import in_background
 
 
 class Cancelled(RuntimeError):
@@ -55,6 +56,7 @@ class Worker:
 
 
 def _run(jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]) -> None:
+    in_background()
     with torch.no_grad():  # gradients are switched on thread by thread
         while (entry := jobs.get()) is not None:
             job, ticket = entry

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 
 import zk
 from zk.memory import peak_nbytes
+from zk.monitor.progress import EVERY_S, rates_line
 from zk.offload.tiers import readable
 from zk.timeline import Timeline
 from zk.train.picture import ROWS
@@ -23,29 +24,28 @@ _FIRST = ("forward", "backward", "update")  # of the training thread's time
 
 
 @contextlib.contextmanager
-def progress(console: Console, steps: int, first: int) -> Iterator[Callable[[Record, int, zk.ZeroOptimizer], None]]:
-    """A live bar on a terminal; elsewhere one line for every twentieth of the steps."""
+def progress(console: Console, optimizer: zk.ZeroOptimizer, steps: int, first: int) -> Iterator[Callable[[Record, int], None]]:
+    """A live bar on a terminal; elsewhere a line for every twentieth of the steps, and every ten seconds."""
     columns = ("training", BarColumn(bar_width=24), MofNCompleteColumn(), "{task.fields[status]}", TimeElapsedColumn(), "<", TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=steps, completed=first, status="")
+        counts, shown_at = zk.Progress(optimizer, steps, done=first), -EVERY_S
 
-        def advance(record: Record, tokens: int, optimizer: zk.ZeroOptimizer) -> None:
-            rate = tokens / statistics.median_high(record.step_ms[-20:]) * 1e3
-            status = f"loss {record.losses[-1]:.3f}  {rate:,.0f} tokens/s  {_tiers(optimizer)}"
-            bar.update(task, advance=1, status=status)
-            done = len(record.losses)
-            if not console.is_terminal and (done == first + 1 or done % max(1, steps // 20) == 0):
-                console.print(f"step {done:5d}/{steps}  {status}", soft_wrap=True)
+        def advance(record: Record, tokens: int) -> None:
+            nonlocal shown_at
+            counts.rates.tokens += tokens
+            done = counts.done = len(record.losses)
+            loss, since = f"loss {record.losses[-1]:.3f}", time.monotonic() - shown_at
+            if console.is_terminal:
+                if since > 1 or done == steps:
+                    shown_at = time.monotonic()
+                    bar.update(task, status=f"{loss}  {rates_line(counts.rates.take())}")
+                bar.update(task, advance=1)
+            elif done == first + 1 or done % max(1, steps // 20) == 0 or since > EVERY_S:
+                shown_at = time.monotonic()
+                console.print(f"step {done:5d}/{steps}  {loss}  {counts.line().partition(' | ')[2]}", soft_wrap=True)
 
         yield advance
-
-
-def _tiers(optimizer: zk.ZeroOptimizer) -> str:
-    """Bytes of training state on each tier, of this rank: "device 9.4 MiB  host 56.5 MiB"."""
-    totals = collections.Counter[str]()
-    for (tier, _), nbytes in state_nbytes(optimizer).items():
-        totals[tier] += nbytes
-    return "  ".join(f"{tier} {nbytes / 2**20:,.1f} MiB" for tier, nbytes in totals.items() if nbytes)
 
 
 def _table(title: str, *headings: str, left: int) -> Table:

@@ -169,7 +169,7 @@ def train(job: Job) -> Record:
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
     with resume.termination() as asked:
-        with report.progress(console, job.steps, first) as advance:
+        with report.progress(console, optimizer, job.steps, first) as advance:
             for step in range(first, job.steps):
                 start = time.perf_counter()
                 everyones = [Text.draw(text.train, job.batch * world, job.model.context, position.draws) for _ in range(job.accumulate)]
@@ -190,7 +190,7 @@ def train(job: Job) -> Record:
                 record.step_ms.append((time.perf_counter() - start) * 1e3)
                 if plain is not None:
                     record.check_losses.append(plain.step([(ids.to(device), targets.to(device)) for ids, targets in everyones]))
-                advance(record, job.batch * world * job.accumulate * job.model.context, optimizer)
+                advance(record, job.batch * world * job.accumulate * job.model.context)
                 if both[1]:
                     break
                 if job.save_every and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):

@@ -1,0 +1,152 @@
+"""Rates of training over an interval of steps: seconds, waits and their reasons, bytes moved, peaks of memory, and the share of the floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+
+from zk.memory import peak_nbytes, ranks_here
+from zk.monitor import measured
+from zk.timeline import SPENT
+
+# kinds of zk.timeline.SPENT -> what is waited for, by its name in the rates; any other wait is "other"
+REASONS = {"wait: drive": "drive", "wait: link": "link", "wait: other ranks": "ranks", "wait: update": "update", "wait: save": "save"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """Counters of an optimizer at one moment."""
+
+    ns: int
+    steps: int  # taken or skipped
+    spent: Counter[str]
+    read: int
+    written: int
+    linked: int
+    uses: int
+    hits: int
+
+
+def counts_of(optimizer: Any) -> Counts:
+    """Read the counters, in microseconds."""
+    nvme, prefetcher, transfer = optimizer.tiers.get("nvme"), optimizer.partition.prefetcher, optimizer.transfer
+    files = [file for _, file in nvme.spill.files] if nvme is not None else []
+    return Counts(
+        time.perf_counter_ns(),
+        optimizer.counters["steps"] + optimizer.counters["skipped_steps"],
+        Counter(SPENT),
+        sum(file.read_nbytes for file in files),
+        sum(file.written_nbytes for file in files),
+        transfer.uploaded_nbytes + transfer.offloaded_nbytes,
+        prefetcher.uses,
+        prefetcher.hits,
+    )
+
+
+class Rates:
+    """Rates since the last ``take()`` that found a step.
+
+    Waits are those of training threads of this process: with several optimizers in it, each sees all of them. What the device waits for by
+    itself, in streams, is not among them.
+
+    Args:
+        optimizer: a ZeroOptimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.last: dict[str, float] = {}
+        self.drive: dict[str, float] | None = None  # the rates of its drive, once they are known
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an interval now: the time since the last one was not spent training."""
+        self.tokens = 0
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            self.before = counts_of(optimizer)
+
+    def take(self) -> dict[str, float]:
+        """The rates of the interval that ends now, if there was a step in it, and else those of the last one.
+
+        ``step_s``, and ``tokens_per_s`` where ``tokens`` were counted; ``wait_share`` of the time, of which ``wait_drive_share``,
+        ``wait_link_share``, ``wait_ranks_share``, ``wait_update_share`` (one in the background), ``wait_save_share`` and ``wait_other_share``;
+        ``update_share``, of an update that is not in the background; ``drive_gbps`` read and
+        written, ``link_gbps``; ``prefetch_hit_rate``; ``peak_host_gib`` of the process and ``peak_device_gib`` of torch, since the start;
+        ``floor_share``: the shortest possible step by the step. That is the longer of its time without waits, and of the time that the drive
+        needs for its bytes at the rate that was measured. Shares are of 1; what has no meaning here is left out.
+        """
+        optimizer = self.optimizer()
+        if optimizer is None or optimizer.closed:
+            return self.last
+        before, now, tokens = self.before, counts_of(optimizer), self.tokens
+        steps, seconds = now.steps - before.steps, (now.ns - before.ns) / 1e9
+        if steps <= 0 or seconds <= 0:
+            return self.last
+        self.before, self.tokens = now, 0
+        spent = Counter[str]()
+        for kind, ns in (now.spent - before.spent).items():
+            spent["own update" if kind == "update" else REASONS.get(kind, "other")] += ns
+        shares = {reason: ns / 1e9 / seconds for reason, ns in spent.items()}
+        update = shares.pop("own update", 0.0)
+        waited = sum(shares.values())
+        read, written = now.read - before.read, now.written - before.written
+        found = {"step_s": seconds / steps}
+        if tokens:
+            found["tokens_per_s"] = tokens / seconds
+        found["wait_share"] = waited
+        found |= {f"wait_{reason}_share": share for reason, share in sorted(shares.items()) if share >= 5e-4}
+        found["update_share"] = update
+        if read or written:
+            found["drive_gbps"] = (read + written) / seconds / 1e9
+        if now.linked > before.linked:
+            found["link_gbps"] = (now.linked - before.linked) / seconds / 1e9
+        if now.uses > before.uses:
+            found["prefetch_hit_rate"] = (now.hits - before.hits) / (now.uses - before.uses)
+        found["peak_host_gib"] = peak_nbytes() / 2**30
+        if optimizer.device.type == "cuda":
+            found["peak_device_gib"] = torch.cuda.max_memory_allocated(optimizer.device) / 2**30
+        floor = self._floor(optimizer, (1 - waited) * seconds, read, written)
+        if floor is not None:
+            found["floor_share"] = floor / seconds
+        self.last = found
+        return found
+
+    def _floor(self, optimizer: Any, work_s: float, read: int, written: int) -> float | None:
+        """Seconds of the interval if all waits were hidden; None if the drive was used and has not been measured."""
+        if not read and not written:
+            return work_s
+        rates = self.drive = self.drive or measured.drive(optimizer.config.nvme_path)
+        if rates is None:
+            return None
+        return max(work_s, ranks_here(optimizer.everyone.world) * (read / rates["read"] + written / rates["write"]))
+
+
+def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:
+    """Numbers for loggers, as ``zk/step_s``: rates, to four digits, the loss scale where there is one, and skipped steps where there were some.
+
+    With ``ZK_METRICS=all`` everything in ``optimizer.metrics()`` too. ValueError for another value of it.
+    """
+    wanted = os.environ.get("ZK_METRICS", "")
+    if wanted not in ("", "rates", "all"):
+        raise ValueError(f"the environment variable ZK_METRICS must be 'rates' (the default) or 'all', for counters too; got {wanted!r}")
+    found = dict(optimizer.metrics()) if wanted == "all" else {}
+    if optimizer.scaler.active:
+        found["loss_scale"] = optimizer.scaler.scale
+    if optimizer.counters["skipped_steps"]:
+        found["skipped_steps"] = optimizer.counters["skipped_steps"]
+    found |= {name: float(f"{value:.4g}") for name, value in rates.take().items()}
+    return {f"zk/{name}": value for name, value in found.items()}
+
+
+def reason_of(rates: dict[str, float]) -> str:
+    """The main reason for waiting: "drive", "link", "ranks", "update", "save" or "other"; empty if it did not."""
+    found = {name: share for name, share in rates.items() if name.startswith("wait_") and name != "wait_share"}
+    most = max(found, key=lambda name: found[name], default="")
+    return most.removeprefix("wait_").removesuffix("_share")
