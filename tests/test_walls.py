@@ -42,12 +42,14 @@ SIZES = {
     # 450 and 3,725 for updates that begin in backward: shadows and room for them, attempts, when to try
     # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show
     # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show; 10 and 65 for rates
-    "core": (12_290, 90_910),
+    # 5 and 50 for the checkpoint to resume from
+    "core": (12_295, 90_960),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 25 and 135 for waits that are always counted
-    "beside the core": (3_810, 28_975),
+    # 5 and 35 for Ctrl-C in commands
+    "beside the core": (3_815, 29_010),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     "checkpoint": (2_890, 23_330),
@@ -56,11 +58,14 @@ SIZES = {
     "plan": (1_820, 16_035),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block
     # 30 and 230 for rates in logs
-    "integrations": (2_550, 16_955),
-    "train": (1_160, 10_120),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    # 10 and 50 for what to resume from
+    "integrations": (2_560, 17_005),
+    # 10 and 50 for Ctrl-C, and a line every ten seconds
+    "train": (1_170, 10_170),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
     "testing": (110, 670),
-    "monitor": (645, 4_770),  # summaries, and what is said at the start; rates, and progress
+    # 60 and 310 for Ctrl-C
+    "monitor": (705, 5_080),  # summaries, and what is said at the start; rates, and progress
 }
 TOKENS_PER_LINE = 7.67  # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count

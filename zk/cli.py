@@ -78,7 +78,7 @@ def train(
 ) -> None:
     """Train a byte-level GPT, or a mixture of experts, on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train.
 
-    SIGTERM: the step in progress is finished, a checkpoint saved, and the exit code is 0.
+    Ctrl-C and SIGTERM: the step in progress is finished, a checkpoint saved, and the exit code is 0. A second Ctrl-C ends the run at once.
     """
     options = dict(locals())
     from zk.train.run import Job

@@ -35,6 +35,7 @@ from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, ranks_here, trim
+from zk.monitor import stop
 from zk.monitor.rates import Rates
 from zk.monitor.start import begin
 from zk.monitor.summary import Summary, summary_of
@@ -150,6 +151,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.publisher: Solo | Group = Solo()
         self.claim = Claim()  # of the folders that it saves into
         self.saver: save.Saver | None = None  # made with the first save in the background
+        self.saved_to: Path | None = None  # the folder of the last checkpoint that was saved or loaded
+        self.resume_from: Path | None = None  # what a framework resumes from, where that is another one
         try:
             self._build()
         except BaseException as error:
@@ -170,6 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.load_state_dict(brought)
         begin(self)
         self.rates = Rates(self)
+        stop.watch(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         raise TypeError(
@@ -1099,7 +1103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if held.underway is None:
                 held.adopt_writes()  # what the user wrote since the last step
         self.partition.reset()
-        quiet = on_save_error == "warn"
+        quiet, self.saved_to, self.resume_from = on_save_error == "warn", Path(directory), None
         digests = None if frozen else base.digests(self)
         with save.together(self.everyone, f"saving into {directory}"):
             begun = save.Save(self, Path(directory), scheduler, extra, keep, digests)
@@ -1145,6 +1149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._drop_gradients()
             for held in self._trained:
                 held.shown_state.clear()
+        self.saved_to, self.resume_from = Path(directory), None
         return load.load(self, Path(directory), scheduler)
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,12 +20,17 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def mendable(command: str) -> Iterator[None]:
-    """Turn what the user can mend into one line and exit code 2."""
+    """Turn what the user can mend into one line and exit code 2, and Ctrl-C while training into one line."""
     try:
         yield
     except (ValueError, OSError, MemoryError) as error:
         typer.secho(f"zk {command}: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        stop = sys.modules.get("zk.monitor.stop")
+        if stop is None or not stop.tell():
+            raise
+        raise typer.Exit(130) from None
 
 
 def wide(console: Console) -> Console:

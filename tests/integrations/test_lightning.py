@@ -20,6 +20,7 @@ import functools
 import logging
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import warnings
@@ -863,3 +864,20 @@ def test_the_example_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     runpy.run_path(str(ROOT / "examples" / "lightning_gpt.py"), run_name="__main__")
     first, last = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "loss" in line)
     assert last < first - 0.5
+
+
+def test_ctrl_c_says_where_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupts(lightning.pytorch.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+            if number == 1:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            if number == 2:
+                raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            fit("zk_stage_3_offload", callbacks=[Interrupts()])
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning has it ignored
+    assert f"zk: stopped after step 3; resume from {tmp_path / 'saved.ckpt'}, which is of step 2" in capsys.readouterr().err

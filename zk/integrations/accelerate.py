@@ -184,6 +184,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             folder: str = super().save_state(output_dir, *args, **kwargs)
         for place, zero in _places(folder, zeros):
             zero.save_checkpoint(place, keep=1)
+            zero.resume_from = place.parent
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -195,6 +196,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             if not place.is_dir():
                 raise ValueError(f"{input_dir} has no {place.name}/: ZeroAccelerator goes on from what its own save_state wrote")
             zero.load_checkpoint(place)
+            zero.resume_from = place.parent
         with self._without(zeros):
             super().load_state(input_dir, *args, **kwargs)  # last, as its random numbers are to be the ones that count
 

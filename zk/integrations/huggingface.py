@@ -232,6 +232,7 @@ class ZeroTrainerMixin:
         assert self.zero is not None
         is_adapter = self._names_to_save() is not None  # whose base stays as it is, where it came from
         self.zero.save_checkpoint(Path(output_dir, FOLDER), frozen=not is_adapter)
+        self.zero.resume_from = Path(output_dir)
         if self.args.should_save:
             if self._export_next:
                 _export(Path(output_dir, FOLDER), Path(output_dir))
@@ -260,6 +261,7 @@ class ZeroTrainerMixin:
             return
         assert self.zero is not None
         self.zero.load_checkpoint(Path(checkpoint, FOLDER))
+        self.zero.resume_from = Path(checkpoint)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 

@@ -22,6 +22,7 @@ from zk.integrations.lightning_common import LightningZeroOptimizer, Strategy, h
 from zk.logs import log, rank_log
 from zk.materialize import deferred_init
 from zk.memory import host_memory, ranks_here
+from zk.monitor import stop
 from zk.offload.tiers import readable
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.released import is_released, unmark
@@ -243,6 +244,8 @@ class TrainerStrategy(Strategy):
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            stop.tell()
         self._failed = True  # other ranks may be elsewhere: nothing collective from here on
 
     def teardown(self) -> None:

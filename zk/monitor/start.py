@@ -24,8 +24,14 @@ def is_quiet() -> bool:
 
 
 def say(text: str) -> None:
-    """Print lines to stderr, unless zk is quiet or there is no stderr: training goes on without it."""
-    if not is_quiet() and sys.stderr is not None:
+    """Print lines to stderr, unless zk is quiet."""
+    if not is_quiet():
+        say_always(text)
+
+
+def say_always(text: str) -> None:
+    """Print lines to stderr, if there is one: training goes on without it."""
+    if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more, a file that is closed
             print(text, file=sys.stderr, flush=True)
 

@@ -56,16 +56,23 @@ def find(resume: str | None, folder: Path) -> Path | None:
 
 @contextlib.contextmanager
 def termination() -> Iterator[list[int]]:
-    """Note SIGTERM in the list, instead of ending the process, so that the run can save first."""
+    """Note SIGTERM and the first Ctrl-C in the list, instead of ending the process, so that the run can save first."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+
+    def note(number: int, frame: Any) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def save(optimizer: zk.ZeroOptimizer, scheduler: Any, position: Position, folder: Path, keep: int, beside: bool) -> Path | None:

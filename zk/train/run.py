@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import os
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -199,7 +200,10 @@ def train(job: Job) -> Record:
             start = time.perf_counter()
             saved = resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=False)
             took = f"{time.perf_counter() - start:.1f} s"
-            console.print(f"SIGTERM   saved after step {len(record.losses)} in {took}: {saved}\n          go on with --resume auto", soft_wrap=True)
+            signalled = "Ctrl-C" if signal.SIGINT in asked else "SIGTERM"
+            console.print(
+                f"{signalled:10}saved after step {len(record.losses)} in {took}: {saved}\n          go on with --resume auto", soft_wrap=True
+            )
         else:
             # the model first: what follows only tells about it
             written = save_model(optimizer, job.out, {"gpt": repr(dataclasses.asdict(job.model))})

@@ -1,0 +1,54 @@
+"""Ctrl-C: one line with the step that training stopped after and the checkpoint to resume from, instead of a traceback.
+
+It is ``sys.excepthook`` that prints it, so whatever a script does with KeyboardInterrupt comes first. ``ZK_TRACEBACK=1`` keeps tracebacks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from types import TracebackType
+from typing import Any
+
+from zk.checkpoint.folders import MANIFEST, latest
+from zk.monitor.start import say_always
+
+_TRAINING: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch(optimizer: Any) -> None:
+    """Tell of this ZeroOptimizer when the program is interrupted."""
+    _TRAINING.add(optimizer)
+    if getattr(sys.excepthook, "of_zk", None) is None:
+        sys.excepthook = _hook_before(sys.excepthook)
+
+
+def _hook_before(hook: Any) -> Any:
+    def interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt) or not tell():
+            hook(kind, error, trace)
+
+    interrupted.of_zk = True  # type: ignore[attr-defined]
+    return interrupted
+
+
+def tell() -> bool:
+    """Print the line of each optimizer that was in use when it was interrupted, from its first rank. False if there is none."""
+    if os.environ.get("ZK_TRACEBACK", "") not in ("", "0"):
+        return False
+    stopped = [one for one in _TRAINING if not one.forked and (not one.closed or "KeyboardInterrupt" in one.interrupted)]
+    for optimizer in stopped:
+        if optimizer.everyone.rank == 0:
+            say_always(f"\nzk: {line(optimizer)}")
+    return bool(stopped)
+
+
+def line(optimizer: Any) -> str:
+    """The step after which an optimizer is, and the checkpoint to resume from: the newest one that is whole."""
+    steps = optimizer.counters["steps"] + optimizer.counters["skipped_steps"]
+    root = optimizer.saved_to
+    found = None if root is None else root if (root / MANIFEST).exists() else latest(root) if root.is_dir() else None
+    if found is None:
+        return f"stopped after step {steps}; there is no checkpoint to resume from"
+    return f"stopped after step {steps}; resume from {optimizer.resume_from or root}, which is of step {int(found.name.removeprefix('step-'))}"
