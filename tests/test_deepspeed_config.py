@@ -316,6 +316,9 @@ def test_adam_is_adamw_unless_it_says_otherwise_and_has_deepspeeds_defaults() ->
 def test_every_key_that_is_honoured_or_translated_is_looked_at_here() -> None:
     elsewhere = {"optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.torch_adam", "scheduler.type", "dataloader_drop_last"}
     elsewhere |= {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}  # test_batch_sizes, test_the_loader
+    elsewhere |= {"steps_per_print", "wall_clock_breakdown"}  # tests/test_deepspeed_monitor.py, and so are these
+    elsewhere |= {f"{section}.{key}" for section in ("tensorboard", "csv_monitor") for key in ("enabled", "output_path", "job_name")}
+    elsewhere |= {f"wandb.{key}" for key in ("enabled", "group", "team", "project")}
     options = {f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov")}
     schedules = {f"scheduler.params.{name}" for _, params, _ in SCHEDULES for name in params}
     assert {*FIELDS, *elsewhere, *options, *schedules} == {key.name for key in of_kind(Kind.HONOURED, Kind.TRANSLATED)}

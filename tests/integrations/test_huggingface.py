@@ -411,6 +411,61 @@ def test_arguments_that_contradict_zk_are_refused(more: dict[str, Any], zero: di
         made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=zero)
 
 
+# as transformers documents it
+DEEPSPEED = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "steps_per_print": 2000,
+}
+
+
+def test_deepspeeds_json_is_taken_as_it_is_with_auto_from_the_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    more = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    ours = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=str(tmp_path / "ds.json"))
+    ours.train()
+    config = ours.zero.config
+    assert (config.stage, config.param_tier, config.optimizer_tier, config.dtype, config.clip_grad_norm) == (3, "host", "host", None, None)
+    assert "scheduler (the Trainer's own, lr_scheduler_type='cosine', whose warmup is linear)" in caplog.text
+    same = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero={"stage": 3, **HOST})
+    same.train()
+    assert history(ours) == history(same)
+    rounded = made(ZeroTrainer, "gpt2", tmp_path, more={**more, "bf16": True}, zero=DEEPSPEED)
+    assert rounded._zero_config.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    (
+        ({"gradient_accumulation_steps": 3}, "'gradient_accumulation_steps' is 3, and gradient_accumulation_steps of TrainingArguments 4"),
+        ({"gradient_clipping": 0.5}, "'gradient_clipping' is 0.5, and max_grad_norm of TrainingArguments 1.0; make them the same"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "'optimizer.params.lr' is 1.0, and learning_rate of TrainingArguments 0.01"),
+        ({"optimizer": {"type": "SGD"}}, "'optimizer.type' is 'SGD', and the Trainer makes its own: use optim="),
+        ({"scheduler": {"type": "WarmupLR"}}, "lr_scheduler_type 'cosine'; write lr_scheduler_type='constant_with_warmup', or remove"),
+        ({"scheduler": {"type": "OneCycle"}}, "write one of the Trainer's own, by lr_scheduler_type=, or remove the section"),
+        ({"bf16": {"enabled": True}}, "'bf16.enabled' is True, and bf16 of TrainingArguments False"),
+        ({"zero_optimisation": {}}, "the closest one is 'zero_optimization'"),
+    ),
+)
+def test_a_json_that_says_something_else_than_the_arguments_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made(ZeroTrainer, "gpt2", tmp_path, zero={**DEEPSPEED, **changed})
+
+
 def test_a_trainer_of_ones_own_takes_the_mixin_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     class Mine(ZeroTrainerMixin, Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
+from zk.integrations.deepspeed_auto import for_accelerate, is_deepspeed, of_launcher
 from zk.monitor.rates import loggable
 from zk.optimizer import ZeroOptimizer
 from zk.owners import owner_of
@@ -72,8 +74,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     """accelerate's Accelerator over ZeroOptimizer: ``prepare``, ``backward``, ``accumulate``, ``clip_grad_norm_``, ``save_state`` as ever.
 
     Args:
-        zero: a ZeroConfig, or its fields as a dict: ``prepare(model, optimizer, ...)`` wraps the torch optimizer accordingly. None: only
-            a ZeroOptimizer that you made yourself is treated as one.
+        zero: a ZeroConfig, its fields as a dict, or DeepSpeed's JSON, as a path or a dict: ``prepare(model, optimizer, ...)`` wraps the torch
+            optimizer accordingly. None: what ``accelerate launch`` says of DeepSpeed, or ``deepspeed_plugin=``; without these only a
+            ZeroOptimizer that you made yourself is treated as one.
         kwargs: accelerate's own. ``mixed_precision="bf16"`` means bf16 parameters with fp32 masters, without autocast; with
             ``zero={"dtype": "fp32"}`` it is accelerate's autocast over fp32 parameters.
 
@@ -87,11 +90,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     _save_model_state_pre_hook: Any
     _load_model_state_pre_hook: Any
 
-    def __init__(self, *args: Any, zero: ZeroConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        launched = of_launcher(kwargs, zero is not None)
+        if is_deepspeed(zero):
+            zero = for_accelerate(zero, kwargs)  # type: ignore[arg-type]
         super().__init__(*args, **kwargs)
-        self.adopt(zero)
+        self.adopt(launched if zero is None else zero)  # type: ignore[arg-type]
 
-    def adopt(self, zero: ZeroConfig | dict[str, Any] | None) -> None:
+    def adopt(self, zero: ZeroConfig | Mapping[str, Any] | None) -> None:
         """Take precision over from accelerate."""
         if str(self.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             raise ValueError(f"ZeroAccelerator does what DeepSpeed and FSDP do; leave them out of accelerate's config; got {self.distributed_type}")

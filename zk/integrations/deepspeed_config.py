@@ -26,7 +26,8 @@ _ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", 
 _SGD_PARAMS = {"lr", "momentum", "dampening", "weight_decay", "nesterov"}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # what a ZeroConfig says nothing about
-LOOP_KEYS = {*_BATCH, "optimizer", "scheduler", "dataloader_drop_last"}
+MONITORS = {"steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor"}
+LOOP_KEYS = {*_BATCH, *MONITORS, "optimizer", "scheduler", "dataloader_drop_last"}
 _CLIP_OF_DEEPSPEED = 1.0
 _REQUIRED: Any = object()
 
@@ -73,6 +74,8 @@ class Settings:
         """Refuse what is refused, and name once what is not used."""
         without, elsewhere = [], {}
         for name, value in self.values.items():
+            if KEYS[name].is_off(value) and name.partition(".")[0] in MONITORS:
+                continue
             key, section = KEYS[name], name.partition(".")[0]
             switch = f"{name.rpartition('.')[0]}.enabled"
             is_off = switch in KEYS and switch != name and self.values.get(switch) not in (True, "auto")  # its section is not enabled

@@ -19,9 +19,23 @@ from zk.checkpoint.files import write_durably
 from zk.checkpoint.manifest import Manifest
 from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
+from zk.integrations.deepspeed_monitor import Monitor
 from zk.logs import log
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.comm import world_to_join
+
+# names of DeepSpeed's engine that have no counterpart -> what to write instead
+_OF_DEEPSPEED = {
+    "timers": "with zk.timeline.Recorder() as recorder: shows what a step spends its time on",
+    "dump_state": "print(engine.optimizer.summary())",
+    "offload_states": "with engine.optimizer.parked(): gives the memory back while something else runs",
+    "reload_states": "with engine.optimizer.parked(): takes the memory again at its end",
+    "module_state_dict": "engine.optimizer.consolidated_state_dict() has the whole model",
+    "allreduce_gradients": "gradients are reduced as backward makes them, or in step()",
+    "set_gradient_accumulation_boundary": "zk.ZeroOptimizer, where each step() is the boundary",
+    "set_train_batch_size": "batch sizes are those of the config; make another engine",
+    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts operations",
+}
 
 
 class Engine(nn.Module):
@@ -30,28 +44,34 @@ class Engine(nn.Module):
     ``module`` is the model, ``optimizer`` its ZeroOptimizer. What an engine does not have is looked for in the model.
     """
 
-    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer, scheduler: Any, sizes: BatchSizes) -> None:
+    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer, scheduler: Any, sizes: BatchSizes, monitor: Monitor) -> None:
         super().__init__()
+        self.monitor = monitor
         self.module, self.optimizer, self.lr_scheduler, self._sizes = model, optimizer, scheduler, sizes
         self.device, self.local_rank = optimizer.device, _local_rank(None)
-        self.micro_steps = 0
+        self.micro_steps, self._was_applied = 0, False
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            if name in _OF_DEEPSPEED and not hasattr(module, name):
+                raise AttributeError(f"zk's engine has no {name!r}; {_OF_DEEPSPEED[name]}") from None
+            return getattr(module, name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
+        with self.monitor.timed("forward"):
+            return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of ``loss`` / gradient_accumulation_steps, times the loss scale; returns the loss that was divided."""
         if scale_wrt_gas:
             loss = loss / self._sizes.accumulation
         is_local = self.optimizer.config.stage < 2 and not self.is_gradient_accumulation_boundary()  # summed on each rank, reduced once
-        with self.optimizer.no_sync() if is_local else contextlib.nullcontext():
+        with self.monitor.timed("backward"), self.optimizer.no_sync() if is_local else contextlib.nullcontext():
             self.optimizer.backward(loss, retain_graph=retain_graph)
+        self.monitor.add_loss(loss)
         return loss
 
     def accumulate(self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Tensor], **options: Any) -> list[Tensor]:
@@ -71,7 +91,10 @@ class Engine(nn.Module):
                 f"accumulate() takes all micro batches of a step, {count} by gradient_accumulation_steps; got {len(batches)}, after "
                 f"{self.micro_steps % count} of this step"
             )
-        losses: list[Tensor] = self.optimizer.accumulate(batches, lambda _, batch: loss_fn(self, batch) / count, **options)
+        with self.monitor.timed("backward"):
+            losses: list[Tensor] = self.optimizer.accumulate(batches, lambda _, batch: loss_fn(self, batch) / count, **options)
+        for loss in losses:
+            self.monitor.add_loss(loss)
         self.micro_steps += count - 1
         return losses
 
@@ -79,10 +102,13 @@ class Engine(nn.Module):
         """Count a micro batch; at the last one of a step, update, and step the scheduler if the update was not skipped."""
         if self.is_gradient_accumulation_boundary():
             skipped = self.skipped_steps
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if self.lr_scheduler is not None and self.skipped_steps == skipped:
+            with self.monitor.timed("step"):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self._was_applied = self.skipped_steps == skipped
+            if self.lr_scheduler is not None and self._was_applied:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.monitor.step(self)
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -120,6 +146,85 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def was_step_applied(self) -> bool:
+        """True if the last step updated the model: it was no micro batch in between, and not skipped."""
+        return self._was_applied and self.micro_steps % self._sizes.accumulation == 0
+
+    @property
+    def global_rank(self) -> int:
+        return self.optimizer.everyone.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.optimizer.everyone.world
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.optimizer.comm.world
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale, 1 without one."""
+        return self.optimizer.scaler.scale
+
+    def loss_scale(self) -> float:
+        """The loss scale, 1 without one."""
+        return self.cur_scale
+
+    def zero_optimization(self) -> bool:
+        return self.optimizer.config.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.optimizer.config.stage
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.optimizer.config.stage == 3
+
+    def fp16_enabled(self) -> bool:
+        return self.optimizer.config.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.optimizer.config.dtype == torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0 without clipping."""
+        return self.optimizer.config.clip_grad_norm or 0.0
+
+    def steps_per_print(self) -> int:
+        return self.monitor.prints
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.monitor.times is not None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Context: gradients stay on their rank. ValueError at stages 2 and 3, which keep no whole gradients, as in DeepSpeed."""
+        if self.optimizer.config.stage > 1:
+            raise ValueError(f"no_sync() needs whole gradients, and stage {self.optimizer.config.stage} keeps shards of them; leave it out")
+        return self.optimizer.no_sync()
+
+    def empty_partition_cache(self) -> None:
+        """Release parameters that are gathered."""
+        self.optimizer.synchronize()
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model, as it is trained, for ``torch.load``; the first rank does, with memory for all of it. On all ranks."""
+        state = self.optimizer.consolidated_state_dict(rank0_only=True)
+        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
+        if self.global_rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            left_out = set(frozen) if exclude_frozen_parameters else set()
+            torch.save({name: value for name, value in state.items() if name not in left_out}, Path(save_dir, save_filename))
+        self.optimizer.everyone.all_reduce(torch.zeros(1, dtype=torch.float64))  # nobody reads it before it is there
+        return True
+
+    save_fp16_model = save_16bit_model
 
     def save_checkpoint(
         self,
@@ -266,7 +371,7 @@ def initialize(
             lr_scheduler = make_scheduler(settings, wrapped)
         elif callable(lr_scheduler):
             lr_scheduler = lr_scheduler(wrapped)
-        engine = Engine(model, wrapped, lr_scheduler, sizes)
+        engine = Engine(model, wrapped, lr_scheduler, sizes, Monitor(settings, wrapped))
         if training_data is not None:  # this rank's part of it, shuffled, in micro batches
             comm, drop_last = wrapped.comm, settings.flag("dataloader_drop_last", False)
             sampler: Any = None if isinstance(training_data, IterableDataset) else DistributedSampler(training_data, comm.world, comm.rank)

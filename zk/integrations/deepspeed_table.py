@@ -153,20 +153,21 @@ A checkpoint_serialization=true | safetensors, written as they come
 A writer | safetensors, written as they come; `optimizer.save_checkpoint(async_save=True)` writes in the background
 []
 A datastates_ckpt nebula | `optimizer.save_checkpoint(async_save=True)` writes in the background
-A wall_clock_breakdown | `zk.timeline.Recorder()` shows what a step spends its time on
+H wall_clock_breakdown | ms of forward, backward and step, printed | on average, at every `steps_per_print`-th step, or every tenth
 A memory_breakdown | `engine.optimizer.metrics()` has the bytes on each tier
-A steps_per_print log_level dump_state | zk prints warnings only, through the logger named zk
+H steps_per_print | a line at every so many-th step, with the rates since the last one | absent: none
+A log_level dump_state | zk prints warnings only, through the logger named zk
 A disable_python_gc graph_harvesting | about how DeepSpeed works inside
 A vocabulary_size | DeepSpeed only warns of odd sizes
 [flops_profiler]
 A enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file \
     | `zk.timeline.Recorder()` shows what a step spends its time on
 [tensorboard]
-A enabled output_path job_name | log `engine.optimizer.metrics()` where you like
+H enabled output_path job_name | events in `output_path/job_name`, with DeepSpeed's labels | and the rates of zk, as `zk/step_s`
 [wandb]
-A enabled group team project | log `engine.optimizer.metrics()` where you like
+H enabled group team project | the same to wandb | with `team` as its entity
 [csv_monitor]
-A enabled output_path job_name | log `engine.optimizer.metrics()` where you like
+H enabled output_path job_name | the same in `output_path/job_name`, a file for each label |
 [comet]
 A enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode \
     | log `engine.optimizer.metrics()` where you like

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig, check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
+from zk.integrations.deepspeed_auto import for_trainer, is_deepspeed
 from zk.logs import log
 from zk.long_context import long_context as make_long
 from zk.memory import host_memory
@@ -32,7 +34,7 @@ except ImportError:
 
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # as the Trainer calls them
 _REFUSED = {  # TrainingArguments -> what to do instead
-    "deepspeed": "remove it: zk does what it does (ZeroConfig.from_deepspeed reads the file)",
+    "deepspeed": "remove it, and give the file as zero=, which reads it",
     "fsdp": "remove it: stage=3 does what it does",
     "torch_compile": "compile the blocks of the model instead (block.compile())",
     "bf16_full_eval": "remove it: with bf16=True the parameters are bf16 already",
@@ -44,9 +46,10 @@ class ZeroTrainerMixin:
     """Lets a Trainer train with ZeroOptimizer: ``class MyTrainer(ZeroTrainerMixin, Trainer)``.
 
     Args:
-        zero: a ZeroConfig, or its fields as a dict. Without ``dtype`` it follows ``TrainingArguments``: ``bf16=True`` means bf16 parameters
-            with fp32 masters, without autocast; ``fp16=True`` the same in fp16 with zk's dynamic loss scale. ``dtype="fp32"`` beside
-            ``bf16=True`` keeps autocast over fp32 parameters.
+        zero: a ZeroConfig, its fields as a dict, or DeepSpeed's JSON, as a path or a dict, whose "auto" is what ``TrainingArguments`` say.
+            Without ``dtype`` it follows ``TrainingArguments``: ``bf16=True`` means bf16 parameters with fp32 masters, without autocast;
+            ``fp16=True`` the same in fp16 with zk's dynamic loss scale. ``dtype="fp32"`` beside ``bf16=True`` keeps autocast over fp32
+            parameters.
         accumulation: in which order the micro-batches of ``gradient_accumulation_steps`` go through the model: "horizontal", one after the
             other; "vertical", all of them block by block, which moves each parameter and gradient once for all (``ZeroOptimizer.accumulate``:
             blocks are computed again in backward, and random numbers are each micro-batch's own); "auto", vertical where parameters or
@@ -75,7 +78,7 @@ class ZeroTrainerMixin:
     def __init__(
         self,
         *args: Any,
-        zero: ZeroConfig | Mapping[str, Any] | None = None,
+        zero: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         accumulation: str = "horizontal",
         long_context: bool | Mapping[str, Any] = False,
         **kwargs: Any,
@@ -83,6 +86,10 @@ class ZeroTrainerMixin:
         self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
         self._losses: list[Any] = []  # theirs, not handed out yet
+        if is_deepspeed(zero):
+            arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+            zero = for_trainer(zero, TrainingArguments("tmp_trainer") if arguments is None else arguments)  # type: ignore[arg-type]
+        assert not isinstance(zero, (str, os.PathLike))
         config = self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
         super().__init__(*args, **kwargs)
         for name, remedy in _REFUSED.items():
