@@ -54,6 +54,7 @@ from zk.parallel.grads import GradReducer
 from zk.parallel.model_parallel import connect_parts
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
+from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.prequantized import scales_of
@@ -106,6 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with giving_up(overrides.get("process_group", config.process_group if config is not None else None)):
             self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
             self.model, self.inner, self.closed, self.forked = model, optimizer, False, False
+            self.is_parked = False
             check_arguments(model, optimizer, ZeroOptimizer)
             self.rule = rule_for(optimizer)
             super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -330,6 +332,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.handles.append(part.register_forward_pre_hook(self.cast, with_kwargs=True))
 
     def _before_forward(self, *_: Any) -> None:
+        if self.is_parked:
+            self._check_open()
         self._check_whole("the model's forward")
         watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
@@ -882,6 +886,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if self.closed:
             raise RuntimeError("this ZeroOptimizer is closed; make a new one to go on training")
+        if self.is_parked:
+            raise RuntimeError("this ZeroOptimizer is parked, and its memory is given back; use it and its model after `with optimizer.parked():`")
 
     def _leave_to_parent(self) -> None:
         """In a forked process: refuse the parameters that were not copied for it, those that are trained or partitioned."""
@@ -1275,6 +1281,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if kind == "param":
             return "+".join(sorted({held.param_tier for held in self.held}))
         return "+".join(sorted({section.tier for held in self._trained if held.shard for section in held.shard.sections}))
+
+    def parked(
+        self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Context: the memory of training state is given back, and taken again at the end, with the same bits. On all ranks, between two steps.
+
+        For what needs the memory meanwhile: another engine that generates, an evaluation. Neither the model nor the optimizer can be used inside.
+
+        Args:
+            path: folder on a drive (or several, to stripe over): host memory is given back too, and all of it goes to a private file there.
+                None: device memory goes to host memory.
+
+        Page-locked memory, and buffers of an nvme tier, stay. What the optimizer keeps on its nvme tier stays where it is.
+
+        Raises:
+            ValueError: if there is no device apart from the host, and no path.
+            RuntimeError: if there are gradients, which only zero_grad() or step() may end.
+            OSError: if the drive refuses or has no room; then nothing has been given back. One that comes while memory is taken again leaves
+                parameters and state that are refused until load_checkpoint().
+        """
+        return parked(self, path)
 
     def close(self, *, gather: bool = False) -> None:
         """Remove all hooks, and the files of the NVMe tier.

@@ -163,7 +163,7 @@ A vocabulary_size | DeepSpeed only warns of odd sizes
 A enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file \
     | `zk.timeline.Recorder()` shows what a step spends its time on
 [tensorboard]
-H enabled output_path job_name | events in `output_path/job_name`, with DeepSpeed's labels | and the rates of zk, as `zk/step_s`
+H enabled output_path job_name | events in `output_path/job_name`, with DeepSpeed's labels | zk's rates are beside them
 [wandb]
 H enabled group team project | the same to wandb | with `team` as its entity
 [csv_monitor]

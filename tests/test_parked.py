@@ -1,0 +1,204 @@
+"""optimizer.parked(): memory is given back and taken again, and training goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import DEVICE, GPT, batch, loss_of
+from tests.resident import resident_nbytes
+from tests.world import run_world
+from zk import ZeroOptimizer, gather
+from zk.offload.nvme import File
+from zk.parked import _device_storages, _tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PLACES: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1, fp32": {"stage": 1, "optimizer_tier": "host", "dtype": "fp32"},
+    "2, bf16": {"stage": 2, "optimizer_tier": "host", "dtype": "bf16"},
+    "2, in the background": {"stage": 2, "optimizer_tier": "host", "overlap_step": True},
+    "3, device": {"stage": 3, "dtype": "bf16"},
+    "3, host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "dtype": "bf16"},
+    "3, nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "3, both": {"stage": 3, "param_tier": "host", "optimizer_tier": "nvme"},
+}
+
+
+def made(folder: Path | str, model: nn.Module | None = None, **options: Any) -> ZeroOptimizer:
+    torch.manual_seed(0)
+    model = model or GPT().to(DEVICE)
+    paths = {"nvme_path": str(folder)} if "nvme" in options.values() else {}
+    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options, **paths)
+
+
+def train(optimizer: ZeroOptimizer, first: int, steps: int) -> list[float]:
+    losses = []
+    for index in range(first, first + steps):
+        loss = loss_of(optimizer.model, batch(index))
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
+    optimizer.synchronize()
+    return list(optimizer.consolidated_state_dict(dtype="fp32").values())
+
+
+def on_both(place: str, folder: str, to_host: bool = False) -> bool:
+    """Train with and without having been parked; True if all bits are the same."""
+    found = []
+    for parks in (False, True):
+        optimizer = made(folder, **PLACES[place])
+        losses = train(optimizer, 0, 2)
+        if parks:
+            with optimizer.parked(None if to_host else folder):
+                pass
+            with optimizer.parked(None if to_host else folder), pytest.raises(RuntimeError, match="is parked"):
+                optimizer.step()
+        found.append((losses + train(optimizer, 2, 2), values(optimizer)))
+        optimizer.close()
+    (a, x), (b, y) = found
+    return a == b and all(map(torch.equal, x, y))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_with_the_same_bits(place: str, tmp_path: Path) -> None:
+    assert on_both(place, str(tmp_path))
+    if DEVICE.type == "cuda":
+        assert on_both(place, str(tmp_path), to_host=True)
+    assert list(tmp_path.iterdir()) == []  # private files are gone
+
+
+def on_rank(case: tuple[str, str]) -> bool:
+    return on_both(*case)
+
+
+def test_two_ranks_park_their_parts(tmp_path: Path) -> None:
+    places = ("1, fp32", "3, host")
+    assert run_world(2, on_rank, [(place, str(tmp_path)) for place in places]) == [[True, True]] * len(places)
+
+
+def test_the_memory_is_given_back(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))  # 4 MiB each
+    optimizer = made(tmp_path, model, stage=3, param_tier="host", optimizer_tier="host", units=[str(index) for index in range(8)])
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    def there() -> int:
+        return sum(map(resident_nbytes, _tensors(optimizer)))
+
+    before = there()
+    assert before >= 3 * 32 * 2**20  # parameters and moments, fp32
+    with optimizer.parked(tmp_path):
+        assert there() <= before / 100
+        with pytest.raises(RuntimeError, match="is parked"):
+            model.state_dict()
+        assert sum(file.stat().st_size for file in tmp_path.rglob("parked*")) >= 3 * 32 * 2**20
+    assert there() >= 3 * 32 * 2**20
+    optimizer.close()
+
+
+@pytest.mark.device_only
+def test_device_memory_is_given_back(tmp_path: Path) -> None:
+    optimizer = made(tmp_path, stage=2)
+    train(optimizer, 0, 1)
+    before, nbytes = torch.cuda.memory_allocated(), sum(storage.nbytes() for storage in _device_storages(optimizer))
+    assert nbytes >= 12 * sum(param.numel() for param in optimizer.model.parameters())
+    with optimizer.parked():
+        assert before - torch.cuda.memory_allocated() >= nbytes
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("place", ("0", "3, host", "3, nvme"))
+def test_the_model_is_refused_meanwhile(place: str, tmp_path: Path) -> None:
+    optimizer = made(tmp_path, **PLACES[place])
+    train(optimizer, 0, 1)
+    param = next(optimizer.model.parameters())
+    uses = {
+        "forward": lambda: loss_of(optimizer.model, batch(0)),
+        "read": lambda: param.sum(),
+        "gather": lambda: gather(param).__enter__(),
+        "state_dict": lambda: optimizer.model.state_dict()[next(iter(dict(optimizer.model.named_parameters())))].sum(),
+        "step": optimizer.step,
+        "save": lambda: optimizer.save_checkpoint(tmp_path / "saved"),
+        "load": lambda: optimizer.load_checkpoint(tmp_path / "saved"),
+        "state": lambda: optimizer.state[param]["exp_avg"],
+        "again": lambda: optimizer.parked(tmp_path).__enter__(),
+        "weights": optimizer.consolidated_state_dict,
+    }
+    with optimizer.parked(tmp_path):
+        for name, use in uses.items():
+            with pytest.raises(RuntimeError, match=r"is parked|released"):
+                use()
+                print("taken:", name)
+        optimizer.metrics(), repr(optimizer)  # these are there
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
+def test_an_error_inside_takes_the_memory_again(tmp_path: Path) -> None:
+    optimizer = made(tmp_path, **PLACES["3, host"])
+    train(optimizer, 0, 1)
+    want = values(optimizer)
+    with pytest.raises(ZeroDivisionError), optimizer.parked(tmp_path):
+        raise ZeroDivisionError
+    assert all(map(torch.equal, want, values(optimizer))) and list(tmp_path.iterdir()) == []
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
+def test_a_drive_that_refuses_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    optimizer = made(tmp_path, **PLACES["2, bf16"])
+    train(optimizer, 0, 1)
+    want = values(optimizer)
+    with mock.patch.object(File, "wait", side_effect=OSError(28, "No space left on device")), pytest.raises(OSError, match="No space"):
+        optimizer.parked(tmp_path).__enter__()
+    assert all(map(torch.equal, want, values(optimizer))) and list(tmp_path.iterdir()) == []
+    with pytest.raises(NotADirectoryError):
+        optimizer.parked(tmp_path / "missing").__enter__()
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
+def test_what_does_not_come_back_is_refused_until_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    optimizer = made(tmp_path, **PLACES["3, host"])
+    train(optimizer, 0, 1)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    want = values(optimizer)
+    with pytest.raises(OSError, match="what was parked cannot be read again"), optimizer.parked(tmp_path):
+        (file,) = tmp_path.rglob("parked*")
+        with open(file, "r+b") as damaged:
+            os.pwrite(damaged.fileno(), bytes(4096 * [255]), 0)
+    with pytest.raises(RuntimeError, match=r"half-way .*load_checkpoint\(\) makes all of it whole again"):
+        train(optimizer, 1, 1)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert all(map(torch.equal, want, values(optimizer)))
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
+def test_what_cannot_be_parked_is_refused_by_name(tmp_path: Path) -> None:
+    optimizer = made(tmp_path, **PLACES["0"])
+    if DEVICE.type == "cpu":
+        with pytest.raises(ValueError, match="here both are the same; give path=, a folder on a drive"):
+            optimizer.parked().__enter__()
+    optimizer.backward(loss_of(optimizer.model, batch(0)))
+    with pytest.raises(RuntimeError, match=r"found gradients, .* call it between zero_grad\(\) and the next backward"):
+        optimizer.parked(tmp_path).__enter__()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        optimizer.parked(tmp_path).__enter__()
