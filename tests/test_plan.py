@@ -705,9 +705,10 @@ def test_on_a_narrow_terminal_what_lacks_takes_two_lines() -> None:
     machine = Machine(gpu_nbytes=32 << 30, ram_nbytes=128 << 30, nvme_nbytes=1 << 40)
     report.print_plan(Console(file=file, width=80), plan(shape_of("gpt:10b"), machine, 8192))
     lines = file.getvalue().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("0     device device"))
-    assert "-105.2 GiB" in lines[first] and lines[first].rstrip().endswith("compute")
-    assert lines[first + 1].strip() == "GPU" and lines[first + 2].startswith("0     device host")
+    first = next(number for number, line in enumerate(lines) if line.startswith("0-3    device device"))
+    assert "-105.2 " in lines[first] and lines[first].rstrip().endswith("compute")
+    assert lines[first + 1].strip() == "GiB GPU" and lines[first + 2].startswith("0,2,3  device host")
+    assert any(line.startswith("0,2*,3 device auto") for line in lines)
 
 
 @pytest.mark.parametrize("spec", ("", "nofile.json"))

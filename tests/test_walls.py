@@ -56,7 +56,9 @@ SIZES = {
     "checkpoint": (2_890, 23_330),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 5 and 120 for shadows
-    "plan": (1_820, 16_035),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 55 and 525 for both orders of micro-batches
+    # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
+    "plan": (1_925, 17_435),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from

@@ -97,7 +97,7 @@ def train(
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="gpt:10b, moe:30b-a3b, gpt:layers=24,width=2048, a Hugging Face config.json, or module:factory (builds the model)."),
+        typer.Argument(help="gpt:10b, moe:30b-a3b, gpt:layers=24,width=2048, llama:8b, gpt-oss:20b, a Hugging Face config.json, or module:factory."),
     ],
     gpu: Annotated[str | None, typer.Option(help="Memory of each rank's GPU, such as 32GiB; none without one. Default: this machine's.")] = None,
     ram: Annotated[str | None, typer.Option(help="Memory of one machine. Default: this machine's.")] = None,

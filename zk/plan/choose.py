@@ -231,6 +231,28 @@ def plan(
     return Plan(shape, machine, tokens, micro_batches, options, best, most)
 
 
+def faster(found: Plan) -> dict[str, float]:
+    """Changes that make the best step at least a tenth shorter, with its seconds then: bf16 moments, twice the RAM, a drive that is twice as fast."""
+    assert found.best is not None
+    config, machine = found.best.config, found.machine
+    assert isinstance(config.dtype, torch.dtype)
+    path = str(config.nvme_path[0]) if config.nvme_path else "/nvme"  # type: ignore[index]
+    gib = machine.ram_nbytes / 2**30
+    changed = {
+        'state_dtype="bf16"': (machine, torch.bfloat16),
+        f"{gib:.0f} GiB more RAM": (dataclasses.replace(machine, ram_nbytes=2 * machine.ram_nbytes), config.state_dtype),
+        "a drive twice as fast": (dataclasses.replace(machine, disk_gbps=2 * machine.disk_gbps), config.state_dtype),
+    }
+    helps: dict[str, float] = {}
+    for what, (where, state) in changed.items():
+        every = configs(where, config.dtype, state, path)
+        options = [option for one in every if (option := consider(found.shape, one, where, found.tokens, found.micro_batches)) is not None]
+        shortest = min((option.step.seconds for option in options if option.fits), default=found.best.step.seconds)
+        if shortest < 0.9 * found.best.step.seconds:
+            helps[what] = shortest
+    return helps
+
+
 def _check_division(shape: Shape, machine: Machine) -> None:
     if machine.world % (machine.tensor * machine.replicas):
         raise ValueError(

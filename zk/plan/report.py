@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from zk.monitor.words import count, seconds, size
-from zk.plan.choose import Option, Plan, as_python, shown
+from zk.plan.choose import Option, Plan, as_python, faster, shown
 from zk.plan.speed import USABLE, Machine
 
 TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
@@ -45,15 +45,17 @@ def print_plan(console: Console, plan: Plan) -> None:
     table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
-    for option in plan.options:
-        config = option.config
-        lacks = ", ".join(f"-{size(nbytes)} {TIERS[tier]}" for tier, nbytes in option.missing.items())
-        cells = (str(config.stage), config.param_tier, config.optimizer_tier, *(size(option.found.on(tier)) for tier in TIERS))
-        style = "bold green" if option is plan.best else None if option.fits else "dim"
-        table.add_row(*cells, lacks or "yes", seconds(option.step.seconds), option.step.bound, style=style)
+    for cells, stages, is_best, fits in _folded(plan):
+        style = "bold green" if is_best else None if fits else "dim"
+        table.add_row(_stages(stages, plan.best.config.stage if is_best and plan.best is not None else None), *cells, style=style)
     console.print(table)
     if plan.best is None:
         console.print("[bold red]Nothing fits.[/] Add memory, ranks or a drive, or train fewer tokens at once.")
+        nearest = min(plan.options, key=lambda option: sum(option.missing.values()), default=None)
+        if nearest is not None:
+            lacks = " and ".join(f"{size(nbytes)} more of {TIERS[tier]}" for tier, nbytes in nearest.missing.items())
+            tiers = f"parameters on {nearest.config.param_tier}, optimizer on {nearest.config.optimizer_tier}"
+            console.print(f"The least is missing at stage {nearest.config.stage}, {tiers}: {lacks}.", highlight=False)
     else:
         _recommend(console, plan)
     table = _table("\nlargest model of this shape", ("with nothing beyond", "parameters", "blocks", "width"))
@@ -67,6 +69,26 @@ def print_plan(console: Console, plan: Plan) -> None:
         "from the rates above: not measured.",
         style="dim",
     )
+
+
+def _folded(plan: Plan) -> Iterator[tuple[tuple[str, ...], list[int], bool, bool]]:
+    """Rows of the choices: cells, the stages for which they are the same, and whether the best one is among them, and fits."""
+    found: dict[tuple[str, ...], list[Option]] = {}
+    for option in plan.options:
+        lacks = ", ".join(f"-{size(nbytes)} {TIERS[tier]}" for tier, nbytes in option.missing.items())
+        tiers = (option.config.param_tier, option.config.optimizer_tier)
+        sizes = (size(option.found.on(tier)) for tier in TIERS)
+        cells = (*tiers, *sizes, lacks or "yes", seconds(option.step.seconds), option.step.bound)
+        found.setdefault(cells, []).append(option)
+    for cells, options in found.items():
+        yield cells, [option.config.stage for option in options], any(option is plan.best for option in options), options[0].fits
+
+
+def _stages(stages: Sequence[int], best: int | None) -> str:
+    """ "0-3", "1,3"; a star at the ``best``, or behind them all."""
+    if len(stages) > 1 and list(stages) == list(range(stages[0], stages[-1] + 1)):
+        return f"{stages[0]}-{stages[-1]}" + "*" * (best is not None)
+    return ",".join(f"{stage}*" if stage == best else str(stage) for stage in stages)
 
 
 def _table(title: str, headings: Iterable[str], numbers: Iterable[str] = ()) -> Table:
@@ -113,6 +135,8 @@ def _recommend(console: Console, plan: Plan) -> None:
     console.print(json.dumps(shown(config)), soft_wrap=True, style="dim")
     busy, phases = (", ".join(f"{name} {seconds(value)}" for name, value in times.items() if value) for times in (step.busy, step.phases))
     console.print(f"busy: {busy}; phases: {phases}", highlight=False)
+    if helps := faster(plan):
+        console.print("faster: " + ", or ".join(f"{what} ({seconds(value)})" for what, value in helps.items()), highlight=False)
     if plan.best.other is not None:
         _orders(console, plan, plan.best)
     if plan.machine.world > 1:

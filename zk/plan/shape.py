@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zk.materialize import deferred_init
 from zk.owners import inner_tensors, is_coded
+from zk.plan import families
 from zk.train.gpt import GPTConfig
 from zk.train.mixture import MixtureConfig
 from zk.train.sizes import FAMILIES, config_of
@@ -206,10 +207,13 @@ class Shape:
 
 
 def shape_of(spec: str) -> Shape:
-    """The shape of ``gpt:SIZE``, ``moe:SIZE``, ``gpt:layers=24,width=2048``, the path of a config.json (or its folder), or ``module:factory``.
+    """The shape of a model by its name.
 
-    ValueError says what is wrong with it.
+    ``gpt:SIZE``, ``moe:SIZE``, ``gpt:layers=24,width=2048``; ``llama:8b`` and others of ``families.py``; the path of a config.json, or its
+    folder; ``org/name`` that Hugging Face has on this machine; or ``module:factory``. ValueError says what is wrong with it.
     """
+    if (config := families.named(spec)) is not None:
+        return Shape.of(decoder_of(config, spec), spec)
     if spec.startswith(tuple(f"{family}:" for family in FAMILIES)):
         return Shape.of(gpt_decoder(config_of(spec, 1024)), spec)
     path = Path(spec)
@@ -217,10 +221,16 @@ def shape_of(spec: str) -> Shape:
         path /= "config.json"
     if path.is_file():
         return _from_config(path)
+    if (found := families.cached(spec)) is not None:
+        return dataclasses.replace(_from_config(found), name=spec)
     if re.fullmatch(r"[\w.]+:[\w.]+", spec):
         return _from_factory(spec)
     there = f"; there is no file {str(path)!r}" if path.suffix == ".json" else ""
-    raise ValueError(f"a model is gpt:SIZE or moe:SIZE (gpt:10b), gpt:layers=24,width=2048, a config.json, or module:factory; got {spec!r}{there}")
+    there += "; the local cache of Hugging Face has none of that name" if spec.count("/") == 1 else ""
+    raise ValueError(
+        f"a model is gpt:SIZE or moe:SIZE (gpt:10b), gpt:layers=24,width=2048, one of {families.KNOWN}, a config.json, org/name in the cache of "
+        f"Hugging Face, or module:factory; got {spec!r}{there}"
+    )
 
 
 # ---- gpt, moe: the models of `python -m zk train` ----------------------------------------------------------------------------------------
