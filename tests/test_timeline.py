@@ -333,7 +333,7 @@ def test_a_chrome_trace_holds_every_span_and_survives_json(tmp_path: Path) -> No
     }
     assert again == {(s.resource, s.name, s.start_ns, s.stop_ns, s.thread) for s in some}
     assert {event["pid"] for event in trace["traceEvents"]} == {3}
-    assert sorted(names[event["tid"]] for event in complete) == ["forward", "read", "read 2", "wait"]
+    assert sorted(names[event["tid"]] for event in complete) == ["drive reads", "drive reads 2", "training: forward", "waits"]
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
 
 

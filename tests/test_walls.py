@@ -50,7 +50,8 @@ SIZES = {
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 25 and 135 for waits that are always counted
     # 5 and 35 for Ctrl-C in commands
-    "beside the core": (3_815, 29_010),
+    # 20 and 70 for names of rows for people
+    "beside the core": (3_835, 29_080),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     "checkpoint": (2_890, 23_330),
@@ -64,13 +65,15 @@ SIZES = {
     # 10 and 50 for what to resume from
     # 265 and 1820 for DeepSpeed's monitors, and names of its engine
     # 125 and 990 for DeepSpeed's JSON under the Trainer and accelerate
-    "integrations": (2_950, 19_815),
+    # 35 and 345 for callbacks that write traces
+    "integrations": (2_985, 20_160),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     "train": (1_170, 10_170),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
     "testing": (110, 670),
     # 60 and 310 for Ctrl-C
-    "monitor": (705, 5_080),  # summaries, and what is said at the start; rates, and progress
+    # 145 and 1115 for traces of a few steps
+    "monitor": (850, 6_195),  # summaries, and what is said at the start; rates, and progress
 }
 TOKENS_PER_LINE = 7.67  # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count

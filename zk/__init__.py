@@ -7,6 +7,7 @@ from zk.integrations.deepspeed_engine import initialize
 from zk.linear_cross_entropy import linear_cross_entropy
 from zk.long_context import long_context
 from zk.materialize import deferred_init
+from zk.monitor.profile import profile
 from zk.monitor.progress import Progress
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -28,6 +29,7 @@ __all__ = [
     "load_pretrained",
     "long_context",
     "offload_activations",
+    "profile",
     "tile_experts",
     "tile_linears",
     "tile_sequence",

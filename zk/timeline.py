@@ -54,6 +54,20 @@ RESOURCES: Mapping[Resource, str] = {
     "wait": "a thread stands still, for what its name says; before a colon, the kind: drive, link, other ranks",
 }
 """The kinds of phases."""
+LABELS: Mapping[Resource, str] = {
+    "forward": "training: forward",
+    "backward": "training: backward",
+    "step": "training: optimizer step",
+    "compute": "GPU kernels",
+    "update": "optimizer update",
+    "collective": "between ranks",
+    "upload": "copies to the GPU",
+    "offload": "copies from the GPU",
+    "read": "drive reads",
+    "write": "drive writes",
+    "wait": "waits",
+}
+"""Names of their rows in a trace."""
 MEASURED: tuple[Resource, ...] = ("update", "collective", "upload", "offload", "read", "write")  # what wants to be hidden
 Intervals = list[tuple[int, int]]  # (start, stop) in ns; in order, apart from one another, none empty
 
@@ -348,7 +362,7 @@ def chrome_trace(timeline: Timeline, rank: int = 0) -> dict[str, Any]:
     for resource in RESOURCES:
         for number, lane in enumerate(_lanes(span for span in timeline.spans if span.resource == resource), 1):
             tid += 1
-            name("thread", resource if number == 1 else f"{resource} {number}", tid, tid)
+            name("thread", LABELS[resource] if number == 1 else f"{LABELS[resource]} {number}", tid, tid)
             for span in lane:
                 start, duration = (span.start_ns - base) / 1e3, (span.stop_ns - span.start_ns) / 1e3
                 event = {"ph": "X", "cat": resource, "name": span.name or resource, "pid": rank, "tid": tid, "ts": start, "dur": duration}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig, check_order
@@ -23,6 +23,7 @@ from zk.integrations.deepspeed_auto import for_trainer, is_deepspeed
 from zk.logs import log
 from zk.long_context import long_context as make_long
 from zk.memory import host_memory
+from zk.monitor.profile import profile
 from zk.monitor.rates import Rates, loggable
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
@@ -296,6 +297,21 @@ def _export(checkpoint: Path, output_dir: Path) -> None:
     for file in (*files, *passing.glob("*.index.json")):
         file.rename(output_dir / file.name)
     shutil.rmtree(passing)
+
+
+class ZeroProfile(TrainerCallback):  # type: ignore[misc]
+    """Writes a trace of a few steps of a ZeroTrainer: ``callbacks=[ZeroProfile("trace.json", steps=3)]``. Arguments as of ``zk.profile``."""
+
+    def __init__(self, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
+        self.path, self.steps, self.skip = path, steps, skip
+        self.profile: profile | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.profile = profile(unwrapped(optimizer), self.path, steps=self.steps, skip=self.skip)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profile is not None:
+            self.profile.close()
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

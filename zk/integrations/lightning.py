@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ from zk.integrations.lightning_checkpoint import consolidate
 from zk.integrations.lightning_common import Precision
 from zk.integrations.lightning_fabric import FabricStrategy
 from zk.integrations.lightning_strategy import TrainerStrategy
+from zk.monitor.profile import profile
 from zk.monitor.rates import Rates, loggable
 
-__all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroStrategy", "consolidate", "of"]
+__all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroProfile", "ZeroStrategy", "consolidate", "of"]
 
 # name of a strategy -> fields of ZeroConfig
 NAMES: dict[str, dict[str, Any]] = {
@@ -58,6 +60,22 @@ class _Metrics:
                 logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+class _Profile:
+    """Writes a trace of a few steps: ``callbacks=[ZeroProfile("trace.json", steps=3)]``. Arguments as of ``zk.profile``."""
+
+    def __init__(self, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
+        self.path, self.steps, self.skip = path, steps, skip
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        zero = getattr(trainer.strategy, "zero", None)
+        if zero is None:
+            raise RuntimeError(f"ZeroProfile records the optimizer of zk's strategies; this Trainer has {type(trainer.strategy).__name__}")
+        self.profile = profile(zero, self.path, steps=self.steps, skip=self.skip)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.profile.close()
+
+
 @functools.cache
 def of(package: str) -> SimpleNamespace:
     """The classes for ``"lightning"`` or ``"pytorch_lightning"``, which is imported; their strategies are registered."""
@@ -76,6 +94,7 @@ def of(package: str) -> SimpleNamespace:
         ZeroStrategy=strategy("ZeroStrategy", TrainerStrategy, trainer),
         ZeroFabricStrategy=strategy("ZeroFabricStrategy", FabricStrategy, fabric),
         ZeroMetrics=combined("ZeroMetrics", _Metrics, trainer.Callback),
+        ZeroProfile=combined("ZeroProfile", _Profile, trainer.Callback),
     )
     for name, fields in NAMES.items():
         described = ", ".join(f"{key}={value}" for key, value in fields.items()) or "defaults of zk.ZeroConfig"
@@ -89,3 +108,4 @@ if not _installed:
     raise ImportError("zk.integrations.lightning needs Lightning: pip install 'zk-offload[lightning]' (or pytorch-lightning)")
 _made = [of(package) for package in [package for package in _PACKAGES if package in sys.modules] or _installed[:1]]
 ZeroStrategy, ZeroFabricStrategy, ZeroMetrics = _made[0].ZeroStrategy, _made[0].ZeroFabricStrategy, _made[0].ZeroMetrics
+ZeroProfile = _made[0].ZeroProfile

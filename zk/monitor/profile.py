@@ -1,0 +1,145 @@
+"""Profiles of a few steps: a Chrome trace with counters of bytes by tier and of the drive's rate, for https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from zk.monitor.start import say
+from zk.timeline import Recorder, Span, Timeline, chrome_trace, now_ns
+
+_BIN_NS = 10_000_000  # of the drive's rate
+_LEAST_NS = 2_000_000  # between two readings of the bytes on each tier
+Reading = tuple[int, dict[str, int]]  # time, tier -> bytes
+
+
+class profile:  # a verb, as contextlib's are
+    """Record the next steps of a ZeroOptimizer and write a trace. Also a context, which ends the recording if the steps have not come.
+
+    ```python
+    zk.profile(optimizer, "trace.json", steps=3)  # anywhere before the steps; it ends by itself
+    ```
+
+    Args:
+        optimizer: the ZeroOptimizer whose steps count.
+        path: of the file; with several ranks each writes one of its own, ``trace-rank1.json``.
+        steps: to record.
+        skip: steps before that, in which caches fill and kernels are compiled.
+
+    Raises:
+        ValueError: for a number of steps that is none.
+    """
+
+    def __init__(self, optimizer: Any, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
+        for name, value, least in (("steps", steps, 1), ("skip", skip, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a number of steps, at least {least}; got {value!r}")
+        self.optimizer, self.left, self.skip = optimizer, steps, skip
+        rank = optimizer.everyone.rank
+        self.path = Path(path) if rank == 0 else Path(path).with_stem(f"{Path(path).stem}-rank{rank}")
+        self.recorder: Recorder | None = None
+        self.readings: list[Reading] = []
+        self.last_ns = 0
+        self.handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
+        if skip == 0:
+            self._start()
+
+    def _start(self) -> None:
+        self.recorder = Recorder(self.optimizer.device)
+        for held in self.optimizer.held:
+            for module in held.unit.anchors:
+                self.handles.append(module.register_forward_pre_hook(self._read))
+                self.handles.append(module.register_forward_hook(self._read))
+        self.handles.append(self.optimizer.register_step_pre_hook(self._read))
+        self.recorder.__enter__()
+        self._read()
+
+    def _read(self, *_: Any) -> None:
+        """Note the bytes on each tier, unless that was done a moment ago."""
+        now = now_ns()
+        if now - self.last_ns >= _LEAST_NS:
+            self.last_ns = now
+            self.readings.append((now, bytes_by_tier(self.optimizer)))
+
+    def _after_step(self, *_: Any) -> None:
+        if self.recorder is None:
+            self.skip -= 1
+            if self.skip <= 0:
+                self._start()
+            return
+        self.last_ns = 0
+        self._read()
+        self.left -= 1
+        if self.left == 0:
+            self.close()
+
+    def close(self) -> None:
+        """End the recording, and write what there is of it; once."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        recorder, self.recorder = self.recorder, None
+        if recorder is None:
+            return
+        recorder.__exit__()
+        trace = chrome_trace(recorder.timeline, self.optimizer.everyone.rank)
+        trace["traceEvents"] += list(counters(recorder.timeline, self.readings, self.optimizer.everyone.rank, trace["baseTimeNanoseconds"]))
+        self.path.write_text(json.dumps(trace))
+        if self.optimizer.everyone.rank == 0:
+            say(f"zk: wrote {self.path}: open it in https://ui.perfetto.dev")
+
+    def __enter__(self) -> profile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def bytes_by_tier(optimizer: Any) -> dict[str, int]:
+    """Bytes of this rank's training state on each tier now: "device", "host" and "nvme"; where device and host are one memory, "host"."""
+    found = {"host": 0} if optimizer.transfer.joined else {"device": 0, "host": 0}
+
+    def add(tier: str, nbytes: int) -> None:
+        tier = "host" if tier == "device" and optimizer.transfer.joined else tier
+        found[tier] = found.get(tier, 0) + nbytes
+
+    for held in optimizer.held:
+        for kind, nbytes in held.nbytes.items():
+            add("device" if kind == "gathered" else held.param_tier, nbytes)
+        for tier, _, nbytes in held.shard.nbytes if held.shard is not None else ():
+            add(tier, nbytes)
+    nvme = optimizer.tiers.get("nvme")
+    if nvme is not None:
+        add("host", nvme.spill.buffer_nbytes)
+    return found
+
+
+def counters(timeline: Timeline, readings: Sequence[Reading], rank: int, base_ns: int) -> Iterator[dict[str, Any]]:
+    """Counter events: MiB on each tier, and GB/s of the drive, in bins of ten milliseconds."""
+    for at, nbytes in readings:
+        for tier, value in nbytes.items():
+            yield {"ph": "C", "name": f"MiB on {tier}", "pid": rank, "ts": (at - base_ns) / 1e3, "args": {"MiB": value / 2**20}}
+    for verb in ("read", "write"):
+        spans = [(span, moved) for span in timeline.spans if span.resource == verb and (moved := _moved(span))]
+        if not spans:
+            continue
+        for start in range(timeline.start_ns, timeline.stop_ns + _BIN_NS, _BIN_NS):
+            parts = [nbytes * _overlap(span, start) / max(1, span.stop_ns - span.start_ns) for span, nbytes in spans]
+            yield {"ph": "C", "name": f"GB/s drive {verb}s", "pid": rank, "ts": (start - base_ns) / 1e3, "args": {"GB/s": sum(parts) / _BIN_NS}}
+
+
+def _overlap(span: Span, start: int) -> int:
+    return max(0, min(span.stop_ns, start + _BIN_NS) - max(span.start_ns, start))
+
+
+def _moved(span: Span) -> int:
+    """Bytes of a transfer, from its name."""
+    found = re.match(r"(\d+) KiB at ", span.name)
+    return int(found[1]) << 10 if found else 0
