@@ -22,7 +22,7 @@ _TERMINAL_S = 0.25  # between two states of a terminal's line
 
 
 def rates_line(rates: Mapping[str, float]) -> str:
-    """Rates as one short line: ``1,940 tok/s | 4.20 s/step | 41% waiting: drive | drive 2.7 GB/s | host 51/64 GiB | 83% of the floor``."""
+    """Rates as one short line: ``1,940 tok/s | 4.20 s/step | 41% waiting: drive | drive 2.7 GB/s | host 51/64 GiB | floor 2.6 s``."""
     if not rates:
         return ""
     parts = [f"{rates['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in rates else []
@@ -35,8 +35,8 @@ def rates_line(rates: Mapping[str, float]) -> str:
     if "peak_device_gib" in rates:
         parts.append(f"GPU {rates['peak_device_gib']:.1f} GiB")
     parts.append(f"host {rates['peak_host_gib']:.1f}/{host_memory()[0] / 2**30:.0f} GiB")
-    if "floor_share" in rates:
-        parts.append(f"{rates['floor_share']:.0%} of the floor")
+    if "floor_s" in rates and rates["wait_share"] >= 0.005:
+        parts.append(f"floor {seconds(rates['floor_s'])}")
     return " | ".join(parts)
 
 

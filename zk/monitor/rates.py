@@ -79,8 +79,9 @@ class Rates:
         ``wait_link_share``, ``wait_ranks_share``, ``wait_update_share`` (one in the background), ``wait_save_share`` and ``wait_other_share``;
         ``update_share``, of an update that is not in the background; ``drive_gbps`` read and
         written, ``link_gbps``; ``prefetch_hit_rate``; ``peak_host_gib`` of the process and ``peak_device_gib`` of torch, since the start;
-        ``floor_share``: the shortest possible step by the step. That is the longer of its time without waits, and of the time that the drive
-        needs for its bytes at the rate that was measured. Shares are of 1; what has no meaning here is left out.
+        ``floor_s``: a step if all waits were hidden, and no less than the drive needs for its bytes at the rate that was measured; ``floor_share``
+        is that by the step. Work counts as it was: where I/O takes cores from compute, a step with everything in memory would be shorter still.
+        Shares are of 1; what has no meaning here is left out.
         """
         optimizer = self.optimizer()
         if optimizer is None or optimizer.closed:
@@ -114,7 +115,7 @@ class Rates:
             found["peak_device_gib"] = torch.cuda.max_memory_allocated(optimizer.device) / 2**30
         floor = self._floor(optimizer, (1 - waited) * seconds, read, written)
         if floor is not None:
-            found["floor_share"] = floor / seconds
+            found |= {"floor_s": floor / steps, "floor_share": floor / seconds}
         self.last = found
         return found
 
