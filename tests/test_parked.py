@@ -16,7 +16,7 @@ from tests.resident import resident_nbytes
 from tests.world import run_world
 from zk import ZeroOptimizer, gather
 from zk.offload.nvme import File
-from zk.parked import _device_storages, _tensors
+from zk.parked import _device_storages, _shadows, _tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES: dict[str, dict[str, Any]] = {
@@ -24,6 +24,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "1, fp32": {"stage": 1, "optimizer_tier": "host", "dtype": "fp32"},
     "2, bf16": {"stage": 2, "optimizer_tier": "host", "dtype": "bf16"},
     "2, in the background": {"stage": 2, "optimizer_tier": "host", "overlap_step": True},
+    "2, in backward": {"stage": 2, "optimizer_tier": "host", "overlap_step": "backward", "dtype": "bf16"},
     "3, device": {"stage": 3, "dtype": "bf16"},
     "3, host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "dtype": "bf16"},
     "3, nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
@@ -60,6 +61,7 @@ def on_both(place: str, folder: str, to_host: bool = False) -> bool:
     for parks in (False, True):
         optimizer = made(folder, **PLACES[place])
         losses = train(optimizer, 0, 2)
+        assert (place == "2, in backward") == bool(list(_shadows(optimizer)))
         if parks:
             with optimizer.parked(None if to_host else folder):
                 pass

@@ -40,11 +40,11 @@ SIZES = {
     # 10 and 25 for ranks that use no expert in a step; 10 and 120 for blocks in dicts, and for stages of a pipeline beside updates over NCCL;
     # 115 and 685 for micro-batches that go block by block: several backward passes as one, forwards that stop and go on, the choice
     # 450 and 3,725 for updates that begin in backward: shadows and room for them, attempts, when to try
-    # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show
     # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show; 10 and 65 for rates
     # 5 and 50 for the checkpoint to resume from
     # 210 and 1615 for memory that is given back and taken again (parked)
-    "core": (12_505, 92_575),
+    # 10 and 125 for room for updates, which parking gives back
+    "core": (12_515, 92_700),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -57,9 +57,8 @@ SIZES = {
     "checkpoint": (2_890, 23_330),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 5 and 120 for shadows
-    # 55 and 525 for both orders of micro-batches
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
-    "plan": (1_925, 17_435),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (1_930, 17_435),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from
@@ -73,9 +72,10 @@ SIZES = {
     "testing": (110, 670),
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
-    "monitor": (850, 6_195),  # summaries, and what is said at the start; rates, and progress
+    "monitor": (850, 6_210),  # summaries, and what is said at the start; rates, and progress
 }
-TOKENS_PER_LINE = 7.67  # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
+# 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
+TOKENS_PER_LINE = 7.67
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,

@@ -8,7 +8,7 @@ import errno
 import functools
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from zk.parallel.released import Released, stand_in, unmark
 
 _DONTNEED = 4  # MADV_DONTNEED
 _PIECE_NBYTES = 64 << 20  # of device memory on its way to the drive
-Park = Callable[[], Callable[[], None]]  # saves some bytes, and gives their memory back; returns what takes it again
 
 
 @contextlib.contextmanager
@@ -42,7 +41,7 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             torch.cuda.synchronize(device)  # updated parameters have arrived
         optimizer.grads.pool.clear()
         file: File | None = None
-        spans, storages = list(_host_spans(optimizer)) if path is not None else [], _device_storages(optimizer)
+        spans, storages = list(_host_spans(optimizer, _tensors(optimizer))) if path is not None else [], _device_storages(optimizer)
         if path is not None:
             scratch = Scratch(parse_paths(path, "path"), optimizer.everyone.rank)
             again.callback(scratch.close)
@@ -50,6 +49,8 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             file = again.enter_context(File(scratch.paths("parked"), nbytes, checksum=True))
         again.push(functools.partial(_note_loss, optimizer))
         _give_back(again, file, spans, storages)
+        for start, stop in _host_spans(optimizer, _shadows(optimizer)) if path is not None else ():
+            _free_pages(start, stop - start)  # the next update writes them before it reads them
         try:
             for held in optimizer.held:
                 again.callback(_usable, held, held.on_use)
@@ -154,16 +155,29 @@ def _tensors(optimizer: Any) -> Iterator[Tensor]:
                 yield from one.fields.values()
 
 
+def _shadows(optimizer: Any) -> Iterator[Tensor]:
+    """Room for what the next update makes of states, before that counts: nothing in it is needed between steps."""
+    for held in optimizer.held:
+        for section in held.shard.sections if held.shard is not None else ():
+            if section.shadow is not None:
+                if section.shadow.near is not None:
+                    yield section.shadow.near
+                for one in (section.shadow.state, section.shadow.param):
+                    if isinstance(one, ResidentFields):
+                        yield from one.fields.values()
+
+
 def _device_storages(optimizer: Any) -> list[Any]:
     """Storages in the device's memory, each once."""
-    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in _tensors(optimizer) if tensor.device.type != "cpu"}.values())
+    tensors = [tensor for tensor in (*_tensors(optimizer), *_shadows(optimizer)) if tensor.device.type != "cpu"]
+    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
-def _host_spans(optimizer: Any) -> Iterator[tuple[int, int]]:
-    """Addresses of host memory, in order and apart. What is page-locked stays: a device may copy from it at any time."""
+def _host_spans(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """Addresses of tensors in host memory, in order and apart. What is page-locked stays: a device may copy from it at any time."""
     arena = optimizer.transfer.arena
     locked = [(region.memory.data_ptr(), region.memory.data_ptr() + region.memory.nbytes) for region in arena._regions] if arena is not None else []
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in _tensors(optimizer) if tensor.device.type == "cpu")
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.device.type == "cpu")
     before = 0
     for start, stop in spans:
         if start < stop and stop > before and not any(start < end and begin < stop for begin, end in locked):
