@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,26 @@ def test_two_ranks_park_their_parts(tmp_path: Path) -> None:
     assert run_world(2, on_rank, [(place, str(tmp_path)) for place in places]) == [[True, True]] * len(places)
 
 
+def one_refuses(folder: str) -> str:
+    optimizer = made(folder, **PLACES["3, host"])
+    train(optimizer, 0, 1)
+    want, refuses = values(optimizer), OSError(28, "No space left on device")
+    with contextlib.ExitStack() as stack:
+        if optimizer.comm.rank == 1:
+            stack.enter_context(mock.patch.object(File, "wait", side_effect=refuses))
+        with pytest.raises(OSError, match="No space left") as caught, optimizer.parked(folder):
+            raise AssertionError("parked")
+    assert all(map(torch.equal, want, values(optimizer)))
+    train(optimizer, 1, 1)
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_where_one_rank_cannot_park_none_does(tmp_path: Path) -> None:
+    ((first, second),) = run_world(2, one_refuses, [str(tmp_path)])
+    assert "parked() has failed elsewhere, on rank 1: [Errno 28] No space left" in first and second.startswith("[Errno 28]"), (first, second)
+
+
 def test_the_memory_is_given_back(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))  # 4 MiB each
     optimizer = made(tmp_path, model, stage=3, param_tier="host", optimizer_tier="host", units=[str(index) for index in range(8)])
@@ -168,7 +189,7 @@ def test_a_drive_that_refuses_leaves_everything_as_it_was(tmp_path: Path) -> Non
     with mock.patch.object(File, "wait", side_effect=OSError(28, "No space left on device")), pytest.raises(OSError, match="No space"):
         optimizer.parked(tmp_path).__enter__()
     assert all(map(torch.equal, want, values(optimizer))) and list(tmp_path.iterdir()) == []
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(NotADirectoryError, match=r"parked\(path=\) must be an existing folder"):
         optimizer.parked(tmp_path / "missing").__enter__()
     train(optimizer, 1, 1)
     optimizer.close()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zk.checkpoint.save import together
 from zk.config import parse_paths
 from zk.memory import staging, trim
 from zk.offload.nvme import File, round_up
@@ -40,15 +41,11 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # updated parameters have arrived
         optimizer.grads.pool.clear()
-        file: File | None = None
         spans, storages = list(_host_spans(optimizer, _tensors(optimizer))) if path is not None else [], _device_storages(optimizer)
-        if path is not None:
-            scratch = Scratch(parse_paths(path, "path"), optimizer.everyone.rank)
-            again.callback(scratch.close)
-            nbytes = sum(round_up(stop - start) for start, stop in spans) + sum(round_up(storage.nbytes()) for storage in storages)
-            file = again.enter_context(File(scratch.paths("parked"), nbytes, checksum=True))
-        again.push(functools.partial(_note_loss, optimizer))
-        _give_back(again, file, spans, storages)
+        with together(optimizer.everyone, "parked()"):  # where one rank cannot, none does
+            file = _room(again, parse_paths(path, "path"), optimizer.everyone.rank, spans, storages) if path is not None else None
+            again.push(functools.partial(_note_loss, optimizer))
+            _give_back(again, file, spans, storages)
         for start, stop in _host_spans(optimizer, _shadows(optimizer)) if path is not None else ():
             _free_pages(start, stop - start)  # the next update writes them before it reads them
         try:
@@ -63,6 +60,17 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             yield
         finally:
             optimizer.is_parked = False
+
+
+def _room(again: contextlib.ExitStack, paths: Sequence[str], rank: int, spans: Sequence[tuple[int, int]], storages: Sequence[Any]) -> File:
+    """A private file for all of it, which is gone at the end."""
+    for path in paths:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, "parked(path=) must be an existing folder; create it on the drive to use", path)
+    scratch = Scratch(paths, rank)
+    again.callback(scratch.close)
+    nbytes = sum(round_up(stop - start) for start, stop in spans) + sum(round_up(storage.nbytes()) for storage in storages)
+    return again.enter_context(File(scratch.paths("parked"), nbytes, checksum=True))
 
 
 def _note_loss(optimizer: Any, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
