@@ -1,1 +1,1 @@
-"""Monitoring: summaries, rates, progress, live views and reports of training."""
+"""Monitoring: summaries, rates, progress, traces, and what Ctrl-C says."""
