@@ -9,6 +9,7 @@ Source: speculation with validation as in SuperOffload, arXiv 2509.21271, which 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,19 @@ from zk.offload.state import OptimizerShard
 from zk.offload.transfer import Arrival, Transfer
 from zk.offload.worker import Worker
 from zk.store import UnitStore
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """One step's attempts. Some may still run when the next step has begun."""
+
+    is_over: bool = False  # none begins any more
+    counts: dict[UnitStore, int] = dataclasses.field(default_factory=dict)  # gradients that have come
+    attempts: list[Attempt] = dataclasses.field(default_factory=list)
+    options: Mapping[nn.Parameter, Mapping[str, Any]] | None = None  # of each parameter's group, once they have been asked for
+    # of the worker's thread
+    squares: float = 0.0  # of the gradients that have come, as far as they are known here
+    is_clipped: bool = False  # that alone says that gradients will be
 
 
 class Speculation:
@@ -46,53 +60,42 @@ class Speculation:
     ) -> None:
         self.worker, self.num_threads, self.transfer, self.is_alone = worker, num_threads, transfer, is_alone
         self.options, self.grad_scale = options, grad_scale
+        self.step = _Step()
         self.was_clipped = True  # the step before, or there was none
-        self.is_over = False  # in this step none begins any more
-        self.squares = 0.0  # of the gradients that have come, as far as they are known here
-        self.counts: dict[UnitStore, int] = {}  # gradients that have come in this step
-        self.expected: dict[UnitStore, tuple[int, set[int]]] = {}  # and in the one before, and parameters that had one
-        self.attempts: list[Attempt] = []
+        self.expected: dict[UnitStore, tuple[int, set[int]]] = {}  # gradients that came in the step before, and parameters that had one
         self.counters = {"updates_in_backward": 0, "updates_in_backward_taken": 0}  # of units
-        self.group_of: Mapping[nn.Parameter, Mapping[str, Any]] | None = None
 
     def has_come(self, store: UnitStore) -> None:
         """Hear that a unit's gradient is on its tier, or on its way there: begin its update if it is whole, and likely to count."""
-        self.counts[store] = count = self.counts.get(store, 0) + 1
-        shard, (whole, used) = store.shard, self.expected.get(store, (0, set()))
+        step, shard = self.step, store.shard
+        step.counts[store] = count = step.counts.get(store, 0) + 1
+        whole, used = self.expected.get(store, (0, set()))
         assert shard is not None
         sections = [section for section in shard.sections if section.shadow is not None]
-        if self.was_clipped or self.is_over or count != whole or not sections or shard.unread is not None:
+        if self.was_clipped or step.is_over or count != whole or not sections or shard.unread is not None:
             return
-        if self.group_of is None:
-            self.group_of = self.options()
-        runs = list(store.runs(self.group_of, set(store.unreduced) if self.is_alone else used, 1))
-        attempt = Attempt(
-            store.unit.name,
-            sections,
-            [section.grads for section in sections],
-            shard.rule,
-            runs,
-            self.grad_scale(0.0),
-            self.transfer.mark(),
-            has_counted=self._taken,
-        )
+        if step.options is None:
+            step.options = self.options()
+        runs = list(store.runs(step.options, set(store.unreduced) if self.is_alone else used, 1))
+        grads, mark = [section.grads for section in sections], self.transfer.mark()
+        attempt = Attempt(store.unit.name, sections, grads, shard.rule, runs, self.grad_scale(0.0), mark, has_counted=self._taken)
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
         arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])
-        self.attempts.append(attempt)
+        attempt.done = self.worker.submit(functools.partial(self._run, step, attempt, shard, arrival))
+        step.attempts.append(attempt)
         shard.attempt = attempt
-        attempt.done = self.worker.submit(functools.partial(self._run, attempt, shard, arrival))
 
-    def _run(self, attempt: Attempt, shard: OptimizerShard, arrival: Arrival | None) -> None:
+    def _run(self, step: _Step, attempt: Attempt, shard: OptimizerShard, arrival: Arrival | None) -> None:
         """Update one unit, unless gradients will be clipped. In the worker's thread."""
         if arrival is not None:
-            self.squares += float(arrival.whole()[0])
+            step.squares += float(arrival.whole()[0])
             arrival.drop()
         elif not attempt.is_given_up:
             found = [section.grads.sum_of_squares() for section in shard.sections if section.beside]
-            self.squares += sum(part for part in found if isinstance(part, float))
-        if not math.isfinite(self.squares) or self.grad_scale(self.squares) != attempt.grad_scale:  # sums of squares only grow
-            self.is_over = True
-        if not self.is_over:
+            step.squares += sum(part for part in found if isinstance(part, float))
+        # sums of squares only grow
+        step.is_clipped |= not math.isfinite(step.squares) or self.grad_scale(step.squares) != attempt.grad_scale
+        if not step.is_clipped:
             attempt.run(self.num_threads, self.worker.stop)
             self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.sections)
 
@@ -101,22 +104,21 @@ class Speculation:
 
     def settle(self) -> None:
         """step() is about to know the norm: nothing begins any more, as from now on units are updated in place."""
-        self.is_over = True
-        for attempt in self.attempts:
+        self.step.is_over = True
+        for attempt in self.step.attempts:
             attempt.give_up(goes_on=True)
 
     def know(self, grad_scale: float) -> None:
         """Learn what gradients are multiplied by: if not by what was expected, all that goes on is in vain."""
         self.was_clipped = grad_scale != self.grad_scale(0.0)
-        for attempt in self.attempts if self.was_clipped else ():
+        for attempt in self.step.attempts if self.was_clipped else ():
             attempt.give_up()
 
     def ended(self, stores: Sequence[UnitStore]) -> None:
         """Learn from a step for the next one which gradients there were."""
-        self.expected = {store: (self.counts.get(store, 0), set(store.used)) for store in stores}
+        self.expected = {store: (self.step.counts.get(store, 0), set(store.used)) for store in stores}
         self.begin()
 
     def begin(self) -> None:
         """A step begins, or begins anew."""
-        self.attempts.clear()
-        self.counts, self.squares, self.is_over, self.group_of = {}, 0.0, False, None
+        self.step = _Step()
