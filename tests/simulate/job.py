@@ -220,7 +220,7 @@ def _setting(dice: random.Random) -> dict[str, Any]:
         "optimizer_tier": tier,
         "param_tier": dice.choice(("device", "host", "nvme", "nvme")) if stage == 3 and tier != "device" else "device",
         "overlap": dice.random() < 0.8,
-        "overlap_step": tier != "device" and (False, True, "backward")[min(int(4 * dice.random()), 2)],
+        "overlap_step": tier != "device" and dice.random() < 0.5,
         "prefetch": dice.choice((0, 1, 2)) if stage == 3 else 1,
     }
 
