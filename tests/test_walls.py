@@ -45,7 +45,7 @@ SIZES = {
     # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show; 10 and 65 for rates
     # 5 and 50 for the checkpoint to resume from
     # 230 and 1,835 for memory that is given back and taken again (parked)
-    "core": (12_750, 94_620),
+    "core": (12_750, 94_650),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
