@@ -38,11 +38,10 @@ class DelayedUpdate:
             shard = task.shard
             task.handed_over, task.keep, task.attempt, shard.attempt = shard.hand_over(), False, None, None
             stores[number].drop_gradient()
-            pairs = [pair for pair in zip(shard.sections, task.handed_over, strict=True) if pair[0].shadow is not None]
-            if not pairs or task.unread is not None:
+            grads = {section: its for section, its in task.handed_over.items() if section.shadow is not None}
+            if not grads or task.unread is not None:
                 continue
-            sections, grads = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            attempt = Attempt(task.name, sections, grads, shard.rule, task.runs, task.grad_scale, self.transfer.mark(), True)
+            attempt = Attempt(task.name, grads, shard.rule, task.runs, task.grad_scale, self.transfer.mark(), True)
             task.attempt = shard.attempt = attempt
             attempt.done = self.worker.submit(functools.partial(attempt.run, self.num_threads, self.worker.stop))
 
@@ -55,5 +54,5 @@ class DelayedUpdate:
         """Drop the update: what it was for is replaced."""
         for task in self.take().values():
             task.shard.drop_attempt()
-            for grads in task.handed_over or ():
+            for grads in task.handed_over.values():
                 grads.clear()

@@ -71,14 +71,13 @@ class Speculation:
         step.counts[store] = count = step.counts.get(store, 0) + 1
         whole, used = self.expected.get(store, (0, set()))
         assert shard is not None
-        sections = [section for section in shard.sections if section.shadow is not None]
-        if self.was_clipped or step.is_over or count != whole or not sections or shard.unread is not None:
+        grads = {section: section.grads for section in shard.sections if section.shadow is not None}
+        if self.was_clipped or step.is_over or count != whole or not grads or shard.unread is not None:
             return
         if step.options is None:
             step.options = self.options()
         runs = list(store.runs(step.options, set(store.unreduced) if self.is_alone else used, 1))
-        grads, mark = [section.grads for section in sections], self.transfer.mark()
-        attempt = Attempt(store.unit.name, sections, grads, shard.rule, runs, self.grad_scale(0.0), mark, has_counted=self._taken)
+        attempt = Attempt(store.unit.name, grads, shard.rule, runs, self.grad_scale(0.0), self.transfer.mark(), has_counted=self._taken)
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
         arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])
         attempt.done = self.worker.submit(functools.partial(self._run, step, attempt, shard, arrival))
@@ -97,7 +96,7 @@ class Speculation:
         step.is_clipped |= not math.isfinite(step.squares) or self.grad_scale(step.squares) != attempt.grad_scale
         if not step.is_clipped:
             attempt.run(self.num_threads, self.worker.stop)
-            self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.sections)
+            self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.grads)
 
     def _taken(self) -> None:
         self.counters["updates_in_backward_taken"] += 1

@@ -468,9 +468,9 @@ class UnitStore:
             self.shown.clear()
             self.spent = None
             task = self.underway
-            if task is None or (task.handed_over is not None and self.shard is not None and self.shard.sections[0].grads not in task.handed_over):
+            if task is None or (task.handed_over and self.shard is not None and self.shard.sections[0].grads not in task.handed_over.values()):
                 self._recycle()
-            elif task.handed_over is None:
+            elif not task.handed_over:
                 task.keep = False
         for param in self.unit.users:
             grad_gone(param)
@@ -486,8 +486,8 @@ class UnitStore:
 
     def _recycle(self, task: Task | None = None) -> None:
         """Forget the gradient, or that which was handed over to an update."""
-        if task is not None and task.handed_over is not None:
-            for grads in task.handed_over:
+        if task is not None and task.handed_over:
+            for grads in task.handed_over.values():
                 self.recycle(self, grads.clear())
         elif self.shard is not None:
             self.recycle(self, self.shard.clear())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zk.events import COMPLETED, Event, Ticket
 from zk.offload.rules import Rule
@@ -17,8 +17,7 @@ class Attempt:
 
     Args:
         name: of the unit.
-        sections: with a shadow each.
-        grads: of each section.
+        grads: the gradient of each section that is updated, all of which have a shadow.
         rule: the optimizer's arithmetic.
         runs, grad_scale: of the step, as they are expected to be.
         mark: what compute must have done before memory on the device is written.
@@ -29,8 +28,7 @@ class Attempt:
     def __init__(
         self,
         name: str,
-        sections: Sequence[Section],
-        grads: Sequence[Grads],
+        grads: Mapping[Section, Grads],
         rule: Rule,
         runs: Sequence[Run],
         grad_scale: float,
@@ -38,8 +36,8 @@ class Attempt:
         is_handed_over: bool = False,
         has_counted: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.sections, self.rule, self.runs, self.grad_scale, self.mark = name, sections, rule, runs, grad_scale, mark
-        self.grads, self.is_handed_over, self.has_counted = grads, is_handed_over, has_counted
+        self.name, self.grads, self.rule, self.runs, self.grad_scale, self.mark = name, grads, rule, runs, grad_scale, mark
+        self.is_handed_over, self.has_counted = is_handed_over, has_counted
         self.is_given_up = self.has_begun = False
         self.finished: set[Section] = set()
         self.taken: dict[Section, bool] = {}
@@ -48,7 +46,7 @@ class Attempt:
     def run(self, num_threads: int, stop: threading.Event) -> None:
         """Update all sections in their shadows, unless this is given up."""
         self.has_begun = True
-        for section, grads in zip(self.sections, self.grads, strict=True):
+        for section, grads in self.grads.items():
             assert section.shadow is not None
             for chunk in section.state.chunks:
                 if self.is_given_up or stop.is_set():
@@ -59,7 +57,7 @@ class Attempt:
 
     def give_up(self, goes_on: bool = False) -> None:
         """Begin nothing more; what is finished may still be taken. ``goes_on``: unless it has begun, or waits for the gradient to arrive."""
-        is_waiting = not all(grads.is_here for grads in self.grads)
+        is_waiting = not all(grads.is_here for grads in self.grads.values())
         self.is_given_up |= not (goes_on and (self.has_begun or is_waiting))
 
     def drop(self) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
 from zk.offload.attempt import Attempt
-from zk.offload.section import Run
+from zk.offload.section import Run, Section
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT, Grads
@@ -35,7 +35,8 @@ class Task:
     done: Ticket = dataclasses.field(default_factory=Ticket)  # all of it is updated, and published
     arriving: Awaited = COMPLETED  # set when done: what compute must follow before it uses the parameters
     keep: bool = True  # the gradient stays where it is when this is done, until zero_grad()
-    handed_over: Sequence[Grads] | None = None  # the gradient of each section, where the next one comes before this is done
+    # the gradient of each section, where the next one comes before this is done; else empty
+    handed_over: Mapping[Section, Grads] = dataclasses.field(default_factory=dict)
     is_published: bool = False  # or is just being
     left: int = dataclasses.field(init=False)  # chunks to be updated
     unread: Unread | None = dataclasses.field(init=False)  # what a save that began before still has to read

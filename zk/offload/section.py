@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zk.events import COMPLETED, Event
 from zk.offload.rules import Rule
-from zk.offload.spill import FileFields
 from zk.offload.tiers import Fields, Grads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
 
@@ -83,21 +82,12 @@ class Shadow:
 
     def commit(self, section: Section) -> None:
         """The section's states become what was made of them; the shadow is what they were."""
-        _exchange(section.state, self.state)
+        section.state.exchange(self.state)  # type: ignore[arg-type]  # of one tier
         if not section.is_fixed:
-            _exchange(section.param, self.param)
+            section.param.exchange(self.param)  # type: ignore[arg-type]
             return
         for chunk in section.state.chunks:
             section.param.open(chunk)["param"].copy_(self.param.open(chunk)["param"])
-
-
-def _exchange(one: Fields, other: Fields) -> None:
-    if isinstance(one, ResidentFields):
-        assert isinstance(other, ResidentFields)
-        one.exchange(other)
-    else:
-        assert isinstance(one, FileFields) and isinstance(other, FileFields)
-        one.exchange(other)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -124,9 +124,9 @@ class OptimizerShard:
         events = [section.grads.add(grad[section.whole], stats is not None) for section in self.sections]
         return None if None in events else events[-1]
 
-    def hand_over(self) -> list[Grads]:
+    def hand_over(self) -> dict[Section, Grads]:
         """Take the gradient of each section away, for an update that ends after the next one has begun to come."""
-        self.stats, given = [], [section.grads for section in self.sections]
+        self.stats, given = [], {section: section.grads for section in self.sections}
         for section in self.sections:
             assert section.spare is not None
             section.grads, section.spare = section.spare, section.grads
@@ -161,11 +161,10 @@ class OptimizerShard:
         """Tell if host threads update a chunk."""
         return self.places[number][0].beside
 
-    def fetch(self, number: int, handed_over: Sequence[Grads] | None = None) -> bool:
+    def fetch(self, number: int, handed_over: Mapping[Section, Grads]) -> bool:
         """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
         section, chunk = self.places[number]
-        grads = section.grads if handed_over is None else handed_over[self.sections.index(section)]
-        return section.state.fetch(chunk) and section.param.fetch(chunk) and grads.fetch(chunk)
+        return section.state.fetch(chunk) and section.param.fetch(chunk) and handed_over.get(section, section.grads).fetch(chunk)
 
     def update(
         self,
@@ -174,21 +173,21 @@ class OptimizerShard:
         grad_scale: float,
         num_threads: int,
         keep: bool,
-        mark: Event | None = None,
-        unread: Unread | None = None,
-        attempt: Attempt | None = None,
-        handed_over: Sequence[Grads] | None = None,
+        mark: Event | None,
+        unread: Unread | None,
+        attempt: Attempt | None,
+        handed_over: Mapping[Section, Grads],
     ) -> None:
         """Update and cast chunk ``number``, unless an ``attempt`` has, and start to copy it home.
 
         ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
-        ``handed_over``: the gradient of each section, if that is not where the next one will be.
+        ``handed_over``: the gradient of each section that is not where the next one will be.
         """
         section, chunk = self.places[number]
         is_done = unread is None and attempt is not None and attempt.commit(section, runs, grad_scale)
         if not is_done:
             with self.changed(number, unread, keep) as fields:
-                grads = section.grads if handed_over is None else handed_over[self.sections.index(section)]
+                grads = handed_over.get(section, section.grads)
                 grad = grads.open(chunk)
                 try:
                     apply(self.rule, fields, grad, chunk, runs, grad_scale, num_threads)
