@@ -1,6 +1,8 @@
 """Compiles every kernel, in the forms that its launcher asks for, for GPUs that need not be there; prints what came out as JSON.
 
-usage: TRITON_INTERPRET=0 python tests/compile_kernels.py
+usage: TRITON_INTERPRET=0 python tests/compile_kernels.py [word of a name ... | all]
+
+By itself it compiles all forms for compute capability 9.0, and the first form of each kernel for the others.
 """
 
 from __future__ import annotations
@@ -99,10 +101,13 @@ def compile_case(kernel: Any, types: dict[str, Any], constants: dict[str, Any], 
 
 
 def main() -> None:
-    only = sys.argv[1:]  # words of names, such as "adam" or "sm_90"
+    only = sys.argv[1:]  # words of names, such as "adam" or "sm_90"; "all" is every form for every architecture, which takes twice as long
+    kinds = set[str]()
     for name, kernel, types, constants, options in cases():
+        kind = name.replace(",", "").split()[0]
         for architecture in ARCHITECTURES:
-            if only and not any(word in f"{name} sm_{architecture}" for word in only):
+            is_asked = any(word in f"{name} sm_{architecture} all" for word in only) if only else architecture == 90 or kind not in kinds
+            if not is_asked:
                 continue
             compiled = compile_case(kernel, types, constants, options, architecture)
             ptx = compiled.asm["ptx"]
@@ -129,6 +134,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
+        kinds.add(kind)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ Where tests run in several processes (`make test`), torch in each of them, and i
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 import tests.threads  # isort: skip  # noqa: F401 (before OpenMP is loaded)
 import torch
@@ -22,11 +25,14 @@ if not torch.cuda.is_available():
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
-# where tests run in several processes, a file at a time, those that take longest come first: none of them is left to one process at the end
+# Where tests run in several processes, a file at a time, worlds of four ranks are one process's: two of them at once wait for cores most of the time.
+# They come first, and then the files that take longest: none of them is left to one process at the end.
+FOUR_RANKS = ("test_model_parallel", "test_model_parallel_dtensor", "test_model_parallel_refusals", "test_pipelines", "test_sequence_parallel")
 LONGEST = (
-    *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_model_parallel", "test_huggingface", "test_qlora"),
-    *("test_simulate", "test_model_parallel_dtensor", "test_lightning", "test_user_programs", "test_materialize", "test_mixture"),
-    *("test_resume", "test_pipelines", "test_kernels", "test_user_programs_ranks", "test_train"),
+    *FOUR_RANKS,
+    *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_huggingface", "test_qlora"),
+    *("test_simulate", "test_lightning", "test_user_programs", "test_materialize", "test_mixture"),
+    *("test_resume", "test_kernels", "test_user_programs_ranks", "test_train"),
 )
 
 
@@ -40,6 +46,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("device_only")])
         items[:] = [item for item in items if not item.get_closest_marker("device_only")]
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+class _ByFile(LoadFileScheduling):
+    """A file at a time in each process, and worlds of four ranks as if they were one file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "worlds of four ranks" if Path(file).stem in FOUR_RANKS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile | None:
+    return _ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -337,6 +337,10 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         return
     else:
         yield from _grid(file)
+    if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/speculation.py"):
+        yield _pytest("tests/test_speculation.py")
+    if file in ("zk/offload/attempt.py", "zk/delay.py"):
+        yield _pytest("tests/test_delay.py")
     if file == "zk/offload/streams.py":
         yield _pytest("tests/test_streams.py", "tests/test_gpu.py", "-k", "not every_stage_and_tier")
     yield _pytest("tests/test_waits.py", "-k", "not two_ranks")

@@ -18,9 +18,9 @@ TOGETHER = (*(Case(stage, 2) for stage in range(4)), Case(2, 2, "host", overlap_
 
 
 def cases_of(name: str) -> list[Case]:
-    """Two of the cases, others for the next program."""
+    """One of the cases, another for the next program."""
     number = list(PROGRAMS).index(name)
-    return [TOGETHER[(number + shift) % len(TOGETHER)] for shift in (0, 3)]
+    return [TOGETHER[number % len(TOGETHER)]]
 
 
 def of_a_rank(names_and_drive: tuple[list[str], str]) -> list[str]:
