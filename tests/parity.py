@@ -53,6 +53,40 @@ class Case:
         return "-".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"
 
 
+class Lion(torch.optim.Optimizer):
+    """An optimizer that zk does not know, as people write them: no foreach, state on first sight, a step count that is Python's."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"], state["updates"] = torch.zeros_like(param), 0
+                state["updates"] += 1
+                average, (beta1, beta2) = state["exp_avg"], group["betas"]
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_((average * beta1 + param.grad * (1 - beta1)).sign(), alpha=-group["lr"])
+                average.mul_(beta2).add_(param.grad, alpha=1 - beta2)
+
+
+# options that change the arithmetic, or what is kept
+OPTIONS: dict[str, dict[str, Any]] = {
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "NAdam": {"decoupled_weight_decay": True, "momentum_decay": 0.1},
+    "RAdam": {"decoupled_weight_decay": False},
+    "Adagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.01},
+    "Adamax": {"maximize": True},
+    "ASGD": {"t0": 1.0, "lambd": 1e-2},
+    "Rprop": {"etas": (0.4, 1.3)},
+}
+
+
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Two groups with different decay and rate, and the options that change the arithmetic."""
     matrices = [p for p in params if p.ndim >= 2]
@@ -62,7 +96,10 @@ def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimiz
         return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     if name == "Adam":
         return torch.optim.Adam(groups, lr=1e-2, amsgrad=True, maximize=False)
-    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+    kind: Any = Lion if name == "Lion" else getattr(torch.optim, name)
+    return kind(groups, lr=1e-2, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
 
 
 def is_trained(name: str, step: int) -> bool:
@@ -134,7 +171,7 @@ def plain_training(
             forward=forward,
             delay=delay,
         )
-        state = {key: {name: value.cpu() for name, value in values.items()} for key, values in plain.state_dict()["state"].items()}
+        state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in plain.state_dict()["state"].items()}
         found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
     if dist.is_initialized():
         dist.broadcast_object_list(found, 0)
@@ -194,6 +231,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         overlap_step=case.overlap_step,
         delay_update=case.delay,
         prefetch=case.prefetch if case.stage == 3 else 1,
+        elementwise=case.optimizer == "Lion",
         **options,
         **dict(case.budgets),
     )
@@ -225,6 +263,6 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
             found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")
         for key in set(want_state) & set(got_state):
             for name, value in want_state[key].items():
-                found.append(compare(f"state {key} {name}", got_state[key][name].cpu(), value, case.tolerance))
+                found.append(compare(f"state {key} {name}", torch.as_tensor(got_state[key][name]).cpu(), value, case.tolerance))
     optimizer.close()
     return "\n".join(line for line in found if line)

@@ -252,7 +252,7 @@ def test_units_of_several_sizes_in_turn_are_placed_in_their_order(tmp_path: Path
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + index % 2)) for index in range(12)))
     adam, stored = torch.optim.AdamW(net.parameters()), stored_dtypes(net, torch.bfloat16)
     units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
-    case = check.Case(net, stored, units, adam, torch.device("cpu"), True, 2, 1, 2)
+    case = check.Case(net, stored, units, adam, rule_for(adam), torch.device("cpu"), True, 2, 1, 2)
     assert len({id(unit) for unit in case.kinds}) == 2
     drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
     for budget in ("400KiB", "480KiB"):

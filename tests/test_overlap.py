@@ -380,8 +380,8 @@ def test_a_step_that_is_refused_changes_nothing_and_one_that_is_interrupted_says
     counted = itertools.count()
     count_step = UnitStore.count_step
 
-    def interrupted(self: UnitStore) -> None:
-        count_step(self)
+    def interrupted(self: UnitStore, *args: object) -> None:
+        count_step(self, *args)
         if next(counted) == 1:
             raise KeyboardInterrupt
 

@@ -198,8 +198,16 @@ def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any
         if missing:
             raise ValueError(
                 f"the options of a param_group ask for {', '.join(sorted(missing))}, which the optimizer had not when ZeroOptimizer was made; "
-                "set amsgrad or momentum before"
+                "set amsgrad, momentum and the like before"
             )
+
+
+def check_state_dtype(dtype: object, name: str, rule: Rule, groups: Sequence[Mapping[str, Any]]) -> None:
+    """That there is state which another dtype than fp32 is for."""
+    if rule.templates is not None:
+        raise ValueError(f"state_dtype={dtype} is for AdamW, Adam and SGD; {name} updates by its own step(), with state in fp32: remove it")
+    if not any(rule.state_names(group) for group in groups):
+        raise ValueError(f"state_dtype={dtype} has no effect: {name} with these options keeps no state")
 
 
 def check_options(number: int, group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:

@@ -191,6 +191,9 @@ class ZeroConfig:
     """With "auto" dynamic for fp16, none otherwise; "dynamic" or DynamicLossScale(...); a number: static; None: none."""
     state_dtype: str | torch.dtype = "fp32"
     """Dtype of Adam's moments; "bf16" halves them, and changes results."""
+    elementwise: bool = False
+    """For an optimizer that zk does not know: what its ``step()`` makes of an element depends on no other element. It then runs over slices. That is
+    tried on a small tensor, whole, in halves and in another order: a TypeError says what differs."""
     overlap: bool = True
     """Reduce, offload, upload and gather while compute goes on; False: each copy and collective is waited for at once."""
     exact_reduce: bool = True
@@ -258,7 +261,7 @@ class ZeroConfig:
                     f"delay_update={self.delay_update} and overlap_step={self.overlap_step!r} both use the time of backward; a delayed update has "
                     "all of it, and changes numbers: remove one of them"
                 )
-        for name in ("check_memory", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers"):
+        for name in ("check_memory", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers", "elementwise"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name in ("device_budget", "host_budget"):

@@ -27,7 +27,16 @@ from zk.assemble import Assembly
 from zk.checkpoint import base, load, save
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
-from zk.checks import check_aliases, check_arguments, check_group, check_groups, check_options, check_params, check_scale_and_counters
+from zk.checks import (
+    check_aliases,
+    check_arguments,
+    check_group,
+    check_groups,
+    check_options,
+    check_params,
+    check_scale_and_counters,
+    check_state_dtype,
+)
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
@@ -42,7 +51,7 @@ from zk.monitor.summary import Summary, summary_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
-from zk.offload.rules import rule_for
+from zk.offload.rules import rules_for
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
@@ -83,8 +92,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: any module, on the device where it computes, or in host memory with ``device`` saying where. With ``dtype`` set it is cast
             (``cast_buffers`` and ``keep_dtype`` say what else and what not), and so are floating point inputs of its forward; fp32
             values it holds now become the masters.
-        optimizer: torch.optim.AdamW, Adam or SGD over parameters of ``model``, in any number of groups. State that it already
-            has is taken over.
+        optimizer: one of torch.optim's, or an elementwise one (``elementwise=True``), over parameters of ``model``, in any number of groups.
+            State that it already has is taken over.
         config: a ZeroConfig; None takes the defaults.
         overrides: ZeroConfig fields, instead of or on top of ``config``.
 
@@ -109,7 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.model, self.inner, self.closed, self.forked = model, optimizer, False, False
             self.is_parked = False
             check_arguments(model, optimizer, ZeroOptimizer)
-            self.rule = rule_for(optimizer)
+            (self.rule,) = rules_for([optimizer], self.config.elementwise)
             super().__init__(optimizer.param_groups, optimizer.defaults)
             self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
             for hooks in _HOOKS:  # and the same hooks
@@ -117,8 +126,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
-            if self.config.state_dtype != torch.float32 and not any(self.rule.state_names(group) for group in self.param_groups):
-                raise ValueError(f"state_dtype={self.config.state_dtype} has no effect: {type(optimizer).__name__} with these options keeps no state")
+            if self.config.state_dtype != torch.float32:
+                check_state_dtype(self.config.state_dtype, type(optimizer).__name__, self.rule, self.param_groups)
 
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
@@ -169,6 +178,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         watch_torch()
         watch_pipelines()
         brought = optimizer.state_dict() if optimizer.state else None
+        if brought is not None:  # but not what Adagrad makes for parameters that had no memory
+            states = brought["state"].items()
+            brought["state"] = {key: state for key, state in states if not any(getattr(value, "is_meta", False) for value in state.values())}
         self._built = True
         optimizer.state = self.state
         if brought is not None:
@@ -202,7 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 warn_of_slow_products(slow)
         if config.check_memory:
             ranks = self.comm.world
-            case = Case(self.model, self.stored, units, self.inner, device, self.transfer.joined, self.comm.shards, here, ranks)
+            case = Case(self.model, self.stored, units, self.inner, self.rule, device, self.transfer.joined, self.comm.shards, here, ranks)
             refuse_what_cannot_fit(case, config, self.comm)
         self.assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
@@ -757,9 +769,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             for number, held in enumerate(self.held):
                 if held.shard is not None and held.used:
-                    held.count_step()
+                    runs = list(held.runs(group_of, held.used))
+                    held.count_step(group_of)
                     publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, list(held.runs(group_of, held.used)), publish, grad_scale, set(held.used))
+                    tasks[number] = Task(held.unit.name, held.shard, runs, publish, grad_scale, set(held.used))
             if self.delay is None or not is_delayed:
                 self._run_tasks(tasks)
                 return
@@ -991,15 +1004,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         with save.together(self.everyone, "load_state_dict()"):
             params = self._saved_params(state_dict)
-        frozen = [param for key, param in params.items() if key in state_dict["state"] and self.units[param][0].shard is None]
+        # (Adagrad has a state of what is frozen, too)
+        states = state_dict["state"]
+        given = {
+            key: states[key] for key, param in params.items() if key in states and (self.units[param][0].shard or states[key].get("step") != 0)
+        }
+        frozen = [params[key] for key in given if self.units[params[key]][0].shard is None]
         if frozen:
             self.unfreeze(frozen)  # as they had been when it was saved
         with save.together(self.everyone, "load_state_dict()"):
             plan: list[Callable[[], None]] = []
             for key, param in params.items():
                 held, index = self.units[param]
-                if key in state_dict["state"]:
-                    plan += held.import_plan(index, state_dict["state"][key])
+                if key in given:
+                    plan += held.import_plan(index, given[key])
                 elif index in held.steps:
                     plan.append(functools.partial(held.forget_state, index))
         for held in self._trained:

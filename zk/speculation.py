@@ -76,7 +76,7 @@ class Speculation:
             return
         if step.options is None:
             step.options = self.options()
-        runs = list(store.runs(step.options, set(store.unreduced) if self.is_alone else used, 1))
+        runs = list(store.runs(step.options, set(store.unreduced) if self.is_alone else used))
         attempt = Attempt(store.unit.name, grads, shard.rule, runs, self.grad_scale(0.0), self.transfer.mark(), has_counted=self._taken)
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
         arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])

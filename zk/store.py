@@ -7,6 +7,7 @@ Parameters are full on every rank (stages 0-2), views of one flat buffer of whic
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import sys
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from zk.events import COMPLETED, Awaited, Event
 from zk.memory import Lease, zeros
 from zk.offload.pipeline import Task
-from zk.offload.section import Run
+from zk.offload.rules import Run, Scalars, as_number
 from zk.offload.spill import FileParams
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import ResidentFields
@@ -136,6 +137,7 @@ class UnitStore:
         # the optimizer
         self.shard: OptimizerShard | None = None
         self.steps: dict[int, int] = {}  # of the parameters that were updated: how often
+        self.scalars: dict[int, Scalars] = {}  # beyond that, what an optimizer's own step() keeps of a parameter
         self.shown_state: dict[int, dict[str, Tensor]] = {}  # which the user looked at
         self.underway: Task | None = None  # an update that goes on in the background
         self._view()
@@ -293,27 +295,33 @@ class UnitStore:
 
     # ---- the step ------------------------------------------------------------------------------------------------------------
 
-    def count_step(self) -> None:
-        """The parameters in use are about to be updated."""
+    def count_step(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """The parameters in use are about to be updated, by ``runs`` that were made before."""
+        assert self.shard is not None
         for index in self.used:
             self.steps[index] = self.steps.get(index, 0) + 1
+            after = self.shard.rule.scalars(group_of[self.unit.user(index)], self.scalars.get(index))
+            if after is not None:
+                self.scalars[index] = after
 
-    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]], used: Collection[int], more: int = 0) -> Iterator[Run]:
-        """Neighbours of one group and step count, merged; parameters without a gradient (not ``used``) are left out, as torch leaves them alone.
+    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]], used: Collection[int]) -> Iterator[Run]:
+        """The next update: neighbours of one group and step count, merged, if they may be cut anywhere.
 
-        ``more`` is added to the counts.
+        Parameters without a gradient (not ``used``) are left out, as torch leaves them alone.
         """
+        assert self.shard is not None
         run: Run | None = None
         for index, param in enumerate(self.unit.users):
             part = self.mine(index)
             if index in used and part.stop > part.start:
-                group, step = group_of[param], self.steps.get(index, 0) + more
-                if run is not None and run[1] is group and run[2] == step:
-                    run = slice(run[0].start, part.stop), group, step
+                shaped = functools.partial(self.unit.shaped, index) if self.shard.rule.is_whole else None
+                new = Run(part, group_of[param], self.steps.get(index, 0) + 1, self.scalars.get(index), shaped)
+                if run is not None and shaped is None and run.group is new.group and (run.step, run.scalars) == (new.step, new.scalars):
+                    run = dataclasses.replace(run, part=slice(run.part.start, part.stop))
                     continue
                 if run is not None:
                     yield run
-                run = part, group, step
+                run = new
             elif run is not None and index not in used:
                 yield run
                 run = None
@@ -654,14 +662,21 @@ class UnitStore:
             from zk.checkpoint.dcp import part_of  # with all of DTensor
         for name, read in readers.items():
             full = self.whole_of(read) if not own_part or self.unit.around else None
-            for index, step in sorted(self.steps.items()):
-                entry = state.setdefault(self.unit.user(index), {"step": torch.tensor(float(step))})
+            for index in sorted(self.steps):
+                entry = state.setdefault(self.unit.user(index), self._counts(index))
                 is_part = full is None or (own_part and index not in self.unit.around)
                 entry[name] = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
         if not readers:
-            for index, step in sorted(self.steps.items()):
-                state[self.unit.user(index)] = {"step": torch.tensor(float(step))}
+            for index in sorted(self.steps):
+                state[self.unit.user(index)] = self._counts(index)
         return state
+
+    def _counts(self, index: int) -> dict[str, Any]:
+        """The state of one parameter that is no tensor of its elements."""
+        counts: dict[str, Any] = {"step": torch.tensor(float(self.steps.get(index, 0)))}
+        if self.shard is not None and self.shard.rule.templates is not None:  # before the first update: what a state is loaded into
+            counts |= self.shard.rule.stored(self.scalars[index]) if index in self.scalars else self.shard.rule.templates
+        return counts
 
     def show_state(self, index: int, name: str) -> Tensor:
         """The state ``name`` of one parameter, as a tensor of the user's: what it becomes counts. On all ranks, but for ``step``."""
@@ -669,17 +684,22 @@ class UnitStore:
         if name not in shown:
             assert self.shard is not None
             read = functools.partial(self.shard.get_state, name)
-            if name == "step":
-                shown[name] = torch.tensor(float(self.steps.get(index, 0)))
+            if name in self.number_names:
+                shown[name] = self._counts(index)[name]
             elif self.is_whole:
                 shown[name] = self.unit.shown(index, read(self.mine(index))).clone()
             else:
                 shown[name] = self.unit.shown(index, self.whole_of(read)[self.layout.whole(index)]).clone()
         return shown[name]
 
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """Names of the states that are no tensors of elements."""
+        return tuple(dict.fromkeys(("step", *(self.shard.rule.templates or ())))) if self.shard is not None else ()
+
     def check_state_names(self, index: int, names: Iterable[str]) -> None:
         """KeyError for a name that is not one of this optimizer's states."""
-        known = ("step", *self.shard.names) if self.shard is not None else ()
+        known = (*self.number_names, *self.shard.names) if self.shard is not None else ()
         for name in names:
             if name not in known:
                 raise KeyError(
@@ -693,9 +713,14 @@ class UnitStore:
         if value is None:  # torch's SGD begins so
             self.forget_state(index)
             return
+        if self.shard is not None and self.shard.rule.templates is not None and index not in self.scalars:
+            raise ValueError(
+                f"{self.unit.names[index]!r} has no state before its first update, so {name!r} alone cannot be set; give all of it: "
+                "optimizer.state[param] = {...}"
+            )
         value = value if isinstance(value, Tensor) else torch.tensor(float(value))
         shape = (self.unit.user(index) if is_dtensor(value) else self.unit.params[index]).shape
-        if value.numel() != 1 if name == "step" else value.shape != shape:
+        if value.numel() != 1 if name in self.number_names else value.shape != shape:
             raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(shape)}; got {tuple(value.shape)}")
         self.shown_state.setdefault(index, {})[name] = value
         self.steps.setdefault(index, int(name == "momentum_buffer"))  # which the first step makes where there is none
@@ -706,14 +731,17 @@ class UnitStore:
         for index, state in shown.items():
             mine, piece = self.layout.part(index, self.held)
             for name, value in state.items():
-                if name == "step":
-                    self.steps[index] = int(value)
+                if name in self.number_names:
+                    self.steps[index] = int(value) if name == "step" else self.steps[index]
+                    if name in self.scalars.get(index, {}):
+                        self.scalars[index] = {**self.scalars[index], name: as_number(value)}
                 elif self.shard is not None:
                     self.shard.set_state(name, mine, self.unit.flat(index, value.detach())[piece])
 
     def forget_state(self, index: int) -> None:
         """Parameter ``index`` becomes as before its first step; its master stays."""
         self.steps.pop(index, None)
+        self.scalars.pop(index, None)
         self.shown_state.pop(index, None)
         if self.shard is not None:
             mine = self.mine(index)
@@ -727,13 +755,19 @@ class UnitStore:
         mine, piece = self.layout.part(index, self.held)
         if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
             return [functools.partial(self.forget_state, index)]
-        unknown = saved.keys() - {"step", "master", *shard.names}
+        unknown = saved.keys() - {*self.number_names, "master", *shard.names}
         if unknown and not set(shard.names) & saved.keys():
-            raise ValueError(f"the state of {name!r} is {', '.join(('step', *shard.names))}; got {', '.join(sorted(unknown))}")
+            raise ValueError(f"the state of {name!r} is {', '.join((*self.number_names, *shard.names))}; got {', '.join(sorted(unknown))}")
         step = saved.get("step", 1)
         if isinstance(step, str) or not float(step) >= 0 or float(step) % 1:
             raise ValueError(f"the step of {name!r} is {step!r}, and no count of steps")
         writes: list[Callable[[], None]] = [lambda: self.steps.__setitem__(index, int(step))]
+        if shard.rule.templates is not None:
+            lacking = [key for key in shard.rule.templates if not isinstance(saved.get(key), (int, float, Tensor))]
+            if lacking:
+                raise ValueError(f"the state of {name!r} has no {', '.join(map(repr, lacking))}, a number; it has {sorted(saved)}")
+            scalars = {key: as_number(saved[key]) for key in shard.rule.templates}
+            writes.append(lambda: self.scalars.__setitem__(index, scalars))
         for key in [*shard.names, "master"]:
             value = saved.get(key)
             if key == "master":

@@ -74,11 +74,15 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     with optimizer.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
         _fill_all(optimizer, manifest, targets)
         for target in targets:
-            target.held.steps.pop(target.index, None)
-            if target.steps and target.held.shard is not None:
-                target.held.steps[target.index] = target.steps
+            held, index = target.held, target.index
+            for counts in (held.steps, held.scalars):
+                counts.pop(index, None)
+            if target.steps and held.shard is not None:
+                held.steps[index] = target.steps
+                if target.scalars is not None:
+                    held.scalars[index] = target.scalars
         for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
-            group.update(_options(saved))
+            group.update(_options(saved, group))
         optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
         optimizer.counters.update(manifest.head["counters"])
         if scheduler is not None:
@@ -98,9 +102,10 @@ def load_model(optimizer: Training, path: Path) -> None:
         _fill_all(optimizer, manifest, targets)
 
 
-def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, as they were."""
-    return {key: tuple(value) if key == "betas" else revived(value) for key, value in saved.items() if key != "params"}
+def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, as they were; JSON has made lists of tuples."""
+    kept = {key: revived(value) for key, value in saved.items() if key != "params"}
+    return {key: tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value for key, value in kept.items()}
 
 
 # ---- what is checked first -----------------------------------------------------------------------------------------------------
@@ -169,6 +174,11 @@ class _Target:
         """The number of its updates when it was saved."""
         return max(part.steps for part in self.parts)
 
+    @property
+    def scalars(self) -> dict[str, float] | None:
+        """The numbers that its optimizer's own step() kept beyond that."""
+        return max(self.parts, key=lambda part: part.steps).scalars
+
 
 def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
     """Every parameter that this rank has, unit by unit. CheckpointError unless the checkpoint is of the same weights."""
@@ -228,7 +238,7 @@ def _check_pieces(contents: Contents) -> None:
 def _check_options(optimizer: Training, manifest: Manifest) -> None:
     """Check that groups, loss scale and counters are of the kind that is here: a step would fail on them, or go another way."""
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, manifest.head["groups"], strict=True)):
-        options = _options(saved)
+        options = _options(saved, group)
         check_options(number, group, options, str(manifest.path))
         asked, kept = (set(optimizer.rule.state_names(given)) for given in ({**group, **options}, group))
         if asked != kept:
@@ -252,7 +262,9 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
     _check_options(optimizer, manifest)
     for target in targets:
         shard, saved = target.held.shard, target.parts[0].kinds[1:]
-        if shard is not None and saved and not set(saved) & set(shard.names):
+        kept = None if shard is None or shard.rule.templates is None else set(shard.rule.templates)
+        is_other = bool(target.steps) and kept != (None if target.scalars is None else set(target.scalars))
+        if shard is not None and ((saved and not set(saved) & set(shard.names)) or is_other):
             raise CheckpointError(
                 f"{manifest.path} has {', '.join(saved)}, the state of another kind of optimizer than {type(optimizer.inner).__name__}; make the "
                 "same kind, or take the weights alone (python -m zk export)"

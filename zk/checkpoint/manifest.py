@@ -93,6 +93,8 @@ def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[st
     for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True)):
         dtype, steps = str(held.unit.dtype).removeprefix("torch."), held.steps.get(index, 0)
         entry = {"name": name, "shape": list(param.shape), "dtype": dtype, "offset": offset, "steps": steps}
+        if index in held.scalars:
+            entry["scalars"] = dict(held.scalars[index])
         if index in held.unit.orders:
             entry["order"] = list(held.unit.orders[index])
         if name in tiles:
@@ -281,6 +283,7 @@ class Saved:
     sources: dict[str, list[Source]]  # kind -> where its elements are, in order
     steps: int
     sha256: str  # of one that was left out, as it was frozen; else empty
+    scalars: dict[str, float] | None  # as of UnitStore
 
     @property
     def kinds(self) -> list[str]:
@@ -388,7 +391,7 @@ class Manifest:
                     whole, whole_shape = name, shape
                 weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
                 sources = {kind: _sources(elements, pieces.get((number, kind), ())) for kind in unit["kinds"]}
-                weight.parts.append(Saved(name, shape, order, place, sources, param["steps"], param.get("sha256", "")))
+                weight.parts.append(Saved(name, shape, order, place, sources, param["steps"], param.get("sha256", ""), param.get("scalars")))
         return found
 
 

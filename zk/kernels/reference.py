@@ -62,14 +62,20 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor], bounds: Sequence[int], st
 
 
 def update_chunks(
-    param: Tensor, grad: Tensor, master: Tensor | None, exp_avg_sq: Tensor | None, scale: float, update: Callable[[Tensor, Tensor, slice], None]
+    param: Tensor,
+    grad: Tensor,
+    master: Tensor | None,
+    exp_avg_sq: Tensor | None,
+    scale: float,
+    update: Callable[[Tensor, Tensor, slice], None],
+    chunk: int = CHUNK,
 ) -> None:
-    """Call ``update(x, g, piece)`` for each cache-sized piece: x the fp32 master, changed in place, g the scaled fp32 gradient.
+    """Call ``update(x, g, piece)`` for each piece of ``chunk`` elements: x the fp32 master, changed in place, g the scaled fp32 gradient.
 
     Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master.
     Where a parameter is not its master rounded, somebody wrote it, and the master follows.
     """
-    chunk = CHUNK if param.device.type == "cpu" else CHUNK << 8  # an accelerator wants few, long launches
+    chunk = chunk if param.device.type == "cpu" else chunk << 8  # an accelerator wants few, long launches
     for start in range(0, param.numel(), chunk):
         piece = slice(start, start + chunk)
         g = grad[piece].to(torch.float32, copy=True)

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from zk.events import COMPLETED, Event, Ticket
-from zk.offload.rules import Rule
-from zk.offload.section import Run, Section
+from zk.offload.rules import Rule, Run
+from zk.offload.section import Section
 from zk.offload.tiers import Grads
 from zk.timeline import phase
 

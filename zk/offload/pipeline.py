@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
 from zk.offload.attempt import Attempt
-from zk.offload.section import Run, Section
+from zk.offload.rules import Run
+from zk.offload.section import Section
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT, Grads

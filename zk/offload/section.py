@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
-from zk.offload.rules import Rule
+from zk.offload.rules import Rule, Run
 from zk.offload.tiers import Fields, Grads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
 
 Opened = dict[str, Tensor]  # the fields of one chunk
-Run = tuple[slice, Mapping[str, Any], int]  # consecutive elements of a shard, the options of their group, and their step count
 
 # elements that are copied to a shadow at once, and updated there while the cache has them
 _BLOCK = 1 << 17
@@ -37,14 +35,14 @@ def opened(state: Fields, param: Fields, chunk: slice, changes: bool, read: bool
 
 def apply(rule: Rule, fields: Opened, grad: Tensor, elements: slice, runs: Sequence[Run], grad_scale: float, num_threads: int) -> None:
     """Update ``fields``, which are these ``elements`` of a shard, by their ``grad``: what lies in each run."""
-    for part, group, step in runs:
-        start, stop = max(part.start, elements.start), min(part.stop, elements.stop)
+    for run in runs:
+        start, stop = max(run.part.start, elements.start), min(run.part.stop, elements.stop)
         if start < stop:
             here = slice(start - elements.start, stop - elements.start)
             flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
             flat["grad"] = grad[here]
             flat.setdefault("master", None)
-            rule.update(flat, group, step, grad_scale, num_threads)
+            rule.update(flat, run, grad_scale, num_threads)
 
 
 class Shadow:
@@ -68,7 +66,7 @@ class Shadow:
         ):
             grad = grads.open(chunk)
             try:
-                for block in evenly(0, chunk.stop - chunk.start, _BLOCK, 64):
+                for block in evenly(0, chunk.stop - chunk.start, chunk.stop if rule.is_whole else _BLOCK, 64):
                     for name, field in then.items():
                         field[block].copy_(now[name][block])
                     elements = slice(chunk.start + block.start, chunk.start + block.stop)

@@ -11,8 +11,8 @@ from torch import Tensor
 from zk.events import COMPLETED, Event
 from zk.kernels.split import join, split_
 from zk.offload.attempt import Attempt
-from zk.offload.rules import Rule
-from zk.offload.section import Opened, Run, Section, apply, opened
+from zk.offload.rules import Rule, Run
+from zk.offload.section import Opened, Section, apply, opened
 from zk.offload.snapshot import Unread
 from zk.offload.tiers import Grads
 

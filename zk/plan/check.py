@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zk.config import ZeroConfig
 from zk.doctor import in_memory
 from zk.memory import free_addresses, free_swap, host_memory
-from zk.offload.rules import rule_for
+from zk.offload.rules import Rule
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes, readable
 from zk.parallel.comm import MEMORY, Group, Solo
@@ -83,7 +83,7 @@ class Case:
 
     Args:
         model, stored, units: as for ZeroOptimizer.
-        inner: the user's optimizer.
+        inner, rule: the user's optimizer, and its arithmetic.
         device, joined: where the model computes, and whether that memory is the host's.
         world: ranks that partition the states.
         local: how many share this machine's host memory and drive.
@@ -94,6 +94,7 @@ class Case:
     stored: Mapping[Tensor, torch.dtype]
     units: Sequence[Unit]
     inner: torch.optim.Optimizer
+    rule: Rule
     device: torch.device
     joined: bool
     world: int
@@ -144,8 +145,8 @@ class Case:
 
     def footprint(self, config: ZeroConfig, at_least: bool, world: int | None = None) -> Footprint:
         """Bytes of one rank of ``world``."""
-        rule, groups = rule_for(self.inner), self.inner.param_groups
-        return footprint_of(self.model, self.kinds, config, world or self.world, self.joined, rule, groups, self.device, at_least)
+        groups = self.inner.param_groups
+        return footprint_of(self.model, self.kinds, config, world or self.world, self.joined, self.rule, groups, self.device, at_least)
 
     def needed(self, config: ZeroConfig, at_least: bool, world: int | None = None) -> Nbytes:
         """Memory -> bytes beyond what is held now: of the device for one rank, of host and drive for all ranks on this machine.
@@ -235,7 +236,8 @@ def _remedies(case: Case, config: ZeroConfig, free: Nbytes) -> Iterator[str]:
             yield f"The smallest change that {words}: {_pasted(chosen, config)}"
             break
     smaller = None
-    if config.state_dtype == torch.float32 and any(rule_for(case.inner).state_names(group) for group in case.inner.param_groups):
+    is_narrowed = case.rule.templates is None and any(case.rule.state_names(group) for group in case.inner.param_groups)
+    if config.state_dtype == torch.float32 and is_narrowed:
         halved = (dataclasses.replace(one, state_dtype="bf16") for one in (config, *tried[: 0 if chosen else None]))
         smaller = next((one for one in halved if case.fits(one, free)), None)
     if smaller is not None:

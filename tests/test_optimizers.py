@@ -1,0 +1,182 @@
+"""Optimizers beyond Adam: each trains what plain torch trains with it, bit for bit, wherever its state is; what cannot be right is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zk
+from tests.models import GPT, batch, loss_of, train
+from tests.parity import Case, Lion, make_optimizer, run_case
+from tests.world import run_world
+
+pytestmark = pytest.mark.usefixtures("torch_engine")
+
+ELEMENTWISE = ("RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD", "Lion")
+# parameters of one unit with other step counts each; masters, gradients that are clipped; slices that begin anywhere
+HERE = [
+    Case(stage=index % 4, dtype=("bf16", "fp32")[index % 2], model="sometimes", optimizer=name, steps=4) for index, name in enumerate(ELEMENTWISE)
+]
+ELSEWHERE = [
+    Case(stage=3, dtype="bf16", optimizer="RMSprop", tier="nvme", adversary=True, steps=3),
+    Case(stage=2, dtype="fp16", optimizer="NAdam", tier="nvme", accumulation=2, steps=3),
+    Case(stage=2, dtype="bf16", optimizer="Adagrad", overlap_step="backward", clip=None, steps=4),
+    Case(stage=2, optimizer="NAdam", delay=1, steps=4),
+]
+
+
+@pytest.mark.parametrize("case", HERE, ids=str)
+def test_an_elementwise_optimizer_trains_what_plain_torch_trains(case: Case) -> None:
+    assert run_case(case) == ""
+
+
+def test_where_its_state_is_and_when_it_is_updated_change_no_bit() -> None:
+    table = run_world(1, run_case, ELSEWHERE)
+    assert {str(case): rows for case, rows in zip(ELSEWHERE, table, strict=True) if rows != [""]} == {}
+
+
+RANKS = [
+    Case(stage=1, dtype="bf16", optimizer="NAdam", model="sometimes", steps=3),
+    Case(stage=3, optimizer="Lion", accumulation=2, steps=3),
+]
+
+
+def test_ranks_that_update_slices_change_no_bit() -> None:
+    table = run_world(2, run_case, RANKS)
+    assert {str(case): rows for case, rows in zip(RANKS, table, strict=True) if rows != ["", ""]} == {}
+
+
+def wrapped(name: str, **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = GPT("sometimes").bfloat16()
+    return model, zk.ZeroOptimizer(model, make_optimizer(name, list(model.parameters())), elementwise=name == "Lion", **options)
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters in the order of ``make_optimizer``'s groups."""
+    return sorted(model.named_parameters(), key=lambda entry: entry[1].ndim < 2)
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad", "Lion"])
+def test_state_goes_to_plain_torch_and_to_checkpoints_and_back(name: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(name)
+    train(model, optimizer, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    plain = make_optimizer(name, [nn.Parameter(torch.zeros_like(param, dtype=torch.float32)) for param in model.parameters()])
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    want = train(model, optimizer, 2, start=2)
+    for way in ("a checkpoint", "state_dict"):
+        other, again = wrapped(name, stage=3, param_tier="host", optimizer_tier="nvme", nvme_path=tmp_path)
+        if way == "a checkpoint":
+            again.load_checkpoint(tmp_path / "saved")
+        else:  # masters come along
+            again.load_state_dict(plain.state_dict())
+        assert train(other, again, 2, start=2) == want, way
+        again.close()
+    _, adam = wrapped("AdamW")
+    with pytest.raises(ValueError, match="another kind of optimizer than AdamW" if name == "NAdam" else "'exp_avg.*is not there"):
+        adam.load_checkpoint(tmp_path / "saved")
+    adam.close()
+    optimizer.close()
+
+
+def test_state_is_read_and_changed_by_name() -> None:
+    model, optimizer = wrapped("NAdam")
+    train(model, optimizer)
+    param = model.head.weight
+    with pytest.raises(ValueError, match="has no state before its first update"):
+        optimizer.state[model.branch.weight]["exp_avg"] = torch.zeros(24, 24)
+    assert set(optimizer.state[param]) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+    optimizer.state[param]["mu_product"].fill_(0.25)
+    optimizer.state[param]["step"] = 7.0
+    del optimizer.state[model.norm.weight]
+    train(model, optimizer, start=1)
+    state = optimizer.state_dict()["state"]
+    steps = {name: state[index]["step"].item() for index, (name, _) in enumerate(named(model)) if index in state}
+    assert (steps["head.weight"], steps["norm.weight"], steps["tokens.weight"]) == (8.0, 1.0, 2.0)
+    products = {name: state[index]["mu_product"].item() for index, (name, _) in enumerate(named(model)) if index in state}
+    assert products["head.weight"] < products["tokens.weight"] < 0.25 < products["norm.weight"]
+    optimizer.close()
+
+
+class OptionsOnly(torch.optim.AdamW):
+    """AdamW with other defaults, and a method that torch never calls."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr, betas=(0.8, 0.9))
+
+    def halve(self) -> None:
+        for group in self.param_groups:
+            group["lr"] /= 2
+
+
+class Clipped(torch.optim.AdamW):
+    """An AdamW that looks at whole gradients first."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        return super().step(closure)
+
+
+class CountsItself(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+class Counts(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class Rows(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["rows"] = param.reshape(-1)[:2].clone()
+
+
+def test_a_subclass_that_changes_options_is_its_base() -> None:
+    torch.manual_seed(0)
+    model, plain = GPT(), GPT()
+    plain.load_state_dict(model.state_dict())
+    mine, theirs = OptionsOnly(model.parameters()), OptionsOnly(plain.parameters())
+    with zk.ZeroOptimizer(model, mine) as optimizer:
+        train(model, optimizer, 2)
+        for ids in (batch(0), batch(1)):
+            loss_of(plain, ids).backward()
+            theirs.step()
+            theirs.zero_grad()
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "says"),
+    [
+        (torch.optim.AdamW, {"elementwise": True}, ValueError, "elementwise=True has no effect, as zk knows AdamW"),
+        (torch.optim.NAdam, {"state_dtype": "bf16"}, ValueError, "NAdam updates by its own step"),
+        (torch.optim.LBFGS, {"elementwise": True}, TypeError, "calls the closure many times"),
+        (Lion, {}, TypeError, "knows the arithmetic of .*got tests.parity.Lion.*elementwise=True"),
+        (Clipped, {}, TypeError, "Clipped, which has its own step"),
+        (Clipped, {"elementwise": True}, TypeError, "the parameter differs in .* in halves"),
+        (CountsItself, {"elementwise": True}, TypeError, "step.. changes count"),
+        (Counts, {"elementwise": True}, TypeError, r"step.. changes param_groups\[...\]\['k'\]"),
+        (Rows, {"elementwise": True}, TypeError, "its state 'rows' is a tensor of shape"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(kind: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
+    model = GPT()
+    with pytest.raises(error, match=says):
+        zk.ZeroOptimizer(model, kind(model.parameters()), **options)
