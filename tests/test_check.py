@@ -242,7 +242,7 @@ def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> 
         zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host"),
         zk.ZeroConfig(stage=3, dtype="bf16", **drive, host_budget="420KiB"),  # type: ignore[arg-type]
     ):
-        found, each = footprint(shape, config, where), footprint_of(net, units, config, 2, True, rule_for(adam), adam.param_groups)
+        found, each = footprint(shape, config, where), footprint_of(net, units, config, 2, True, [rule_for(adam)], adam.param_groups)
         assert found == each and len(units) == 12
         if config.nvme_path:
             assert len({str(rests) for rests in found.units}) > 2
@@ -252,12 +252,12 @@ def test_units_of_several_sizes_in_turn_are_placed_in_their_order(tmp_path: Path
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + index % 2)) for index in range(12)))
     adam, stored = torch.optim.AdamW(net.parameters()), stored_dtypes(net, torch.bfloat16)
     units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
-    case = check.Case(net, stored, units, adam, rule_for(adam), torch.device("cpu"), True, 2, 1, 2)
+    case = check.Case(net, stored, units, adam.param_groups, [rule_for(adam)], [adam.state], torch.device("cpu"), True, 2, 1, 2)
     assert len({id(unit) for unit in case.kinds}) == 2
     drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
     for budget in ("400KiB", "480KiB"):
         config = zk.ZeroConfig(stage=3, dtype="bf16", host_budget=budget, **drive)  # type: ignore[arg-type]
-        alike, each = (footprint_of(net, listed, config, 2, True, rule_for(adam), adam.param_groups) for listed in (case.kinds, units))
+        alike, each = (footprint_of(net, listed, config, 2, True, [rule_for(adam)], adam.param_groups) for listed in (case.kinds, units))
         assert alike == each
         assert [found.numel for found in each.units[:4]] == [each.units[0].numel, each.units[1].numel] * 2
         assert len({str(found.nbytes) for found in each.units[::2]}) > 1  # some of one size here, some there
@@ -356,9 +356,9 @@ def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: 
                 for param_tier, optimizer_tier in tiers if stage == 3 else tiers[:3]:
                     drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
                     config = zk.ZeroConfig(stage=stage, param_tier=param_tier, optimizer_tier=optimizer_tier, dtype="bf16", **drive)  # type: ignore[arg-type]
-                    rule = rule_for(adam)
-                    most = footprint_of(net, units, config, world, joined, rule, adam.param_groups)
-                    least = footprint_of(net, units, config, world, joined, rule, adam.param_groups, at_least=True)
+                    rules = [rule_for(adam)]
+                    most = footprint_of(net, units, config, world, joined, rules, adam.param_groups)
+                    least = footprint_of(net, units, config, world, joined, rules, adam.param_groups, at_least=True)
                     for name in ("device", "host", "nvme"):
                         assert least.on(name) <= most.on(name), (joined, world, config)
                     assert least.on("nvme") == most.on("nvme")

@@ -304,7 +304,7 @@ def test_an_update_that_fails_is_not_saved(tmp_path: Path) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ArithmeticError("broken")
 
-    with mock.patch.object(optimizer.rule, "update", broken):
+    with mock.patch.object(optimizer.rules[0], "update", broken):
         train(model, optimizer, scheduler, 2, 3)
         optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
         assert optimizer.saver is not None and optimizer.saver.ticket is not None

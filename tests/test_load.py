@@ -456,7 +456,7 @@ class OfOnesOwn(torch.optim.lr_scheduler.LRScheduler):
 def test_a_scheduler_of_the_same_kind_goes_on_whatever_its_state_has(tmp_path: Path) -> None:
     _, optimizer = made()
     scheduler = OfOnesOwn(optimizer)
-    optimizer.inner._opt_called = True  # type: ignore[attr-defined]
+    optimizer.inners[0]._opt_called = True  # type: ignore[attr-defined]
     scheduler.step(0.25)
     optimizer.save_checkpoint(tmp_path, scheduler=scheduler)
     fresh = OfOnesOwn(optimizer)

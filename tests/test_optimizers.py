@@ -180,3 +180,62 @@ def test_what_cannot_be_right_is_refused(kind: Any, options: dict[str, Any], err
     model = GPT()
     with pytest.raises(error, match=says):
         zk.ZeroOptimizer(model, kind(model.parameters()), **options)
+
+
+def several(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Matrices of blocks by NAdam, what is left by AdamW, in two groups; the first block's vectors by RMSprop."""
+    by: dict[str, list[nn.Parameter]] = {"NAdam": [], "AdamW": [], "RMSprop": []}
+    for name, param in model.named_parameters():
+        by["NAdam" if param.ndim > 1 and "blocks" in name else "RMSprop" if "blocks.0" in name else "AdamW"].append(param)
+    adam = torch.optim.AdamW([{"params": by["AdamW"][:2]}, {"params": by["AdamW"][2:], "weight_decay": 0.0}], lr=1e-2)
+    return [torch.optim.NAdam(by["NAdam"], lr=1e-2), adam, torch.optim.RMSprop(by["RMSprop"], lr=1e-3)]
+
+
+def train_several(stage: int) -> str:
+    """Train with a list of optimizers and a schedule of one of them, against plain torch; return what differs."""
+    torch.manual_seed(0)
+    plain, model = GPT(), GPT()
+    model.load_state_dict(plain.state_dict())
+    theirs, mine = several(plain), several(model)
+    optimizer = zk.ZeroOptimizer(model, mine, stage=stage, optimizer_tier="host", overlap_step=stage == 3)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (theirs[1], mine[1])]
+    for step in range(3):
+        loss_of(plain, batch(step)).backward()
+        for one in theirs:
+            one.step()
+            one.zero_grad()
+        train(model, optimizer, start=step)
+        for schedule in schedules:
+            schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1.25e-3, 1.25e-3, 1e-3]
+    found = ""
+    with zk.gather(model.parameters()):
+        for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+            found += "" if torch.equal(got, want) else f"{name} differs; "
+    saved = optimizer.state_dict()
+    if stage < 3:
+        for one, other in zip(theirs, mine, strict=True):  # plain torch goes on with a part each
+            one.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.close()
+    return found
+
+
+def test_a_list_of_optimizers_trains_what_each_of_them_trains() -> None:
+    assert run_world(2, train_several, [2, 3]) == [["", ""]] * 2
+    model = GPT()
+    mine = several(model)
+    with zk.ZeroOptimizer(model, mine) as optimizer:
+        train(model, optimizer)
+        with pytest.raises(ValueError, match="no group can be added to a list"):
+            optimizer.add_param_group({"params": []})
+        with pytest.raises(ValueError, match="one of several optimizers of a ZeroOptimizer"):
+            mine[0].load_state_dict(mine[0].state_dict())
+        with pytest.raises(RuntimeError, match="which has its gradients"):
+            mine[1].step()
+        mine[2].param_groups.append(mine[2].param_groups[0])
+        with pytest.raises(ValueError, match="a group was added to one of a list"):
+            train(model, optimizer)
+        mine[2].param_groups.pop()
+    with pytest.raises(ValueError, match="the list of optimizers is empty"):
+        zk.ZeroOptimizer(model, [])

@@ -98,7 +98,7 @@ def test_another_optimizer_over_the_model_is_refused_until_zk_lets_go() -> None:
     with pytest.raises(RuntimeError, match=r"this SGD has parameters that a ZeroOptimizer trains.*close\(gather=True\)"):
         other.step()
     with pytest.raises(RuntimeError, match="this AdamW was given to a ZeroOptimizer"):
-        optimizer.inner.step()
+        optimizer.inners[0].step()
     optimizer.step()
     optimizer.close(gather=True)
     loss_of(model, batch(0)).backward()

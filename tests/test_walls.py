@@ -45,8 +45,8 @@ SIZES = {
     # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show; 10 and 65 for rates
     # 5 and 50 for the checkpoint to resume from
     # 230 and 1,835 for memory that is given back and taken again (parked)
-    # 300 and 2,900 for optimizers that run their own step(), and the trial of unknown ones
-    "core": (13_050, 97_550),
+    # 300 and 2,900 for optimizers that run their own step(), and the trial of unknown ones; 60 and 790 for lists of optimizers
+    "core": (13_110, 98_340),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -59,11 +59,11 @@ SIZES = {
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
-    "checkpoint": (2_905, 23_540),
+    "checkpoint": (2_910, 23_590),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
-    "plan": (1_970, 17_800),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (1_970, 17_840),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from
@@ -80,13 +80,13 @@ SIZES = {
     "monitor": (850, 6_210),  # summaries, and what is said at the start; rates, and progress
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
-TOKENS_PER_LINE = 7.74  # 7.71 without optimizers that run their own step()
+TOKENS_PER_LINE = 7.75  # 7.71 without optimizers that run their own step()
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
-# one asks the rule for the numbers of a parameter
-STEPS = {2: (28, 140, 12, 8), 3: (28, 139, 12, 8)}
+# one asks the rule for the numbers of a parameter, one for the rule of each group
+STEPS = {2: (28, 141, 12, 8), 3: (28, 140, 12, 8)}
 # two for runs and for optimizers' own steps;
 CLASSES = 70  # in zk/offload and zk/parallel; two for excerpts of the user's files, one for the parts of a model, two for updates that begin early
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others

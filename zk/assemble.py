@@ -55,8 +55,8 @@ class Assembly(Placement):
     """Places units, then holds them one by one; and others later, which are trained from then on.
 
     Args:
-        config, comm, rule, num_threads: the optimizer's.
-        groups: its param_groups.
+        config, comm, num_threads: the optimizer's.
+        rules, groups: its param_groups, and the rule of each.
         device: where the model computes.
         transfer: between the device and the host; it gets its page-locked memory here.
         worker: adds up gradients that arrive from the device, in the background.
@@ -67,7 +67,7 @@ class Assembly(Placement):
         self,
         config: ZeroConfig,
         comm: Solo | Group,
-        rule: Rule,
+        rules: Sequence[Rule],
         num_threads: int,
         groups: Sequence[Mapping[str, Any]],
         device: torch.device,
@@ -75,7 +75,7 @@ class Assembly(Placement):
         worker: Worker,
         ranks: int,
     ) -> None:
-        super().__init__(config, comm.shards, rule, groups, transfer.joined)
+        super().__init__(config, comm.shards, rules, groups, transfer.joined)
         self.comm, self.num_threads, self.device, self.transfer, self.worker = comm, num_threads, device, transfer, worker
         self.ranks = ranks
         self.tiers: dict[str, Tier] = {
@@ -257,7 +257,7 @@ class Assembly(Placement):
                     is_fixed=in_place and not isinstance(home, FileParams) and (is_full or len(room.parts) > 1),
                 )
             )
-        return OptimizerShard(self.rule, sections, names)
+        return OptimizerShard(self.rule(unit), sections, names)
 
 
     def cast_shadows(self, stores: Sequence[UnitStore], with_gradients: bool) -> None:

@@ -11,29 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from zk.materialize import can_make, device_of
-from zk.offload.rules import Rule
+from zk.offload.rules import OwnStep, Rule
 from zk.owners import inner_tensors, is_coded, is_dtensor, is_wrapper, owner_of
 from zk.parallel.dtensors import check_dtensor
 from zk.parallel.released import is_released
 from zk.store import UnitStore
 
 
-def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, already: type) -> None:
+def check_arguments(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], already: type) -> None:
     """``already`` is what a wrapped optimizer is an instance of."""
+    if not optimizers:
+        raise ValueError("the list of optimizers is empty; give at least one")
     if not isinstance(model, nn.Module):
-        swapped = isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module)
+        swapped = isinstance(model, torch.optim.Optimizer) and isinstance(optimizers[0], nn.Module)
         hint = "; the two arguments are swapped: ZeroOptimizer(model, optimizer)" if swapped else ""
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}{hint}")
-    if isinstance(optimizer, already):
-        raise ValueError("the optimizer is a ZeroOptimizer already; wrap the torch optimizer once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler counts calls that way
-        raise ValueError(
-            "the step() of this optimizer was replaced, and a ZeroOptimizer never calls it; wrap the optimizer as torch made it, and register what "
-            "is to run around a step with register_step_pre_hook or register_step_post_hook"
-        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, already):
+            raise ValueError("the optimizer is a ZeroOptimizer already; wrap the torch optimizer once")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        step = vars(optimizer).get("step")
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler counts calls that way
+            raise ValueError(
+                "the step() of this optimizer was replaced, and a ZeroOptimizer never calls it; wrap the optimizer as torch made it, and register "
+                "what is to run around a step with register_step_pre_hook or register_step_post_hook"
+            )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("model is wrapped in DistributedDataParallel, which would reduce gradients a second time; pass model.module")
     if next(model.parameters(), None) is None:
@@ -174,7 +177,7 @@ def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
         )
 
 
-def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], rule: Rule) -> None:
+def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], rules: Sequence[Rule]) -> None:
     """Check what the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
     units = {param: unit for unit in held for param in unit.unit.users}
     grouped = {param for group in groups for param in group["params"]}
@@ -182,7 +185,9 @@ def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], ru
         for name, param in zip(unit.unit.names, unit.unit.users, strict=True):
             if unit.shard is not None and param not in grouped:
                 raise ValueError(f"parameter {name!r} is in no param_group any more; to stop training it set requires_grad=False")
-    for group in groups:
+    if len(groups) != len(rules):
+        raise ValueError("a group was added to one of a list of optimizers; make each with all its groups, also of parameters that are frozen now")
+    for group, rule in zip(groups, rules, strict=True):
         check_group(units, group, rule)
 
 
@@ -202,12 +207,13 @@ def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any
             )
 
 
-def check_state_dtype(dtype: object, name: str, rule: Rule, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_state_dtype(dtype: object, rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) -> None:
     """That there is state which another dtype than fp32 is for."""
-    if rule.templates is not None:
-        raise ValueError(f"state_dtype={dtype} is for AdamW, Adam and SGD; {name} updates by its own step(), with state in fp32: remove it")
-    if not any(rule.state_names(group) for group in groups):
-        raise ValueError(f"state_dtype={dtype} has no effect: {name} with these options keeps no state")
+    own = next((rule for rule in rules if isinstance(rule, OwnStep)), None)
+    if own is not None:
+        raise ValueError(f"state_dtype={dtype} is for AdamW, Adam and SGD; {own.name} updates by its own step(), with state in fp32: remove it")
+    if not any(rule.state_names(group) for rule, group in zip(rules, groups, strict=True)):
+        raise ValueError(f"state_dtype={dtype} has no effect: the optimizer with these options keeps no state")
 
 
 def check_options(number: int, group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:

@@ -51,7 +51,7 @@ from zk.monitor.summary import Summary, summary_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
-from zk.offload.rules import rules_for
+from zk.offload.rules import Rule, rules_for
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
@@ -93,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             (``cast_buffers`` and ``keep_dtype`` say what else and what not), and so are floating point inputs of its forward; fp32
             values it holds now become the masters.
         optimizer: one of torch.optim's, or an elementwise one (``elementwise=True``), over parameters of ``model``, in any number of groups.
-            State that it already has is taken over.
+            State that it already has is taken over. Or a list of optimizers over parameters of their own: ``param_groups`` are those of all.
         config: a ZeroConfig; None takes the defaults.
         overrides: ZeroConfig fields, instead of or on top of ``config``.
 
@@ -109,25 +109,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then comes to step(), which can say what to do instead
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        config: ZeroConfig | None = None,
+        **overrides: Any,
+    ) -> None:
         if config is not None and not isinstance(config, ZeroConfig):
             raise TypeError(f"config must be a zk.ZeroConfig, or options be given by name (stage=2); got {config!r}")
         self._built = False
         with giving_up(overrides.get("process_group", config.process_group if config is not None else None)):
             self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
-            self.model, self.inner, self.closed, self.forked = model, optimizer, False, False
-            self.is_parked = False
-            check_arguments(model, optimizer, ZeroOptimizer)
-            (self.rule,) = rules_for([optimizer], self.config.elementwise)
-            super().__init__(optimizer.param_groups, optimizer.defaults)
-            self.param_groups = optimizer.param_groups  # the same list: what is added to one is added to both
+            self.inners: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
+            self.model, self.closed, self.forked, self.is_parked = model, False, False, False
+            check_arguments(model, self.inners, ZeroOptimizer)
+            self.rule_of_inner = rules_for(self.inners, self.config.elementwise)
+            first, is_one = self.inners[0], len(self.inners) == 1
+            super().__init__([group for inner in self.inners for group in inner.param_groups], first.defaults if is_one else {})
+            self.defaults = {name: option for inner in self.inners for name, option in inner.defaults.items()}
+            if is_one:
+                self.param_groups = first.param_groups  # the same list: what is added to one is added to both
             for hooks in _HOOKS:  # and the same hooks
-                setattr(self, hooks, getattr(optimizer, hooks))
+                shared = getattr(first, hooks)
+                for one in (*self.inners[1:], self):
+                    shared.update(getattr(one, hooks))
+                    setattr(one, hooks, shared)
             self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
             if self.config.state_dtype != torch.float32:
-                check_state_dtype(self.config.state_dtype, type(optimizer).__name__, self.rule, self.param_groups)
+                check_state_dtype(self.config.state_dtype, self.rules, self.param_groups)
 
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
@@ -177,12 +189,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         watch_torch()
         watch_pipelines()
-        brought = optimizer.state_dict() if optimizer.state else None
-        if brought is not None:  # but not what Adagrad makes for parameters that had no memory
-            states = brought["state"].items()
-            brought["state"] = {key: state for key, state in states if not any(getattr(value, "is_meta", False) for value in state.values())}
+        shown, self.state = self.state, defaultdict(dict)
+        for inner in self.inners:  # but not what Adagrad makes for parameters that had no memory
+            states = inner.state.items()
+            self.state.update({param: kept for param, kept in states if not any(getattr(value, "is_meta", False) for value in kept.values())})
+        brought, self.state = super().state_dict() if self.state else None, shown
         self._built = True
-        optimizer.state = self.state
+        for inner in self.inners:
+            inner.state = self.state
         if brought is not None:
             self.load_state_dict(brought)
         begin(self)
@@ -214,9 +228,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 warn_of_slow_products(slow)
         if config.check_memory:
             ranks = self.comm.world
-            case = Case(self.model, self.stored, units, self.inner, self.rule, device, self.transfer.joined, self.comm.shards, here, ranks)
+            states, joined = [inner.state for inner in self.inners], self.transfer.joined
+            case = Case(self.model, self.stored, units, self.param_groups, self.rules, states, device, joined, self.comm.shards, here, ranks)
             refuse_what_cannot_fit(case, config, self.comm)
-        self.assembly = Assembly(config, self.comm, self.rule, self.num_threads, self.param_groups, device, self.transfer, self.worker, here)
+        rules, groups = self.rules, self.param_groups
+        self.assembly = Assembly(config, self.comm, rules, self.num_threads, groups, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
@@ -300,7 +316,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         moved = self.config.device is not None
         experts = self.config.stage == 3  # below it nothing is gathered
         world, elsewhere = self.comm.world if experts else 1, self.parts.elsewhere
-        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, world, elsewhere)
+        rules, kinds = self.rules, None
+        if any(rule is not rules[0] for rule in rules):
+            firsts = [next(place for place, other in enumerate(rules) if other is rule) for rule in rules]
+            kinds = {param: f"the optimizer of group {firsts[index]}" for param, index in number.items()}
+        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, world, elsewhere, kinds)
 
     def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
         """Agree with the other ranks on units that are about to be held, each as its number."""
@@ -374,6 +394,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
+        if len(self.inners) > 1:
+            raise ValueError("no group can be added to a list of optimizers; make each with all its groups, also of parameters that are frozen now")
         before = len(self.param_groups)
         try:
             with save.together(self.comm, "add_param_group()"):
@@ -399,6 +421,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The store of a frozen unit is given up for one of what stays frozen, and one of what is trained now.
         """
         chosen = set(params)
+        self.assembly.rules = self.rules
+        rule_of = {param: id(rule) for rule, group in zip(self.rules, self.param_groups, strict=True) for param in group["params"]}
         self._end_save()
         self._apply_delayed()
         self._finish_update()
@@ -418,13 +442,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
         for store in given_up:
             unit = store.unit
-            trained = [index for index, param in enumerate(unit.users) if param in chosen]
-            frozen = [index for index, param in enumerate(unit.users) if param not in chosen]
-            part = unit.part(trained, True, unit.name)
-            if frozen:
-                moves.append((store, [(store.index, unit.part(frozen, False, unit.name)), another(part)]))
-            else:
-                moves.append((store, [(store.index, part)]))
+            by_rule: dict[int | None, list[int]] = {}  # None: what stays frozen
+            for index, param in enumerate(unit.users):
+                by_rule.setdefault(rule_of[param] if param in chosen else None, []).append(index)
+            parts = [unit.part(by_rule[rule], rule is not None, unit.name) for rule in sorted(by_rule, key=lambda rule: rule is not None)]
+            moves.append((store, [(store.index, parts[0]), *map(another, parts[1:])]))
         moves += [(None, [another(unit)]) for unit in new]
         numbered = [entry for _, entries in moves for entry in entries]
         self._name(numbered)
@@ -585,7 +607,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.scaler.update(overflow=not math.isfinite(self.last_norm))
         self._between_steps()
         self.partition.prefetcher.between_passes()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
+        for inner in self.inners:
+            inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
         return loss
 
     def refuse_collectives_beside(self, others: str) -> None:
@@ -698,12 +721,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.everyone.agree({**{name: _as_number(value) for name, value in rules.items()}, **taken}, "have parts of the model that differ")
 
     @property
+    def rules(self) -> list[Rule]:
+        """The rule of each param_group."""
+        return [rule for rule, inner in zip(self.rule_of_inner, self.inners, strict=True) for _ in inner.param_groups]
+
+    @property
     def _trained(self) -> list[UnitStore]:
         return [held for held in self.held if held.shard is not None]
 
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
-        check_groups(self.held, self.param_groups, self.rule)
+        check_groups(self.held, self.param_groups, self.rules)
         self._train_unfrozen()
         if self.speculation is not None:
             self.speculation.settle()
@@ -716,7 +744,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make all gradients what user code may look at: reduced, and clipped by what was asked for."""
         self._check_open()
         if not self.grads.settled or not keep:
-            check_groups(self.held, self.param_groups, self.rule)
+            check_groups(self.held, self.param_groups, self.rules)
             self.grads.finish(keep)
         self._clip()
 
@@ -991,6 +1019,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         plain["zk"] = {"loss_scale": self.scaler.state_dict(), "counters": dict(self.counters)}
         return plain
 
+    def state_dict_of(self, inner: torch.optim.Optimizer) -> dict[str, Any]:
+        """The part of ``state_dict()`` that is of one of several optimizers, as plain torch loads it."""
+        plain, own = self.state_dict(), {id(group) for group in inner.param_groups}
+        groups = [saved for group, saved in zip(self.param_groups, plain["param_groups"], strict=True) if id(group) in own]
+        numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
+        state = {numbers[key]: kept for key, kept in plain["state"].items() if key in numbers}
+        return {"state": state, "param_groups": [{**group, "params": [numbers[key] for key in group["params"]]} for group in groups]}
+
+    def load_state_dict_of(self, inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Refuse to load the state of one of several optimizers."""
+        name = type(inner).__name__
+        raise ValueError(f"this {name} is one of several optimizers of a ZeroOptimizer; call load_state_dict() of that, with the state of all")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state from ``state_dict()`` of this class or of the plain torch optimizer.
 
@@ -1063,9 +1104,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
                 f"{[len(g['params']) for g in self.param_groups]}; build the same groups in the same order first"
             )
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+        for number, (group, saved, rule) in enumerate(zip(self.param_groups, saved_groups, self.rules, strict=True)):
             check_options(number, group, saved, "the state")
-            check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, self.rule)
+            check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, rule)
         found: dict[int, nn.Parameter] = {}
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for key, param in zip(saved["params"], group["params"], strict=True):
@@ -1344,7 +1385,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Let go of everything, whatever is in progress."""
         self._finalizer()
         self.partition.closed = self.closed = True
-        self.state = self.inner.state = defaultdict(dict)
+        for one in (self, *self.inners):
+            one.state = defaultdict(dict)
         self._end_update()
         for held in self.held:
             held.let_be()

@@ -30,11 +30,11 @@ def places_of(unit: Unit) -> list[Excerpt] | None:
 
 @dataclasses.dataclass
 class Placement:
-    """The arithmetic of one rank of ``world``, for an optimizer's rule and groups. ``joined``: the device's memory is the host's."""
+    """The arithmetic of one rank of ``world``, for an optimizer's groups and the rule of each. ``joined``: the device's memory is the host's."""
 
     config: ZeroConfig
     world: int
-    rule: Rule
+    rules: Sequence[Rule]
     groups: Sequence[Mapping[str, Any]]
     joined: bool
 
@@ -46,6 +46,7 @@ class Placement:
     def regroup(self) -> None:
         """Take the groups as they are now."""
         self.group_of = {param: group for group in self.groups for param in group["params"]}
+        self.rule_of = {param: rule for rule, group in zip(self.rules, self.groups, strict=True) for param in group["params"]}
 
     def memory_of(self, tier: str) -> str:
         """The memory in which the content of a tier is worked on."""
@@ -55,12 +56,19 @@ class Placement:
         """Tell if parameters on this tier exist in full only while in use."""
         return self.config.stage == 3 and (self.world > 1 or param_tier == "nvme" or self.memory_of(param_tier) != self.on_device)
 
+    def rule(self, unit: Unit) -> Rule:
+        """The rule of a unit that is trained."""
+        return self.rule_of[unit.users[0]]
+
     def state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
         """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
-        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.users if param in self.group_of}
-        names = list(dict.fromkeys(name for group in groups.values() for name in self.rule.state_names(group)))
+        if not unit.trained:
+            return [], {}
+        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.users}
+        rule = self.rule(unit)
+        names = list(dict.fromkeys(name for group in groups.values() for name in rule.state_names(group)))
         assert isinstance(self.config.state_dtype, torch.dtype)
-        return names, state_fields(unit.dtype, self.rule, names, self.config.state_dtype)
+        return names, state_fields(unit.dtype, rule, names, self.config.state_dtype)
 
     def layout(self, unit: Unit) -> Layout:
         """The flat buffer of a unit for these ranks."""

@@ -57,8 +57,9 @@ def _go_to_owner(name: str) -> None:
     @functools.wraps(of_torch)
     def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         owner = next((owner_of(param) for param in _grouped(self)), None)
-        is_given = owner is not None and owner.inner is self and owner._built and not owner.closed
-        return getattr(owner, name)(*args, **kwargs) if is_given else of_torch(self, *args, **kwargs)
+        if owner is None or not owner._built or owner.closed or not any(inner is self for inner in owner.inners):
+            return of_torch(self, *args, **kwargs)
+        return getattr(owner, name)(*args, **kwargs) if len(owner.inners) == 1 else getattr(owner, f"{name}_of")(self, *args, **kwargs)
 
     setattr(torch.optim.Optimizer, name, method)
 
@@ -174,7 +175,7 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             owner = owner_of(param)
             if owner is not None and owner is not optimizer and _is_trained(owner, param):
                 name = type(optimizer).__name__
-                if owner.inner is optimizer:
+                if any(inner is optimizer for inner in owner.inners):
                     raise RuntimeError(f"this {name} was given to a ZeroOptimizer, which has its gradients; call step() of that one")
                 raise RuntimeError(
                     f"this {name} has parameters that a ZeroOptimizer trains, and would find no gradients; call close(gather=True) of that one "

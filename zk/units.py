@@ -241,6 +241,7 @@ def find_units(
     experts: bool = False,
     world: int = 1,
     elsewhere: Collection[str] = (),
+    kinds: Mapping[Tensor, str] | None = None,
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -254,6 +255,7 @@ def find_units(
         experts: members of ModuleLists inside of blocks are units too, where they are of one class.
         world: ranks, which may use other experts each.
         elsewhere: names of parameters that other ranks count in the norm of gradients: units of their own.
+        kinds: names of the optimizers of parameters, where there are several: units of their own, too.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
@@ -278,12 +280,14 @@ def find_units(
                 dtype = param.dtype if stored is None else stored[param]
                 is_counted = name not in elsewhere
                 place = device if (param.is_meta or moved) and device is not None else param.device
-                key = (path, is_trained, dtype, place, is_counted)
+                kind = kinds[around.get(param, param)] if kinds and is_trained else ""
+                key = (path, is_trained, dtype, place, is_counted, kind)
                 if key not in units:
                     label = path or "rest"
                     if any(unit.name == label for unit in units.values()):
                         replicated = "" if is_counted else ", replicated"
-                        label += f" ({'trained' if is_trained else 'frozen'}, {str(dtype).removeprefix('torch.')}{replicated})"
+                        by = f" by {kind}" * bool(kind)
+                        label += f" ({'trained' if is_trained else 'frozen'}{by}, {str(dtype).removeprefix('torch.')}{replicated})"
                     units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place, is_counted=is_counted)
                 units[key].params.append(param)  # type: ignore[arg-type]
                 units[key].names.append(name)

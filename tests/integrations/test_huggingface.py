@@ -481,7 +481,7 @@ def test_a_trainer_of_ones_own_takes_the_mixin_and_an_optimizer_of_ones_own(tmp_
     plain = Trainer(model=model, args=arguments(tmp_path, **more), train_dataset=data("gpt2"), optimizers=optimizers)
     plain.train()
     assert history(mine)[1, "loss"] == pytest.approx(2 * history(plain)[1, "loss"], rel=1e-6)
-    assert type(mine.zero.inner) is torch.optim.SGD
+    assert type(mine.zero.inners[0]) is torch.optim.SGD
 
 
 def test_a_model_that_was_deferred_gets_its_memory_from_zk(tmp_path: Path) -> None:

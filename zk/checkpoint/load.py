@@ -27,6 +27,7 @@ from zk.checkpoint.manifest import (
     check_random_state,
     kinds_of,
     names_of_groups,
+    names_of_kinds,
     revived,
     seal_of,
     set_random_state,
@@ -237,10 +238,10 @@ def _check_pieces(contents: Contents) -> None:
 
 def _check_options(optimizer: Training, manifest: Manifest) -> None:
     """Check that groups, loss scale and counters are of the kind that is here: a step would fail on them, or go another way."""
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, manifest.head["groups"], strict=True)):
+    for number, (group, saved, rule) in enumerate(zip(optimizer.param_groups, manifest.head["groups"], optimizer.rules, strict=True)):
         options = _options(saved, group)
         check_options(number, group, options, str(manifest.path))
-        asked, kept = (set(optimizer.rule.state_names(given)) for given in ({**group, **options}, group))
+        asked, kept = (set(rule.state_names(given)) for given in ({**group, **options}, group))
         if asked != kept:
             raise CheckpointError(
                 f"{manifest.path}: the options of param_groups[{number}] keep {', '.join(sorted(asked)) or 'no state'}, those of this optimizer "
@@ -266,7 +267,7 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
         is_other = bool(target.steps) and kept != (None if target.scalars is None else set(target.scalars))
         if shard is not None and ((saved and not set(saved) & set(shard.names)) or is_other):
             raise CheckpointError(
-                f"{manifest.path} has {', '.join(saved)}, the state of another kind of optimizer than {type(optimizer.inner).__name__}; make the "
+                f"{manifest.path} has {', '.join(saved)}, the state of another kind of optimizer than {names_of_kinds(optimizer)}; make the "
                 "same kind, or take the weights alone (python -m zk export)"
             )
     return targets

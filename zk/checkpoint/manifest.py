@@ -45,9 +45,8 @@ class Training(Protocol):
     """A ZeroOptimizer, as far as checkpoints are made of it."""
 
     model: nn.Module
-    inner: torch.optim.Optimizer
+    inners: list[torch.optim.Optimizer]
     param_groups: list[dict[str, Any]]
-    rule: Rule
     config: ZeroConfig
     device: torch.device
     comm: Solo | Group
@@ -63,6 +62,8 @@ class Training(Protocol):
     partition: Partition
     claim: Claim
 
+    @property
+    def rules(self) -> list[Rule]: ...
     def metrics(self) -> dict[str, float]: ...
     def update_order(self) -> tuple[list[int], bool]: ...
     def unfreeze(self, params: Collection[nn.Parameter]) -> None: ...
@@ -146,6 +147,11 @@ def names_of_groups(optimizer: Training) -> list[list[str]]:
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
+def names_of_kinds(optimizer: Training) -> str:
+    """The classes of the user's optimizers."""
+    return " and ".join(type(inner).__name__ for inner in optimizer.inners)
+
+
 def tied_names(optimizer: Training) -> dict[str, str]:
     """Other names of tied parameters: name -> the name that its unit has."""
     own = {param: held.unit.names[index] for param, (held, index) in optimizer.units.items()}
@@ -164,7 +170,7 @@ def of_optimizer(optimizer: Training, scheduler: Any, extra: Any, digests: Mappi
     return {
         "format": FORMAT,
         "version": VERSION,
-        "optimizer": type(optimizer.inner).__name__,
+        "optimizer": names_of_kinds(optimizer),
         "world": optimizer.everyone.world,
         "model_parallel": optimizer.parts.count,
         "stage": optimizer.config.stage,

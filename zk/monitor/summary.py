@@ -102,7 +102,7 @@ def sizes_of(optimizer: Any) -> Counter[tuple[str, str]]:
         placed.append((held.param_tier, [(section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks]))
     units, joined = [held.unit for held in optimizer.held], optimizer.transfer.joined
     groups, device, config = optimizer.param_groups, optimizer.device, optimizer.config
-    sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rule, groups, device, placed=placed).sizes
+    sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rules, groups, device, placed=placed).sizes
     in_place = sum(held.nbytes.get("in_place", 0) for held in optimizer.held)
     if in_place and ("files", "in_place") not in sizes:
         sizes["nvme", "param"] -= in_place

@@ -83,7 +83,8 @@ class Case:
 
     Args:
         model, stored, units: as for ZeroOptimizer.
-        inner, rule: the user's optimizer, and its arithmetic.
+        groups, rules: of the user's optimizers, and the rule of each group.
+        states: what these optimizers have already, by parameter.
         device, joined: where the model computes, and whether that memory is the host's.
         world: ranks that partition the states.
         local: how many share this machine's host memory and drive.
@@ -93,8 +94,9 @@ class Case:
     model: nn.Module
     stored: Mapping[Tensor, torch.dtype]
     units: Sequence[Unit]
-    inner: torch.optim.Optimizer
-    rule: Rule
+    groups: Sequence[Mapping[str, Any]]
+    rules: Sequence[Rule]
+    states: Sequence[Mapping[Any, Mapping[str, Any]]]
     device: torch.device
     joined: bool
     world: int
@@ -105,7 +107,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.freed = self._freed()
-        group_of = {param: number for number, group in enumerate(self.inner.param_groups) for param in group["params"]}
+        group_of = {param: number for number, group in enumerate(self.groups) for param in group["params"]}
         firsts: dict[Any, Unit] = {}
         self.kinds = []
         for unit, freed in zip(self.units, self.freed, strict=False):
@@ -133,7 +135,7 @@ class Case:
                 use(param, number)
                 if param.grad is not None:
                     use(param.grad, number if param.grad.dtype != unit.dtype else len(self.units))
-        for value in itertools.chain.from_iterable(entry.values() for entry in self.inner.state.values()):
+        for value in itertools.chain.from_iterable(entry.values() for state in self.states for entry in state.values()):
             use(value, len(self.units))
         for buffer in self.model.buffers():
             if self.stored[buffer] != buffer.dtype:
@@ -145,8 +147,8 @@ class Case:
 
     def footprint(self, config: ZeroConfig, at_least: bool, world: int | None = None) -> Footprint:
         """Bytes of one rank of ``world``."""
-        groups = self.inner.param_groups
-        return footprint_of(self.model, self.kinds, config, world or self.world, self.joined, self.rule, groups, self.device, at_least)
+        rules, groups = self.rules, self.groups
+        return footprint_of(self.model, self.kinds, config, world or self.world, self.joined, rules, groups, self.device, at_least)
 
     def needed(self, config: ZeroConfig, at_least: bool, world: int | None = None) -> Nbytes:
         """Memory -> bytes beyond what is held now: of the device for one rank, of host and drive for all ranks on this machine.
@@ -236,8 +238,8 @@ def _remedies(case: Case, config: ZeroConfig, free: Nbytes) -> Iterator[str]:
             yield f"The smallest change that {words}: {_pasted(chosen, config)}"
             break
     smaller = None
-    is_narrowed = case.rule.templates is None and any(case.rule.state_names(group) for group in case.inner.param_groups)
-    if config.state_dtype == torch.float32 and is_narrowed:
+    kept = any(rule.state_names(group) for rule, group in zip(case.rules, case.groups, strict=True))
+    if config.state_dtype == torch.float32 and kept and all(rule.templates is None for rule in case.rules):
         halved = (dataclasses.replace(one, state_dtype="bf16") for one in (config, *tried[: 0 if chosen else None]))
         smaller = next((one for one in halved if case.fits(one, free)), None)
     if smaller is not None:

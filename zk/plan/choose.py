@@ -84,7 +84,7 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
             made += [Unit("", [place], params, [], one.trained, one.dtype or config.dtype, CPU)] * one.count
         units += made * alike.count
     groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
-    found = footprint_of(model, units, config, machine.shards, machine.joined, AdamRule(decoupled=True), groups)
+    found = footprint_of(model, units, config, machine.shards, machine.joined, [AdamRule(decoupled=True)] * len(groups), groups)
     found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
     found.sizes["device", "dequantized"] = config.dtype.itemsize * max((one.dequantized for one in shape.units), default=0)
     if machine.replicas > 1:  # the largest shard in fp32, its parts as they are sent and as they come, and the mean

@@ -53,7 +53,7 @@ def footprint_of(
     config: ZeroConfig,
     world: int,
     joined: bool,
-    rule: Rule,
+    rules: Sequence[Rule],
     groups: Sequence[Mapping[str, Any]],
     device: torch.device = CPU,
     at_least: bool = False,
@@ -65,12 +65,12 @@ def footprint_of(
         model: what is used by its own forward is outside of blocks.
         units: in the model's order. Alike ones may be one, many times.
         joined: the device's memory is the host's.
-        rule, groups: the optimizer's.
+        rules, groups: the optimizer's groups, and the rule of each.
         device: what "auto" tiers without budgets ask for free memory.
         at_least: only what a step that uses all parameters cannot do without at once, where the number of buffers depends on timing.
         placed: the tiers of each unit, as Placement.tiers_of gives them; None asks that.
     """
-    placement = Placement(config, world, rule, groups, joined)
+    placement = Placement(config, world, rules, groups, joined)
     each = {id(unit): unit for unit in units}
     placed = placement.tiers_of(units, device) if placed is None else placed
     found = Footprint(joined)
