@@ -87,6 +87,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+class Several:
+    """Some optimizers as one, in plain torch: what a list of them is to zk."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        states: dict[int, Any] = {}
+        first = 0
+        for optimizer in self.optimizers:
+            states |= {first + key: state for key, state in optimizer.state_dict()["state"].items()}
+            first += sum(len(group["params"]) for group in optimizer.param_groups)
+        return {"state": states}
+
+
+def with_others(name: str, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """An optimizer over matrices, and AdamW over the rest."""
+    matrices: Any = getattr(torch.optim, name)([p for p in params if p.ndim >= 2], lr=1e-2, weight_decay=0.1)
+    return [matrices, torch.optim.AdamW([p for p in params if p.ndim < 2], lr=3e-3)]
+
+
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Two groups with different decay and rate, and the options that change the arithmetic."""
     matrices = [p for p in params if p.ndim >= 2]
@@ -98,8 +123,9 @@ def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimiz
         return torch.optim.Adam(groups, lr=1e-2, amsgrad=True, maximize=False)
     if name == "SGD":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
-    kind: Any = Lion if name == "Lion" else getattr(torch.optim, name)
-    return kind(groups, lr=1e-2, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
+    if name == "Lion":
+        return Lion(groups, lr=1e-2)
+    return getattr(torch.optim, name)(groups, lr=1e-2, foreach=False, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
 
 
 def is_trained(name: str, step: int) -> bool:
@@ -146,6 +172,13 @@ def run_case(case: Case) -> str:
     return _run(case, "torch")
 
 
+def plain_optimizer(name: str) -> Any:
+    """The function that makes the optimizer of plain training over parameters."""
+    if name in ("Muon", "Adafactor"):
+        return lambda params: Several(with_others(name, params))
+    return cpu_adam_groups if name == "numba" else functools.partial(make_optimizer, name)
+
+
 @functools.cache
 def plain_training(
     variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float,
@@ -160,7 +193,7 @@ def plain_training(
         torch.manual_seed(0)
         losses, trained, _, plain = train_plain(
             GPT(variant),
-            cpu_adam_groups if optimizer == "numba" else functools.partial(make_optimizer, optimizer),
+            plain_optimizer(optimizer),
             dtype=DTYPES[dtype],
             world=world,
             accumulation=accumulation,
@@ -220,7 +253,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         unlike_the_first(model, rank)
     optimizer = zk.ZeroOptimizer(
         model,
-        make_optimizer(case.optimizer, list(model.parameters())),
+        (with_others if case.optimizer in ("Muon", "Adafactor") else make_optimizer)(case.optimizer, list(model.parameters())),
         stage=case.stage,
         dtype=case.dtype,
         optimizer_tier=case.tier,

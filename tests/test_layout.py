@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zk.units import ALIGN, Layout
+from zk.offload.transfer import evenly
+from zk.units import ALIGN, PAGE, Layout
 
-layouts = st.builds(Layout.of, st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.integers(1, 9))
+sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
+layouts = st.builds(Layout.of, sizes, st.integers(1, 9))
+whole_layouts = st.builds(Layout.of, sizes, st.integers(1, 9), st.just(True))
 
 
 @given(layouts)
@@ -23,6 +26,29 @@ def test_parameters_are_aligned_disjoint_and_in_order(layout: Layout) -> None:
         assert where.stop - where.start == layout.numels[index]
         end = where.stop
     assert end <= layout.numel
+
+
+@given(whole_layouts, st.sampled_from([64, 2048]), st.integers(100, 9000))
+def test_neither_slices_nor_chunks_cut_what_is_whole(layout: Layout, multiple: int, most: int) -> None:
+    assert layout.shard_numel % PAGE == 0
+    for rank in range(layout.world):
+        held = layout.shard(rank)
+        chunks = evenly(0, layout.shard_numel, most, multiple, layout.uncut(held))
+        assert not layout.numel or [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
+        assert not layout.numel or chunks[-1].stop == layout.shard_numel
+        for index in range(len(layout.numels)):
+            part, whole = layout.part(index, held)
+            assert whole.stop - whole.start in (0, layout.numels[index])
+            assert part.start == part.stop or any(chunk.start <= part.start and part.stop <= chunk.stop for chunk in chunks)
+        assert max((chunk.stop - chunk.start for chunk in chunks), default=0) <= max(layout.numels) + PAGE + 2 * (most + multiple)
+
+
+@given(whole_layouts)
+def test_each_whole_parameter_has_a_place_and_the_padding_after_it(layout: Layout) -> None:
+    places = sorted(zip(layout.offsets, layout.stops, layout.numels, strict=True))
+    assert places[0][0] == 0 and places[-1][1] == layout.numel
+    assert all(start + numel <= stop for start, stop, numel in places if numel)
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(places)), places
 
 
 @given(layouts)
@@ -39,7 +65,7 @@ def test_padding_is_bounded_by_one_line_per_parameter_and_rank(layout: Layout) -
     assert 0 <= layout.numel - sum(layout.numels) < ALIGN * (len(layout.numels) + layout.world)
 
 
-@given(layouts, st.randoms())
+@given(st.one_of(layouts, whole_layouts), st.randoms())
 def test_parts_of_all_ranks_put_together_are_the_parameter(layout: Layout, random: object) -> None:
     buffer = list(range(layout.numel))
     for index in range(len(layout.numels)):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zk
-from tests.models import GPT, batch, loss_of, train
-from tests.parity import Case, Lion, make_optimizer, run_case
+from tests.models import DEVICE, GPT, batch, loss_of, train
+from tests.parity import Case, Lion, Several, make_optimizer, run_case, with_others
 from tests.world import run_world
+from zk.offload import spill
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 
@@ -35,6 +39,7 @@ def test_an_elementwise_optimizer_trains_what_plain_torch_trains(case: Case) -> 
     assert run_case(case) == ""
 
 
+@pytest.mark.device
 def test_where_its_state_is_and_when_it_is_updated_change_no_bit() -> None:
     table = run_world(1, run_case, ELSEWHERE)
     assert {str(case): rows for case, rows in zip(ELSEWHERE, table, strict=True) if rows != [""]} == {}
@@ -239,3 +244,82 @@ def test_a_list_of_optimizers_trains_what_each_of_them_trains() -> None:
         mine[2].param_groups.pop()
     with pytest.raises(ValueError, match="the list of optimizers is empty"):
         zk.ZeroOptimizer(model, [])
+
+
+# on a GPU plain torch multiplies matrices there, and zk where their state is
+MUON = [
+    Case(stage=1, dtype="bf16", optimizer="Muon", tier="device", steps=3),
+    Case(stage=0, dtype="bf16", optimizer="Muon", model="sometimes", accumulation=2, steps=3),
+    Case(stage=1, dtype="fp32", optimizer="Muon", model="tied", steps=3),
+    Case(stage=2, dtype="bf16", optimizer="Muon", tier="nvme", adversary=True, steps=3),
+    Case(stage=3, dtype="bf16", optimizer="Muon", model="unfreezing", steps=4),
+    Case(stage=3, dtype="fp32", optimizer="Muon", tier="nvme", adversary=True, overlap_step="backward", clip=None, steps=3),
+]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.device), 3])
+def test_muon_trains_what_plain_torch_trains_with_whole_matrices(world: int) -> None:
+    near = DEVICE.type == "cpu"
+    cases = [case if near or case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in MUON]
+    table = run_world(world, run_case, cases)
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
+
+
+def wide(optimizers: str, **options: Any) -> tuple[nn.Module, Any]:
+    """A model of matrices that are longer than chunks, and its optimizer; plain where there are no ``options``."""
+    torch.manual_seed(0)
+    model = GPT(width=64)
+    made = with_others(optimizers, list(model.parameters()))
+    return model, zk.ZeroOptimizer(model, made, **options) if options else Several(made)
+
+
+def resume(case: tuple[str, str, list[Tensor]]) -> str:
+    """Go on from a checkpoint of another world size and tier, and save; return what differs from plain training."""
+    name, folder, want = case
+    with mock.patch.object(spill, "CHUNK_NUMEL", 2048):
+        model, optimizer = wide(name, stage=3, param_tier="host", optimizer_tier="nvme", nvme_path=folder)
+        optimizer.load_checkpoint(f"{folder}/saved")
+        train(model, optimizer, 1, start=2)
+        optimizer.save_checkpoint(f"{folder}/saved")
+        with zk.gather(model.parameters()):
+            found = [name for (name, param), other in zip(model.named_parameters(), want, strict=True) if not torch.equal(param, other)]
+        optimizer.close()
+    return ", ".join(found)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As ranks have: sums of norms' gradients depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["Muon"])
+def test_whole_matrices_go_between_world_sizes_and_tiers(name: str, tmp_path: Path) -> None:
+    plain, theirs = wide(name)
+    wanted = []
+    for step in range(4):
+        loss_of(plain, batch(step)).backward()
+        theirs.step()
+        plain.zero_grad()
+        wanted.append([param.detach().clone() for param in plain.parameters()])
+    model, optimizer = wide(name, stage=2)
+    train(model, optimizer, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    theirs.optimizers[0].load_state_dict(optimizer.inners[0].state_dict())
+    optimizer.close()
+    assert run_world(2, resume, [(name, str(tmp_path), wanted[2])]) == [["", ""]]
+    model, optimizer = wide(name, stage=1)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    train(model, optimizer, 1, start=3)
+    assert [torch.equal(param, want) for param, want in zip(model.parameters(), wanted[3], strict=True)] == [True] * len(wanted[3])
+    optimizer.close()
+
+
+def test_a_piece_of_a_matrix_is_not_updated_as_a_whole_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), zk.TiledLinear(8, 8, in_splits=2, bias=False))
+    with pytest.raises(ValueError, match="is a piece of a larger one"):
+        zk.ZeroOptimizer(model, torch.optim.Muon([param for param in model.parameters() if param.ndim == 2]))

@@ -158,7 +158,7 @@ class Assembly(Placement):
 
     def _room(self, unit: Unit, param_tier: str, names: Sequence[tuple[str, int]], home: FileParams | None) -> _Room:
         """Find the place of one unit, and its room on the drive, unless its parameters have a ``home`` in the user's files."""
-        has_elements, start = self.layout(unit).numel > 0, 0
+        has_elements, start, uncut = self.layout(unit).numel > 0, 0, self.uncut(unit, self.comm.shard_rank)
         room = _Room(self.tiers[param_tier if has_elements else "host"], [])
         for name, numel in names if unit.trained else ():
             room.parts.append(_Part(start, numel, self.tiers[name if has_elements else "host"]))
@@ -166,10 +166,10 @@ class Assembly(Placement):
         if isinstance(room.param_tier, NVMeTier):
             if any(part.tier.memory != "host" for part in room.parts):
                 raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
-            room.home = home or room.param_tier.home(self.slice_numel(unit, 1), unit.dtype)
+            room.home = home or room.param_tier.home(self.slice_numel(unit, 1), unit.dtype, uncut)
         for part in room.parts:
             if isinstance(part.tier, NVMeTier):
-                chunks = part.tier.chunks(part.start, part.start + part.numel)
+                chunks = part.tier.chunks(part.start, part.start + part.numel, uncut)
                 part.state = part.tier.store(chunks, self.state_fields(unit)[1])
                 part.grads = part.tier.grads(chunks, self.num_threads)
         return room
@@ -212,7 +212,7 @@ class Assembly(Placement):
         for param in unit.params:
             if param.is_meta:
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
-        held = layout.shard(self.comm.shard_rank) if self.config.stage else slice(0, layout.numel)
+        held = self.held(unit, self.comm.shard_rank)
         home: ResidentFields | FileParams
         if self.partitions(room.param_tier.name):
             full, home = None, room.home or room.param_tier.home(numel, unit.dtype)
@@ -242,7 +242,8 @@ class Assembly(Placement):
         for part in room.parts:
             tier, in_place = part.tier, isinstance(home, FileParams) or home.memory == part.tier.memory  # else a copy is updated, and taken home
             if part.state is None:
-                chunks: Sequence[slice] = home.chunks if isinstance(home, FileParams) else tier.chunks(part.start, part.start + part.numel)
+                uncut = self.uncut(unit, self.comm.shard_rank)
+                chunks: Sequence[slice] = home.chunks if isinstance(home, FileParams) else tier.chunks(part.start, part.start + part.numel, uncut)
             else:
                 chunks = part.state.chunks
             sections.append(
@@ -292,7 +293,7 @@ class Assembly(Placement):
         param: ResidentFields | FileParams
         if isinstance(section.param, FileParams):
             assert isinstance(store.home, FileParams)
-            param = self.tiers["nvme"].home(store.held_numel, dtype)  # type: ignore[assignment]
+            param = self.tiers["nvme"].home(store.held_numel, dtype, store.layout.uncut(store.held))  # type: ignore[assignment]
         else:
             param = memory.store(section.state.chunks, {"param": dtype})  # type: ignore[assignment]
         near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None

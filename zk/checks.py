@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from zk.owners import inner_tensors, is_coded, is_dtensor, is_wrapper, owner_of
 from zk.parallel.dtensors import check_dtensor
 from zk.parallel.released import is_released
 from zk.store import UnitStore
+from zk.units import Unit
 
 
 def check_arguments(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], already: type) -> None:
@@ -205,6 +206,20 @@ def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any
                 f"the options of a param_group ask for {', '.join(sorted(missing))}, which the optimizer had not when ZeroOptimizer was made; "
                 "set amsgrad, momentum and the like before"
             )
+
+
+def check_whole(units: Sequence[Unit], rule_of: Callable[[Unit], Rule], pieces: Collection[str]) -> None:
+    """That no parameter which is updated whole is one of the ``pieces`` of larger ones."""
+    for unit in units:
+        rule = rule_of(unit) if unit.trained else None
+        if not isinstance(rule, OwnStep) or not rule.is_whole:
+            continue
+        for name in unit.names:
+            if name in pieces or unit.around:
+                raise ValueError(
+                    f"parameter {name!r} is a piece of a larger one (a tile, or cut over model parallel ranks), and {rule.name} updates whole "
+                    "matrices; leave that layer uncut, or give the parameter to another optimizer, such as torch.optim.AdamW"
+                )
 
 
 def check_state_dtype(dtype: object, rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) -> None:

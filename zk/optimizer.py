@@ -36,6 +36,7 @@ from zk.checks import (
     check_params,
     check_scale_and_counters,
     check_state_dtype,
+    check_whole,
 )
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
@@ -234,6 +235,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rules, groups = self.rules, self.param_groups
         self.assembly = Assembly(config, self.comm, rules, self.num_threads, groups, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
+        check_whole(units, self.assembly.rule, self.parts.pieces_of(self.model))
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.refuse_collectives_beside("model parallel ranks" if self.parts.count > 1 else "")
@@ -422,7 +424,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         chosen = set(params)
         self.assembly.rules = self.rules
-        rule_of = {param: id(rule) for rule, group in zip(self.rules, self.param_groups, strict=True) for param in group["params"]}
+        self.assembly.regroup()
         self._end_save()
         self._apply_delayed()
         self._finish_update()
@@ -444,13 +446,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit = store.unit
             by_rule: dict[int | None, list[int]] = {}  # None: what stays frozen
             for index, param in enumerate(unit.users):
-                by_rule.setdefault(rule_of[param] if param in chosen else None, []).append(index)
+                by_rule.setdefault(id(self.assembly.rule_of[param]) if param in chosen else None, []).append(index)
             parts = [unit.part(by_rule[rule], rule is not None, unit.name) for rule in sorted(by_rule, key=lambda rule: rule is not None)]
             moves.append((store, [(store.index, parts[0]), *map(another, parts[1:])]))
         moves += [(None, [another(unit)]) for unit in new]
         numbered = [entry for _, entries in moves for entry in entries]
         self._name(numbered)
         with save.together(self.comm, "making room for what is trained from now on"):
+            check_whole([unit for _, unit in numbered], self.assembly.rule, self.parts.pieces_of(self.model))
             self.assembly.place([unit for _, unit in numbered], [store.unit for store in given_up])
         self.grads.in_backward |= self.comm.world == 1 and self.assembly.updates_elsewhere
         given_up.clear()  # each one's memory is freed when its parameters are elsewhere

@@ -73,8 +73,23 @@ class Placement:
     def layout(self, unit: Unit) -> Layout:
         """The flat buffer of a unit for these ranks."""
         if id(unit) not in self.layouts:
-            self.layouts[id(unit)] = unit, Layout.of([param.numel() for param in unit.params], self.world)
+            is_whole = unit.trained and self.rule(unit).is_whole
+            self.layouts[id(unit)] = unit, Layout.of([param.numel() for param in unit.params], self.world, is_whole)
         return self.layouts[id(unit)][1]
+
+    def held(self, unit: Unit, rank: int) -> slice:
+        """The slice of a unit's flat buffer that a rank updates."""
+        layout = self.layout(unit)
+        return layout.shard(rank) if self.config.stage else slice(0, layout.numel)
+
+    def uncut(self, unit: Unit, rank: int) -> list[slice]:
+        """The parts of that slice that no chunk may cut."""
+        return self.layout(unit).uncut(self.held(unit, rank))
+
+    def largest_chunk(self, unit: Unit, numel: int) -> int:
+        """Elements of the largest chunk on the drive of ``numel`` elements of a unit, on any rank."""
+        ranks = self.world if self.layout(unit).is_whole else 1
+        return max((part.stop - part.start for rank in range(ranks) for part in chunks_of(0, numel, self.uncut(unit, rank))), default=0)
 
     def slice_numel(self, unit: Unit, since_stage: int) -> int:
         """Elements of one rank's slice of what is partitioned from a stage on."""
@@ -89,7 +104,7 @@ class Placement:
         size = unit.dtype.itemsize  # of parameters and gradients
         copy = 0 if self.joined else size  # of parameters that rest on the device, to update them in host memory
         numel = self.slice_numel(unit, 1) if unit.trained else 0
-        return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy)
+        return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy, self.layout(unit).is_whole)
 
     def state_nbytes(self, unit: Unit) -> int:
         """Bytes of master and moments of one element."""
@@ -106,7 +121,7 @@ class Placement:
         for unit in units:
             numel, size = self.slice_numel(unit, 1), unit.dtype.itemsize
             params, grads = max(params, numel * size), max(grads, numel * size * unit.trained)
-            largest = max((part.stop - part.start for part in chunks_of(0, numel)), default=0) if unit.trained else 0
+            largest = self.largest_chunk(unit, numel) if unit.trained else 0
             chunk = max(chunk, largest * (self.state_nbytes(unit) + 2 * size))
         params *= self.config.param_tier in ("nvme", "auto")
         return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads

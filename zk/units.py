@@ -18,6 +18,8 @@ from zk.tiles import Tile
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
 ALIGN = 32
+# One that no slice or chunk may cut starts on a page, in 16 bits, as chunks of a file do.
+PAGE = 2048
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -31,19 +33,38 @@ class Layout:
 
     numels: tuple[int, ...]  # elements of each parameter
     offsets: tuple[int, ...]  # its first element in the flat buffer
+    stops: tuple[int, ...]  # behind it, and behind the padding after it
     numel: int  # elements of the flat buffer, a multiple of world * ALIGN
     world: int
+    is_whole: bool = False  # no slice cuts a parameter
 
     @classmethod
-    def of(cls, numels: Sequence[int], world: int) -> Layout:
-        """Lay parameters of ``numels`` elements one after the other, for ``world`` ranks (at least 1)."""
+    def of(cls, numels: Sequence[int], world: int, is_whole: bool = False) -> Layout:
+        """Lay parameters of ``numels`` elements one after the other, for ``world`` ranks (at least 1).
+
+        ``is_whole``: the largest go to the ranks first, each to the one that has the fewest elements so far; slices are as long as the longest.
+        """
         if world < 1 or any(numel < 0 for numel in numels):
             raise ValueError(f"a layout needs world >= 1 and sizes >= 0; got world={world}, numels={tuple(numels)}")
-        offsets, end = [], 0
-        for numel in numels:
-            offsets.append(end)
-            end = round_up(end + numel, ALIGN)
-        return cls(tuple(numels), tuple(offsets), round_up(end, world * ALIGN), world)
+        by_rank: list[list[int]] = [list(range(len(numels)))]
+        align, shard = ALIGN, 0
+        if is_whole:
+            align, by_rank, taken = PAGE, [[] for _ in range(world)], [0] * world
+            for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+                rank = taken.index(min(taken))
+                by_rank[rank].append(index)
+                taken[rank] += round_up(numels[index], PAGE)
+            shard = max(taken)
+        offsets, end = [0] * len(numels), 0
+        for rank, indices in enumerate(by_rank):
+            end = max(end, rank * shard)
+            for index in sorted(indices):
+                offsets[index] = end
+                end = round_up(end + numels[index], align)
+        numel = world * shard or round_up(end, world * ALIGN)
+        order = [index for indices in by_rank for index in sorted(indices)]
+        stops = dict(zip(order, [*(offsets[index] for index in order[1:]), numel], strict=False))
+        return cls(tuple(numels), tuple(offsets), tuple(stops[index] for index in range(len(numels))), numel, world, is_whole)
 
     @property
     def shard_numel(self) -> int:
@@ -52,12 +73,16 @@ class Layout:
 
     def regions(self, indices: Sequence[int]) -> list[int]:
         """Bounds of what these parameters take, each with the padding after it: start, stop, start, ..."""
-        stops = (*self.offsets[1:], self.numel)
-        return [bound for index in indices for bound in (self.offsets[index], stops[index])]
+        return [bound for index in indices for bound in (self.offsets[index], self.stops[index])]
 
     def shard(self, rank: int) -> slice:
         """The slice of the flat buffer that ``rank`` holds."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def uncut(self, held: slice) -> list[slice]:
+        """The parts of the slice ``held`` that no chunk may cut, in elements of that slice."""
+        places = [(offset, round_up(offset + numel, PAGE)) for offset, numel in zip(self.offsets, self.numels, strict=True) if self.is_whole]
+        return [slice(start - held.start, stop - held.start) for start, stop in places if held.start <= start < stop <= held.stop]
 
     def whole(self, index: int) -> slice:
         """The slice of the flat buffer that parameter ``index`` takes."""

@@ -270,7 +270,7 @@ def as_number(value: Any) -> float:
 
 # what the update of one element needs, for optimizers people ask about
 _WHOLE_MATRIX = {
-    "Muon": "orthogonalizes whole momentum matrices",
+    "Muon": "orthogonalizes whole momentum matrices (zk knows torch.optim.Muon)",
     "Adafactor": "keeps row and column statistics of whole matrices",
     "Shampoo": "multiplies with factors of whole matrices",
     "SOAP": "rotates whole matrices",
@@ -296,6 +296,7 @@ _KNOWN: dict[type[torch.optim.Optimizer], Callable[[Any], Rule]] = {
         ),
         OwnStep,
     ),
+    torch.optim.Muon: lambda optimizer: OwnStep(optimizer, is_whole=True),
 }
 
 

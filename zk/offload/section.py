@@ -38,6 +38,7 @@ def apply(rule: Rule, fields: Opened, grad: Tensor, elements: slice, runs: Seque
     for run in runs:
         start, stop = max(run.part.start, elements.start), min(run.part.stop, elements.stop)
         if start < stop:
+            assert not rule.is_whole or (start, stop) == (run.part.start, run.part.stop), "a chunk cuts a parameter that is updated whole"
             here = slice(start - elements.start, stop - elements.start)
             flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
             flat["grad"] = grad[here]

@@ -371,9 +371,9 @@ class Buffers:
 CHUNK_NUMEL = 1 << 21
 
 
-def chunks_of(start: int, stop: int) -> list[slice]:
+def chunks_of(start: int, stop: int, uncut: Sequence[slice] = ()) -> list[slice]:
     """Elements ``start`` to ``stop`` in even chunks of at most about CHUNK_NUMEL, each whole pages in 16 bits."""
-    return evenly(start, stop, CHUNK_NUMEL, ALIGN // 2)
+    return evenly(start, stop, CHUNK_NUMEL, ALIGN // 2, uncut)
 
 
 class FileFields:

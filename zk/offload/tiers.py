@@ -211,9 +211,9 @@ class MemoryTier:
         """Tell if a link is between this memory and the device."""
         return self.memory == "host" and not self.transfer.joined
 
-    def chunks(self, start: int, stop: int) -> list[slice]:
+    def chunks(self, start: int, stop: int, uncut: Sequence[slice] = ()) -> list[slice]:
         """Slices that are worked on at once: one, where nothing is moved for that; pieces, where a link is between it and the device."""
-        return pieces_of(start, stop) if self.across else [slice(start, stop)]
+        return pieces_of(start, stop, uncut) if self.across else [slice(start, stop)]
 
     def zeros(self, numel: int, dtype: torch.dtype, crosses: bool) -> Tensor:
         """(numel,) zeros; ``crosses``: they are copied to or from the device."""
@@ -222,9 +222,9 @@ class MemoryTier:
     def flush(self) -> None:
         """Nothing is written behind."""
 
-    def home(self, numel: int, dtype: torch.dtype) -> ResidentFields:
+    def home(self, numel: int, dtype: torch.dtype, uncut: Sequence[slice] = ()) -> ResidentFields:
         """Room for parameters."""
-        return self.store(self.chunks(0, numel), {"param": dtype})
+        return self.store(self.chunks(0, numel, uncut), {"param": dtype})
 
     def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> ResidentFields:
         """Room for some or all that is kept for each element, zeroed."""
@@ -264,9 +264,9 @@ class NVMeTier:
         name = f"state-{len(self.spill.files)}" if self.spill.files else "state"
         return File(self.scratch.paths(name), nbytes, checksum=self.checksum, cuts=starts)
 
-    def chunks(self, start: int, stop: int) -> list[slice]:
+    def chunks(self, start: int, stop: int, uncut: Sequence[slice] = ()) -> list[slice]:
         """Slices that are moved, and worked on, at once."""
-        return chunks_of(start, stop)
+        return chunks_of(start, stop, uncut)
 
     def flush(self) -> None:
         """Return when the drive has taken what was written behind; raises what it refused."""
@@ -294,9 +294,9 @@ class NVMeTier:
         self.homes += homes.values()
         return homes
 
-    def home(self, numel: int, dtype: torch.dtype) -> FileParams:
+    def home(self, numel: int, dtype: torch.dtype, uncut: Sequence[slice] = ()) -> FileParams:
         """Room for parameters."""
-        self.homes.append(FileParams(self.spill, self.chunks(0, numel), {"param": dtype}))
+        self.homes.append(FileParams(self.spill, self.chunks(0, numel, uncut), {"param": dtype}))
         return self.homes[-1]
 
     def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> FileFields:
@@ -368,6 +368,7 @@ class Needs:
     numel: int  # elements whose optimizer state this rank keeps; 0 for a frozen unit
     element_nbytes: int  # gradient, master and moments of one element
     copy_nbytes: int = 0  # and beyond that, of an element that is updated off the device while its parameter rests there
+    is_whole: bool = False  # its state is on one tier
 
 
 def readable(nbytes: int) -> str:
@@ -453,7 +454,7 @@ def place(
             tiers = [tier for tier in tiers if tier != "device"]  # they are updated in host memory
         for tier in tiers:
             fits = rest if tier == tiers[-1] else min(rest, left(tier) // need.element_nbytes if tier != "nvme" else rest)
-            if fits < rest and (rests_on_drive or fits < _SECTION):
+            if fits < rest and (rests_on_drive or need.is_whole or fits < _SECTION):
                 fits = 0  # what is on the drive is updated as it is moved, by whole chunks
             elif fits < rest:
                 fits -= fits % _SECTION

@@ -6,6 +6,7 @@ Source: ZeRO-Offload, arXiv 2101.06840, section 4: 16-bit gradients go down and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -21,17 +22,21 @@ from zk.timeline import phase
 PIECE_NUMEL = 1 << 23
 
 
-def evenly(start: int, stop: int, most: int, multiple: int) -> list[slice]:
-    """Elements ``start`` to ``stop`` in slices of about one size, a ``multiple``, and at most about ``most``."""
+def evenly(start: int, stop: int, most: int, multiple: int, uncut: Sequence[slice] = ()) -> list[slice]:
+    """Elements ``start`` to ``stop`` in slices of about one size, a ``multiple``, and at most about ``most``, but for what is ``uncut``."""
     numel = stop - start
     size = -(-numel // max(1, -(-numel // most)))
     size = -(-size // multiple) * multiple or multiple
-    return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
+    bounds = set(range(start, stop, size))
+    for part in uncut:
+        inside = {bound for bound in bounds if part.start < bound < part.stop}
+        bounds = bounds - inside | {part.start if bound - part.start < part.stop - bound else min(part.stop, stop) for bound in inside}
+    return [slice(*pair) for pair in itertools.pairwise(sorted({*bounds, stop}))]
 
 
-def pieces_of(start: int, stop: int) -> list[slice]:
+def pieces_of(start: int, stop: int, uncut: Sequence[slice] = ()) -> list[slice]:
     """Elements ``start`` to ``stop`` in even pieces of at most about PIECE_NUMEL, whole cache lines each."""
-    return evenly(start, stop, PIECE_NUMEL, 64) or [slice(start, start)]
+    return evenly(start, stop, PIECE_NUMEL, 64, uncut) or [slice(start, start)]
 
 
 @dataclasses.dataclass(slots=True)

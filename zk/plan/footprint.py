@@ -171,8 +171,8 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
     file_nbytes = 0
     for (key, is_state, numel), count in drive.items():
         size = units[key].dtype.itemsize
-        chunks = [chunk.stop - chunk.start for chunk in chunks_of(0, numel)]
-        largest = max(chunks, default=0)
+        chunks = [chunk.stop - chunk.start for chunk in chunks_of(0, numel, placement.uncut(units[key], 0))]
+        largest = placement.largest_chunk(units[key], numel)
         if is_state:
             element = placement.state_nbytes(units[key])
             most |= Counter(state=round_up(largest * element), grad=round_up(largest * size), written=round_up(numel * size))
