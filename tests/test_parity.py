@@ -23,7 +23,7 @@ DTYPES = ("bf16", "fp32", "fp16")
 GRID = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, model=model)
     for stage, accumulation, (number, model) in itertools.product((0, 1, 2, 3), (1, 3), enumerate(MODELS))
-    for dtype in (DTYPES if model == "plain" else {"bf16", DTYPES[(stage + number + accumulation) % 3]})
+    for dtype in (DTYPES if model == "plain" else dict.fromkeys(("bf16", DTYPES[(stage + number + accumulation) % 3])))
 ]
 EXTRA = [
     Case(stage=stage, dtype="bf16", model=model, **options)
