@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import zk
 from tests.models import GPT, batch, loss_of
+from zk.integrations.deepspeed_flops import _flops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +59,31 @@ def test_without_them_nothing_is_printed_and_no_loss_is_read(capsys: pytest.Capt
     assert engine.monitor.loss is None and not engine.monitor.enabled and "not used" not in caplog.text
     assert [line for line in capsys.readouterr().err.splitlines() if "step=" in line] == []
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_flops_are_those_of_torch_at_the_step_that_was_asked_for(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT()
+    with FlopCounterMode(display=False) as forward:
+        loss = loss_of(model, batch(1))
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    tiers = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    section = {"enabled": True, "profile_step": 1, "recompute_fwd_factor": 0.0, "top_modules": 2, "detailed": False}
+    config = {"zero_optimization": {"stage": stage, **(tiers if stage == 3 else {})}, "flops_profiler": section}
+    engine, losses = trained(config, 3)
+    engine.destroy()
+    said = [line.removeprefix("zk: ") for line in capsys.readouterr().err.splitlines() if "FLOP" in line or "flops of" in line]
+    expected = [_flops(counter.get_total_flops()) for counter in (forward, backward)]
+    assert said[0].startswith("flops of the first micro batch of step 1, ") and said[0].endswith(" parameters")
+    assert [re.match(r"(?:forward|backward) +([\d.]+ [kMGT]FLOP) in ", line)[1] for line in said[1:3]] == expected, said  # type: ignore[index]
+    assert said[3] == f"GPT {expected[0]}, 100% of forward" and {line.count("  ") for line in said[4:]} >= {1, 2}
+    whole = {**section, "detailed": True, "module_depth": 2, "output_file": str(tmp_path / "flops.txt")}
+    engine, plain = trained({"zero_optimization": {"stage": stage}, "flops_profiler": whole}, 3)
+    engine.destroy()
+    written = (tmp_path / "flops.txt").read_text()
+    assert "GPT.blocks.0 " in written and "GPT.blocks.0." not in written and "FLOP" not in capsys.readouterr().err
+    assert plain == losses == trained({"zero_optimization": {"stage": stage}}, 3)[1]  # counting changes nothing
 
 
 def test_csv_and_tensorboard_have_loss_and_rates_over_samples(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", 
 _SGD_PARAMS = {"lr", "momentum", "dampening", "weight_decay", "nesterov"}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # what a ZeroConfig says nothing about
-MONITORS = {"steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor"}
+MONITORS = {"steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "flops_profiler"}
 LOOP_KEYS = {*_BATCH, *MONITORS, "optimizer", "scheduler", "dataloader_drop_last"}
 _CLIP_OF_DEEPSPEED = 1.0
 _REQUIRED: Any = object()

@@ -34,7 +34,7 @@ _OF_DEEPSPEED = {
     "allreduce_gradients": "gradients are reduced as backward makes them, or in step()",
     "set_gradient_accumulation_boundary": "zk.ZeroOptimizer, where each step() is the boundary",
     "set_train_batch_size": "batch sizes are those of the config; make another engine",
-    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts operations",
+    "flops_profiler": "the section of the config counts operations",
 }
 
 
@@ -61,7 +61,7 @@ class Engine(nn.Module):
             return getattr(module, name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self.monitor.timed("forward"):
+        with self.monitor.timed("forward"), self.monitor.counted("forward"):
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -69,7 +69,7 @@ class Engine(nn.Module):
         if scale_wrt_gas:
             loss = loss / self._sizes.accumulation
         is_local = self.optimizer.config.stage < 2 and not self.is_gradient_accumulation_boundary()  # summed on each rank, reduced once
-        with self.monitor.timed("backward"), self.optimizer.no_sync() if is_local else contextlib.nullcontext():
+        with self.monitor.timed("backward"), self.monitor.counted("backward"), self.optimizer.no_sync() if is_local else contextlib.nullcontext():
             self.optimizer.backward(loss, retain_graph=retain_graph)
         self.monitor.add_loss(loss)
         return loss
@@ -91,6 +91,9 @@ class Engine(nn.Module):
                 f"accumulate() takes all micro batches of a step, {count} by gradient_accumulation_steps; got {len(batches)}, after "
                 f"{self.micro_steps % count} of this step"
             )
+        if self.monitor.flops is not None:
+            log.warning("flops_profiler counts a micro batch from its forward to its backward, and accumulate() goes block by block: it is not used")
+            self.monitor.flops = None
         with self.monitor.timed("backward"):
             losses: list[Tensor] = self.optimizer.accumulate(batches, lambda _, batch: loss_fn(self, batch) / count, **options)
         for loss in losses:

@@ -1,4 +1,5 @@
-"""DeepSpeed's monitors: ``steps_per_print``, ``wall_clock_breakdown``, ``tensorboard``, ``csv_monitor`` and ``wandb``, from the first rank.
+"""DeepSpeed's monitors: ``steps_per_print``, ``wall_clock_breakdown``, ``flops_profiler``, ``tensorboard``, ``csv_monitor`` and ``wandb``,
+from the first rank.
 
 Labels are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and ``loss_scale`` over the samples so far; beside them the rates of
 ``zk.monitor.rates``, as ``zk/step_s``.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zk.integrations.deepspeed_config import Settings
+from zk.integrations.deepspeed_flops import Flops
 from zk.monitor.progress import rates_line
 from zk.monitor.rates import Rates, loggable
 from zk.monitor.start import say
@@ -38,6 +40,8 @@ class Monitor:
         self.optimizer, self.rates = optimizer, Rates(optimizer)
         self.prints = settings.count("steps_per_print") if settings.has("steps_per_print") else 0
         self.times: Counter[str] | None = Counter() if settings.flag("wall_clock_breakdown", False) else None
+        profiles = settings.flag("flops_profiler.enabled", False) and optimizer.everyone.rank == 0
+        self.flops = Flops(settings, self._now) if profiles else None
         self.loss: Tensor | None = None  # of the micro batches so far
         is_first = optimizer.everyone.rank == 0
         self.writers: list[Callable[[list[Event]], None]] = []
@@ -55,6 +59,11 @@ class Monitor:
         events = list(events)
         for write in self.writers:
             write(events)
+
+    def counted(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Context: operations inside are counted, where flops_profiler asks for this step."""
+        counts = self.flops is not None and self.flops.step == self.optimizer.counters["steps"] + self.optimizer.counters["skipped_steps"]
+        return self.flops.counted(phase) if self.flops is not None and counts else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -82,6 +91,8 @@ class Monitor:
     def step(self, engine: Any) -> None:
         """A step has been taken, or skipped."""
         loss, self.loss = self.loss, None
+        if self.flops is not None and self.flops.tell(engine.module):
+            self.flops = None
         steps, samples = engine.global_steps, engine.global_samples
         if self.writers:
             events: list[Event] = [("Train/Samples/train_loss", loss.item(), samples)] if loss is not None else []

@@ -160,8 +160,8 @@ A log_level dump_state | zk prints warnings only, through the logger named zk
 A disable_python_gc graph_harvesting | about how DeepSpeed works inside
 A vocabulary_size | DeepSpeed only warns of odd sizes
 [flops_profiler]
-A enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file \
-    | `zk.timeline.Recorder()` shows what a step spends its time on
+H enabled profile_step module_depth top_modules detailed output_file | operations of forward, backward and modules | `torch.utils.flop_counter` counts
+A recompute_fwd_factor | forward that is computed again in backward is counted there
 [tensorboard]
 H enabled output_path job_name | events in `output_path/job_name`, with DeepSpeed's labels | zk's rates are beside them
 [wandb]
