@@ -15,7 +15,7 @@ from tests.test_plan import machine
 from zk.plan import report
 from zk.plan.choose import faster, plan
 from zk.plan.families import KNOWN
-from zk.plan.shape import shape_of
+from zk.plan.shape import Shape, Units, shape_of
 
 GIB = 2**30
 # in 1e9, as their model cards say
@@ -89,6 +89,22 @@ def test_it_says_what_would_make_a_step_shorter_and_that_is_so() -> None:
     assert re.search(r'faster: state_dtype="bf16" \([\d.]+ s\), or 64 GiB more RAM \([\d.]+ s\), or a drive twice as fast \([\d.]+ s\)', text)
     more = plan(found.shape, machine(gpu_nbytes=40 * GIB, ram_nbytes=128 * GIB), 2048)
     assert more.best is not None and more.best.step.seconds == helps["64 GiB more RAM"]
+
+
+def test_the_estimate_of_deepspeed_is_that_of_its_documentation() -> None:
+    units = (Units((32_000_000,), 89), Units((3_000_000,), 1, rest=True))  # its example: t5-3b, 2,851M parameters, the largest layer of 32M
+    found = plan(Shape("t5-3b", units, 1024, 4096, 32_128), machine(world=8, per_machine=8, gpu_nbytes=80 * GIB, ram_nbytes=500 * GIB), 2048)
+    choices = {(one.config.stage, one.config.param_tier, one.config.optimizer_tier): one for one in found.options}
+
+    def estimated(*choice: Any) -> tuple[float, float] | None:
+        nbytes = report.deepspeed_nbytes(found, choices[choice])
+        return None if nbytes is None else (round(nbytes[0] / GIB, 2), round(nbytes[1] / GIB, 2))
+
+    assert estimated(3, "host", "host") == (0.12, 71.69) and estimated(3, "device", "host") == (0.78, 63.72)
+    assert estimated(3, "device", "device") == (6.09, 1.43) and estimated(2, "device", "host") == (5.31, 127.45)
+    text, _ = printed("llama:8b", gpu_nbytes=40 * GIB, ram_nbytes=64 * GIB)
+    assert re.search(r"DeepSpeed's estimator for this offloading: [\d.]+ GiB per GPU, [\d.]+ GiB per CPU", text)
+    assert "DeepSpeed" not in printed("llama:1b", gpu_nbytes=None, ram_nbytes=64 * GIB)[0]
 
 
 def test_it_says_what_is_missing_where_nothing_fits() -> None:

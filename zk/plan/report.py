@@ -149,3 +149,29 @@ def _recommend(console: Console, plan: Plan) -> None:
         if any(row):
             table.add_row(words, *map(size, row))
     console.print(table)
+    if (estimate := deepspeed_nbytes(plan, plan.best)) is not None:
+        gpu, cpu = (size(nbytes) for nbytes in estimate)
+        console.print(
+            f"DeepSpeed's estimator for this offloading: {gpu} per GPU, {cpu} per CPU (model states alone; it knows no drive)", highlight=False
+        )
+
+
+def deepspeed_nbytes(plan: Plan, option: Option) -> tuple[int, int] | None:
+    """Bytes of a GPU and of a host by the formulas of ``estimate_zero2_model_states_mem_needs`` and its sister for stage 3, with their
+    defaults (DeepSpeed 0.19); None for what they do not know: no GPU, frozen parameters, tensor parallel ranks.
+    """
+    shape, machine, config = plan.shape, plan.machine, option.config
+    if machine.joined or shape.num_trained < shape.num_params or machine.tensor > 1:
+        return None
+    total, largest = shape.num_params, max(numel for unit in shape.units for numel in unit.numels)
+    ranks, here, machines = machine.world, machine.per_machine, -(-machine.world // machine.per_machine)
+    gpu: float
+    cpu: float
+    is_off, params_too = config.optimizer_tier != "device", config.param_tier != "device"
+    if config.stage < 3:
+        gpu, cpu = 2 * total + (0 if is_off else 18 * total / ranks), total * (max(4 * ranks, 16) if is_off else 4 * here)
+    elif is_off:
+        gpu, cpu = 4 * largest + (0 if params_too else 2 * total / ranks), (18 if params_too else 16) * total / machines
+    else:
+        gpu, cpu = 4 * largest + 18 * total / ranks, 4 * largest * here
+    return int(gpu), int(1.5 * cpu)
