@@ -49,6 +49,19 @@ def test_a_trace_of_so_many_steps_has_rows_for_people_and_counters(tmp_path: Pat
     counted = sum(event["args"]["GB/s"] * 0.01 * 1e9 for event in found["GB/s drive reads"])
     assert counted == pytest.approx(read, rel=1e-3) and read > 0
     assert LABELS.keys() == RESOURCES.keys()
+    arrows = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] in "sf"]
+    begins, ends = ({event["id"]: event for event in arrows if event["ph"] == phase} for phase in "sf")
+    assert begins.keys() == ends.keys() and len(arrows) == 2 * len(begins) >= 8
+
+    def around(arrow: dict[str, Any]) -> set[str]:  # kinds of the spans that it is drawn at
+        return {
+            span["cat"] for span in spans if span["tid"] == arrow["tid"] and span["ts"] - 1e-3 <= arrow["ts"] <= span["ts"] + span["dur"] + 1e-3
+        }
+
+    assert all(around(begin) == {"read"} and begin["ts"] <= ends[number]["ts"] + 1e-3 for number, begin in begins.items())
+    kinds = [around(end) for end in ends.values()]
+    assert all(kinds) and {"update", "wait"} <= set().union(*kinds)
+    assert {"training: forward", "waits"} <= {name.rstrip(" 0123456789") for name in names}
 
 
 def test_a_rate_is_that_of_the_bytes_in_its_bin() -> None:

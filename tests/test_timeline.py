@@ -313,9 +313,10 @@ def test_a_chrome_trace_holds_every_span_and_survives_json(tmp_path: Path) -> No
     start = now_ns()
     some = [
         Span("forward", "model", start + 5, start + 105_003, "main"),
-        Span("read", "1024 KiB", start + 1_000, start + 3_000, "io-0"),
-        Span("read", "1024 KiB", start + 2_000, start + 4_000, "io-1"),
-        Span("wait", "drive", start + 3_000, start + 3_500, "main"),
+        Span("read", "1024 KiB", start + 1_000, start + 3_000, "io-0", flow=7),
+        Span("read", "1024 KiB", start + 2_000, start + 4_000, "io-1", flow=7),
+        Span("wait", "drive", start + 3_000, start + 4_500, "main", flow=7),
+        Span("wait", "drive", start + 5_000, start + 5_500, "main", flow=8),  # for a write
     ]
     trace = json.loads(write_chrome_trace(Timeline(some, start, start + 200_000, "main"), tmp_path / "trace.json", rank=3).read_text())
     assert trace == chrome_trace(Timeline(some, start, start + 200_000, "main"), rank=3)
@@ -333,8 +334,11 @@ def test_a_chrome_trace_holds_every_span_and_survives_json(tmp_path: Path) -> No
     }
     assert again == {(s.resource, s.name, s.start_ns, s.stop_ns, s.thread) for s in some}
     assert {event["pid"] for event in trace["traceEvents"]} == {3}
-    assert sorted(names[event["tid"]] for event in complete) == ["drive reads", "drive reads 2", "training: forward", "waits"]
-    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+    assert sorted(names[event["tid"]] for event in complete) == ["drive reads", "drive reads 2", "training: forward", "waits", "waits"]
+    arrows = [event for event in trace["traceEvents"] if event["ph"] in "sf"]
+    found = [(event["ph"], names[event["tid"]], trace["baseTimeNanoseconds"] + round(event["ts"] * 1e3) - start) for event in arrows]
+    assert found == [("s", "drive reads 2", 3_999), ("f", "training: forward", 4_500)]
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "s", "f"}
 
 
 @settings(max_examples=100, deadline=None)

@@ -103,6 +103,8 @@ class Span:
     """Whose work it was, or who noted it."""
     holds: bool = True
     """The thread did nothing else meanwhile."""
+    flow: int = 0
+    """The number of the transfer that this is, or waits for; 0 for none."""
 
 
 class _Thread(threading.local):
@@ -129,12 +131,13 @@ class phase:  # a verb, as contextlib's are
     Args:
         resource: a key of ``RESOURCES``.
         name: of the unit, or of what is waited for.
+        flow: the number of the transfer that this is, or waits for.
     """
 
-    __slots__ = ("label", "name", "outer_ns", "resource", "start_ns")
+    __slots__ = ("flow", "label", "name", "outer_ns", "resource", "start_ns")
 
-    def __init__(self, resource: Resource, name: str = "") -> None:
-        self.resource, self.name = resource, name
+    def __init__(self, resource: Resource, name: str = "", flow: int = 0) -> None:
+        self.resource, self.name, self.flow = resource, name, flow
 
     def __enter__(self) -> None:
         self.label = None
@@ -154,7 +157,7 @@ class phase:  # a verb, as contextlib's are
                 SPENT["update" if self.resource == "update" else f"wait: {self.name.partition(':')[0]}"] += taken - _thread.inner_ns
             _thread.inner_ns = self.outer_ns + taken
         if _RECORDERS:
-            note(self.resource, self.name, self.start_ns, now_ns(), holds=True)
+            note(self.resource, self.name, self.start_ns, now_ns(), holds=True, flow=self.flow)
             for recorder in _RECORDERS:
                 recorder.open.pop(self, None)
         if self.label is not None:
@@ -169,10 +172,10 @@ class phase:  # a verb, as contextlib's are
         return inside
 
 
-def note(resource: Resource, name: str, start_ns: int, stop_ns: int, holds: bool = False) -> None:
+def note(resource: Resource, name: str, start_ns: int, stop_ns: int, holds: bool = False, flow: int = 0) -> None:
     """Keep a span that is over, of work in the background of the calling thread (or that held it). Times are ``now_ns()``'s."""
     for recorder in _RECORDERS:
-        recorder.spans.append(Span(resource, name, start_ns, stop_ns, threading.current_thread().name, holds))
+        recorder.spans.append(Span(resource, name, start_ns, stop_ns, threading.current_thread().name, holds, flow))
 
 
 class Recorder:
@@ -346,9 +349,10 @@ _DAY_NS = 86_400 * 10**9
 
 
 def chrome_trace(timeline: Timeline, rank: int = 0) -> dict[str, Any]:
-    """The spans as Chrome trace events: a process for the rank, a thread for each resource (or more, where its spans overlap).
+    """The spans as Chrome trace events: a process for the rank, a thread for each resource (or more, where its spans overlap), and arrows from each
+    read to what used it.
 
-    Format: "Trace Event Format", complete events; times in microseconds from ``baseTimeNanoseconds`` on, as torch.profiler writes them.
+    Format: "Trace Event Format", complete and flow events; times in microseconds from ``baseTimeNanoseconds`` on, as torch.profiler writes them.
     """
     base = timeline.start_ns // _DAY_NS * _DAY_NS  # a double has no room for nanoseconds since 1970; and ranks share it
     events: list[dict[str, Any]] = []
@@ -358,16 +362,38 @@ def chrome_trace(timeline: Timeline, rank: int = 0) -> dict[str, Any]:
             events.append({"ph": "M", "name": f"{kind}_{key}", "pid": rank, "tid": tid, "args": {key: value}})
 
     name("process", f"rank {rank}", 0, rank)
-    tid = 0
+    tid, rows = 0, list[tuple[Span, int]]()
     for resource in RESOURCES:
         for number, lane in enumerate(_lanes(span for span in timeline.spans if span.resource == resource), 1):
             tid += 1
             name("thread", LABELS[resource] if number == 1 else f"{LABELS[resource]} {number}", tid, tid)
+            rows += [(span, tid) for span in lane]
             for span in lane:
                 start, duration = (span.start_ns - base) / 1e3, (span.stop_ns - span.start_ns) / 1e3
                 event = {"ph": "X", "cat": resource, "name": span.name or resource, "pid": rank, "tid": tid, "ts": start, "dur": duration}
                 events.append({**event, "args": {"thread": span.thread}})
+    for read, source, user, target, at_ns in _arrows(rows):
+        flow = {"cat": "read", "name": "to its use", "id": f"{rank}.{read.flow}", "pid": rank}
+        events.append({**flow, "ph": "s", "tid": source, "ts": (max(read.start_ns, read.stop_ns - 1) - base) / 1e3})
+        events.append({**flow, "ph": "f", "bp": "e", "tid": target, "ts": (at_ns - base) / 1e3, "args": {"use": user.name or user.resource}})
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
+
+
+def _arrows(rows: Iterable[tuple[Span, int]]) -> Iterator[tuple[Span, int, Span, int, int]]:
+    """For each read that something waited for: it and its row, the innermost phase around the wait (the wait itself, outside of all) and its row,
+    and when that went on. Of a read in pieces it is the last one.
+    """
+    ordered = sorted(rows, key=lambda row: (row[0].start_ns, -row[0].stop_ns))
+    reads = {span.flow: (span, row) for span, row in sorted(ordered, key=lambda row: row[0].stop_ns) if span.resource == "read" and span.flow}
+    around: dict[str, list[tuple[Span, int]]] = collections.defaultdict(list)
+    for span, row in ordered:
+        phases = around[span.thread]
+        while phases and phases[-1][0].stop_ns <= span.start_ns:
+            phases.pop()
+        if span.resource != "wait" and span.holds:
+            phases.append((span, row))
+        elif span.resource == "wait" and span.flow in reads:
+            yield *reads[span.flow], *(phases[-1] if phases else (span, row)), span.stop_ns
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from zk.monitor.start import say
-from zk.timeline import Recorder, Span, Timeline, chrome_trace, now_ns
+from zk.timeline import Recorder, Span, Timeline, chrome_trace, note, now_ns
 
 _BIN_NS = 10_000_000  # of the drive's rate
 _LEAST_NS = 2_000_000  # between two readings of the bytes on each tier
@@ -47,6 +48,7 @@ class profile:  # a verb, as contextlib's are
         self.recorder: Recorder | None = None
         self.readings: list[Reading] = []
         self.last_ns = 0
+        self.entered: dict[str, int] = {}  # unit -> when its forward began
         self.handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
         if skip == 0:
             self._start()
@@ -55,8 +57,8 @@ class profile:  # a verb, as contextlib's are
         self.recorder = Recorder(self.optimizer.device)
         for held in self.optimizer.held:
             for module in held.unit.anchors:
-                self.handles.append(module.register_forward_pre_hook(self._read))
-                self.handles.append(module.register_forward_hook(self._read))
+                self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, held.unit.name)))
+                self.handles.append(module.register_forward_hook(functools.partial(self._leave, held.unit.name)))
         self.handles.append(self.optimizer.register_step_pre_hook(self._read))
         self.recorder.__enter__()
         self._read()
@@ -67,6 +69,14 @@ class profile:  # a verb, as contextlib's are
         if now - self.last_ns >= _LEAST_NS:
             self.last_ns = now
             self.readings.append((now, bytes_by_tier(self.optimizer)))
+
+    def _enter(self, unit: str, *_: Any) -> None:
+        self.entered[unit] = now_ns()
+        self._read()
+
+    def _leave(self, unit: str, *_: Any) -> None:
+        note("forward", unit, self.entered.pop(unit, now_ns()), now_ns(), holds=True)
+        self._read()
 
     def _after_step(self, *_: Any) -> None:
         if self.recorder is None:

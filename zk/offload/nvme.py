@@ -87,12 +87,16 @@ def can_bypass_cache(directory: str) -> bool:
             os.unlink(probe)
 
 
+_FLOWS = itertools.count(1)  # of requests, for timelines
+
+
 class Request:
     """One read or write in flight. The tensor must stay as it is until ``wait()`` has returned."""
 
     def __init__(self, what: str, pieces: int, timeout_s: float, finish: Callable[[], None] | None) -> None:
         self.what, self.timeout_s = what, timeout_s
         self.left, self.finish = pieces, finish
+        self.flow = next(_FLOWS)
         self.unbegun, self.given_up = pieces, False
         self.error: BaseException | None = None
         self.reported = False  # somebody has waited for it
@@ -478,7 +482,7 @@ class File:
                 self.read_nbytes += sum(stop - start for start, stop in pieces)
         try:
             for start, stop in pieces:
-                piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write)
+                piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write, request.flow)
                 self.engine.submit(request, piece)
         except BaseException as error:  # Ctrl-C, say: whoever closes the file must not wait for what will not come
             request._give_up(error)
@@ -503,7 +507,7 @@ class File:
         assert self.checksums is not None
         self.checksums.check(lambda _: self.paths[0], offset, data)
 
-    def _move(self, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
+    def _move(self, data: memoryview, address: int, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
         """Move one piece, all of it, on an I/O thread."""
         stripe, place = self._locate(offset)
         path, direct, cached = self.paths[stripe], self.direct[stripe], self.cached[stripe]
@@ -527,7 +531,7 @@ class File:
             else:
                 descriptor, buffer = direct, data[moved : moved + whole]
             try:
-                with phase("write" if write else "read", f"{len(buffer) >> 10} KiB at {position}"):
+                with phase("write" if write else "read", f"{len(buffer) >> 10} KiB at {position}", flow):
                     now = call(descriptor, [buffer], position)
             except InterruptedError:
                 continue
@@ -676,9 +680,9 @@ class Excerpts(File):
         self.checksums.check(lambda start: self.paths[self._locate(start)[0]], offset, data, "read", _REMEDY)
         self.checksums.note(self.checksums.of(offset, data, known=False))
 
-    def _move(self, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
+    def _move(self, data: memoryview, address: int, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
         try:
-            super()._move(data, address, offset, write, bounce)
+            super()._move(data, address, offset, write, flow, bounce)
         finally:
             self._refuse_changed(self._locate(offset)[0])
 

@@ -171,7 +171,7 @@ class Spill:
         """Wait, and count the time."""
         start = time.perf_counter()
         try:
-            with phase("wait", "drive"):
+            with phase("wait", "drive", request.flow if isinstance(request, Request) else 0):
                 request.wait()
         finally:
             self.traffic.stall_ms += (time.perf_counter() - start) * 1e3
