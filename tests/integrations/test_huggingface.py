@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import re
 import runpy
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import zk
 from tests.integrations.families import FAMILIES, data, make
 from tests.models import DEVICE
 from tests.world import run_world
-from zk.integrations.huggingface import ZeroAdamW, ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin
+from zk.integrations.huggingface import ZeroAdamW, ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -446,6 +449,20 @@ def test_deepspeeds_json_is_taken_as_it_is_with_auto_from_the_arguments(tmp_path
     assert history(ours) == history(same)
     rounded = made(ZeroTrainer, "gpt2", tmp_path, more={**more, "bf16": True}, zero=DEEPSPEED)
     assert rounded._zero_config.dtype is torch.bfloat16
+
+
+def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    command = ["--output_dir", str(tmp_path), "--deepspeed", str(tmp_path / "ds.json"), "--report_to", "none", "--max_steps", "1"]
+    is_there = importlib.util.find_spec("deepspeed") is not None
+    with contextlib.nullcontext() if is_there else pytest.raises(PackageNotFoundError, match="deepspeed"):  # what a script meets first
+        tf.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(command)
+    (args,) = tf.HfArgumentParser(ZeroTrainingArguments).parse_args_into_dataclasses([*command, "--lr_scheduler_type", "cosine"])
+    assert args.deepspeed is None and args.zero == str(tmp_path / "ds.json") and "zero" not in args.to_dict()
+    trainer = ZeroTrainer(model=make("gpt2"), args=args, train_dataset=data("gpt2", 8))
+    assert (trainer._zero_config.stage, trainer._zero_config.param_tier) == (3, "host")
+    with pytest.raises(ValueError, match=r"ZeroTrainingArguments\(deepspeed=.* and zero= are both given; keep one"):
+        ZeroTrainer(model=make("gpt2"), args=args, zero={"stage": 2})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ except ImportError:
 
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # as the Trainer calls them
 _REFUSED = {  # TrainingArguments -> what to do instead
-    "deepspeed": "remove it, and give the file as zero=, which reads it",
+    "deepspeed": "give the file as zero=, or use ZeroTrainingArguments, which read it",
     "fsdp": "remove it: stage=3 does what it does",
     "torch_compile": "compile the blocks of the model instead (block.compile())",
     "bf16_full_eval": "remove it: with bf16=True the parameters are bf16 already",
@@ -43,11 +43,23 @@ _REFUSED = {  # TrainingArguments -> what to do instead
 }
 
 
+@dataclasses.dataclass
+class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
+    """TrainingArguments whose ``deepspeed``, the path or dict of DeepSpeed's JSON, is read by a ZeroTrainer: for scripts that take
+    ``--deepspeed ds.json`` (``HfArgumentParser(ZeroTrainingArguments)``). transformers' own look for DeepSpeed as soon as they are made.
+    """
+
+    def __post_init__(self) -> None:
+        self.zero, self.deepspeed = self.deepspeed, None  # type: ignore[has-type]
+        super().__post_init__()
+
+
 class ZeroTrainerMixin:
     """Lets a Trainer train with ZeroOptimizer: ``class MyTrainer(ZeroTrainerMixin, Trainer)``.
 
     Args:
-        zero: a ZeroConfig, its fields as a dict, or DeepSpeed's JSON, as a path or a dict, whose "auto" is what ``TrainingArguments`` say.
+        zero: a ZeroConfig, its fields as a dict, or DeepSpeed's JSON, as a path or a dict, whose "auto" is what ``TrainingArguments`` say; None:
+            what ``ZeroTrainingArguments(deepspeed=)`` has, or all defaults.
             Without ``dtype`` it follows ``TrainingArguments``: ``bf16=True`` means bf16 parameters with fp32 masters, without autocast;
             ``fp16=True`` the same in fp16 with zk's dynamic loss scale. ``dtype="fp32"`` beside ``bf16=True`` keeps autocast over fp32
             parameters.
@@ -87,8 +99,12 @@ class ZeroTrainerMixin:
         self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
         self._losses: list[Any] = []  # theirs, not handed out yet
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if (said := getattr(arguments, "zero", None)) is not None:
+            if zero is not None:
+                raise ValueError(f"ZeroTrainingArguments(deepspeed={said!r}) and zero= are both given; keep one of them")
+            zero = said
         if is_deepspeed(zero):
-            arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
             zero = for_trainer(zero, TrainingArguments("tmp_trainer") if arguments is None else arguments)  # type: ignore[arg-type]
         assert not isinstance(zero, (str, os.PathLike))
         config = self._zero_config = zero if isinstance(zero, ZeroConfig) else ZeroConfig(**(zero or {}))
