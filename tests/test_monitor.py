@@ -24,7 +24,7 @@ from zk import ZeroOptimizer
 from zk.monitor import measured
 from zk.monitor.progress import rates_line
 from zk.monitor.rates import Rates, counts_of, loggable, reason_of
-from zk.monitor.summary import sizes_of, traffic_of
+from zk.monitor.summary import placed_of, sizes_of, traffic_of
 from zk.monitor.words import seconds
 from zk.offload import cpu_adam_numba
 from zk.offload.worker import Worker
@@ -85,7 +85,8 @@ def test_summary_says_stage_precision_ranks_and_where_bytes_are(tmp_path: Path) 
 
 def test_summary_counts_the_bytes_that_a_step_moves(tmp_path: Path) -> None:
     with wrapped(24, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as optimizer:
-        expected = traffic_of(optimizer, sizes_of(optimizer))
+        placed = placed_of(optimizer)
+        expected = traffic_of(optimizer, placed, sizes_of(optimizer, placed))
         for _ in range(3):
             before = optimizer.metrics()
             step(optimizer)

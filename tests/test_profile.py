@@ -14,6 +14,7 @@ from torch import nn
 import zk
 from tests.test_monitor import step, wrapped
 from zk.monitor.profile import bytes_by_tier, counters
+from zk.monitor.runfile import COLUMNS, FILE, read
 from zk.timeline import LABELS, RESOURCES, Span, Timeline
 
 
@@ -89,11 +90,14 @@ def test_the_callbacks_record_steps_of_trainer_and_lightning(tmp_path: Path, mon
     pytest.importorskip("transformers")
     lightning = pytest.importorskip("lightning")
     from tests.integrations.test_huggingface import made
-    from zk.integrations.huggingface import ZeroProfile, ZeroTrainer
+    from zk.integrations.huggingface import ZeroProfile, ZeroRun, ZeroTrainer
 
     trainer = made(ZeroTrainer, "gpt2", tmp_path, more={"max_steps": 3, "save_strategy": "no", "eval_strategy": "no"}, zero={"stage": 2})
     trainer.add_callback(ZeroProfile(tmp_path / "trainer.json", steps=1))
+    trainer.add_callback(ZeroRun(tmp_path / "trainer"))
     trainer.train()
+    written = read(tmp_path / "trainer" / FILE)
+    assert (written["state"], written["done"], written["total"]) == ("ended", 3, 3) and "accumulate" in written["about"]
     assert "MiB on host" in tracks(tmp_path / "trainer.json")[0]
 
     import zk.integrations.lightning as zl
@@ -111,6 +115,8 @@ def test_the_callbacks_record_steps_of_trainer_and_lightning(tmp_path: Path, mon
 
     monkeypatch.chdir(tmp_path)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "callbacks": [zl.ZeroProfile("lightning.json", steps=2)], **quiet}
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "callbacks": [zl.ZeroProfile("lightning.json", steps=2), zl.ZeroRun()], **quiet}
     lightning.Trainer(strategy="zk_stage_3_offload", **options).fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
     assert "optimizer update" in tracks(tmp_path / "lightning.json")[1]
+    written = read(tmp_path / FILE)
+    assert (written["state"], written["done"], written["total"]) == ("ended", 4, 4) and written["rows"][-1][COLUMNS.index("loss")] is not None

@@ -34,9 +34,13 @@ def read_json(name: str) -> dict[str, Any]:
 def write_json(name: str, content: dict[str, Any]) -> None:
     """Replace a JSON file in the cache folder, at once, so that readers never see half of it; nothing where it cannot be written."""
     folder = cache_folder()
-    if folder is None:
-        return
-    passing = folder / f".{name}.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        passing.write_text(json.dumps(content, indent=1))
-        passing.replace(folder / name)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            replace_text(folder / name, json.dumps(content, indent=1))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file, at once, so that readers never see half of it."""
+    passing = path.with_name(f".{path.name}.{os.getpid()}")
+    passing.write_text(text)
+    passing.replace(path)

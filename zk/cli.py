@@ -29,7 +29,7 @@ def train(
         list[Path] | None,
         typer.Option(help="Text to learn from; may be repeated. Default: Python's own documentation and sources.", exists=True, dir_okay=False),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the model and the picture.")] = Path("runs/latest"),
+    out: Annotated[Path, typer.Option(help="Folder for the model, the report, and what zk watch reads.")] = Path("runs/latest"),
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
@@ -193,6 +193,42 @@ def plan(
         pictures = picture.draw(found, plot) if plot is not None else []
     if plot is not None:
         typer.echo("\n".join(map(str, pictures)) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as zk train's --out.")],
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end. So it is where there is no terminal.")] = False,
+) -> None:
+    """Show a run while it trains: memory by tier, where the time of a step goes, rates, and what would make it faster."""
+    import contextlib
+
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from zk.monitor.watch import frames
+
+    console = Console(highlight=False)
+    with mendable("watch"):
+        if once or not console.is_terminal:
+            typer.echo(next(iter(frames(run))))
+            return
+        with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+            for text in frames(run):
+                live.update(Text(text), refresh=True)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as zk train's --out.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in that folder.")] = None,
+) -> None:
+    """Write a run as one HTML file: loss, memory by tier, where the time went, configuration, and the plan against what was measured."""
+    from zk.monitor.report import write
+
+    with mendable("report"):
+        typer.echo(write(run, out))
 
 
 @app.command()

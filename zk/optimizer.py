@@ -48,7 +48,7 @@ from zk.memory import overwrite, ranks_here, trim
 from zk.monitor import stop
 from zk.monitor.rates import Rates
 from zk.monitor.start import begin
-from zk.monitor.summary import Summary, summary_of
+from zk.monitor.summary import Summary, nbytes_of, summary_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
@@ -1283,23 +1283,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
         training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.
         """
-        sizes: dict[str, float] = {}
-
-        def add(tier: str, kind: str, nbytes: int) -> None:
-            sizes[f"{tier}_{kind}_nbytes"] = sizes.get(f"{tier}_{kind}_nbytes", 0) + nbytes
-
-        for held in self.held:
-            for kind, nbytes in held.nbytes.items():
-                add("device" if kind == "gathered" else held.param_tier, kind, nbytes)
-            for tier, kind, nbytes in held.shard.nbytes if held.shard is not None else ():
-                add(tier, kind, nbytes)
-        on_cpu = self.held[0].unit.device.type == "cpu"
-        add("host" if on_cpu and self.config.optimizer_tier != "device" else "device", "grad", self.grads.nbytes)
         prefetcher, nvme = self.partition.prefetcher, self.tiers.get("nvme")
-        moved: dict[str, float] = {}
-        if isinstance(nvme, NVMeTier):
-            add("host", "buffer", nvme.spill.buffer_nbytes)
-            moved = nvme.metrics()
+        moved: dict[str, float] = nvme.metrics() if isinstance(nvme, NVMeTier) else {}
         if self.transfer.nbytes:
             moved["pinned_nbytes"] = self.transfer.nbytes
         if self.saver is not None:
@@ -1312,7 +1297,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "gathers": prefetcher.uses,
             "prefetch_hits": prefetcher.hits,
             **moved,
-            **sizes,
+            **{f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in nbytes_of(self).items()},
             **self.rates.take(),
         }
 

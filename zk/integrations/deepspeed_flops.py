@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zk.integrations.deepspeed_config import Settings
 from zk.monitor.start import say
@@ -36,6 +35,8 @@ class Flops:
         if phase in self.found:
             yield
             return
+        from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+
         counter, start = FlopCounterMode(display=False), self.now()
         with counter:
             yield

@@ -25,6 +25,7 @@ from zk.long_context import long_context as make_long
 from zk.memory import host_memory
 from zk.monitor.profile import profile
 from zk.monitor.rates import Rates, loggable
+from zk.monitor.runfile import RunFile
 from zk.optimizer import ZeroOptimizer
 from zk.pretrained import load_pretrained
 
@@ -328,6 +329,37 @@ class ZeroProfile(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile is not None:
             self.profile.close()
+
+
+class ZeroRun(TrainerCallback):  # type: ignore[misc]
+    """Writes the file that ``zk watch`` and ``zk report`` read: ``callbacks=[ZeroRun()]``, into ``output_dir``, or ``ZeroRun(FOLDER)``.
+
+    Tokens are counted where ``TrainingArguments(include_num_input_tokens_seen=)`` says so. Evaluation and saving are no part of a step.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder, self.tokens = folder, 0
+        self.run: RunFile | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        folder, self.tokens = args.output_dir if self.folder is None else self.folder, int(state.num_input_tokens_seen)
+        about = {"batch": args.per_device_train_batch_size, "accumulate": args.gradient_accumulation_steps, "lr": args.learning_rate}
+        self.run = RunFile(unwrapped(optimizer), folder, state.max_steps, done=state.global_step, about=about)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.run is not None
+        tokens, self.tokens = int(state.num_input_tokens_seen) - self.tokens, int(state.num_input_tokens_seen)
+        self.run.step(next((line["loss"] for line in reversed(state.log_history) if "loss" in line), None), tokens)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.run is not None:
+            self.run.restart()
+
+    on_evaluate = on_save
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.run is not None
+        self.run.close()
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

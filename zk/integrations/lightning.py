@@ -11,8 +11,11 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from zk.integrations.lightning_checkpoint import consolidate
 from zk.integrations.lightning_common import Precision
@@ -20,8 +23,9 @@ from zk.integrations.lightning_fabric import FabricStrategy
 from zk.integrations.lightning_strategy import TrainerStrategy
 from zk.monitor.profile import profile
 from zk.monitor.rates import Rates, loggable
+from zk.monitor.runfile import RunFile
 
-__all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroProfile", "ZeroStrategy", "consolidate", "of"]
+__all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroProfile", "ZeroRun", "ZeroStrategy", "consolidate", "of"]
 
 # name of a strategy -> fields of ZeroConfig
 NAMES: dict[str, dict[str, Any]] = {
@@ -49,9 +53,7 @@ class _Metrics:
             self.rates.restart()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        zero = getattr(trainer.strategy, "zero", None)
-        if zero is None:
-            raise RuntimeError(f"ZeroMetrics reads the optimizer of zk's strategies; this Trainer has {type(trainer.strategy).__name__}")
+        zero = _zero(trainer, "ZeroMetrics reads")
         if self.rates is None or self.rates.optimizer() is not zero:
             self.rates = Rates(zero)
         if trainer._logger_connector.should_update_logs:
@@ -67,13 +69,54 @@ class _Profile:
         self.path, self.steps, self.skip = path, steps, skip
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        zero = getattr(trainer.strategy, "zero", None)
-        if zero is None:
-            raise RuntimeError(f"ZeroProfile records the optimizer of zk's strategies; this Trainer has {type(trainer.strategy).__name__}")
-        self.profile = profile(zero, self.path, steps=self.steps, skip=self.skip)
+        self.profile = profile(_zero(trainer, "ZeroProfile records"), self.path, steps=self.steps, skip=self.skip)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.profile.close()
+
+
+class _Run:
+    """Writes the file that ``zk watch`` and ``zk report`` read: ``callbacks=[ZeroRun(FOLDER)]``; without a folder into ``default_root_dir``.
+
+    Validation is no part of a step.
+    """
+
+    run: RunFile | None = None
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        zero = _zero(trainer, "ZeroRun writes of")
+        total = trainer.estimated_stepping_batches
+        folder = trainer.default_root_dir if self.folder is None else self.folder
+        self.run = RunFile(zero, folder, int(total) if 0 < total < float("inf") else None, done=trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.run is not None
+        if trainer.global_step > self.run.done:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            self.run.step(loss.detach() if isinstance(loss, Tensor) else loss)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.run is not None:
+            self.run.restart()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.run is not None:
+            self.run.close(exception)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.run is not None
+        self.run.close()
+
+
+def _zero(trainer: Any, use: str) -> Any:
+    """The ZeroOptimizer of a Trainer; RuntimeError, with its ``use``, if the strategy has none."""
+    zero = getattr(trainer.strategy, "zero", None)
+    if zero is None:
+        raise RuntimeError(f"{use} the optimizer of zk's strategies; this Trainer has {type(trainer.strategy).__name__}")
+    return zero
 
 
 @functools.cache
@@ -95,6 +138,7 @@ def of(package: str) -> SimpleNamespace:
         ZeroFabricStrategy=strategy("ZeroFabricStrategy", FabricStrategy, fabric),
         ZeroMetrics=combined("ZeroMetrics", _Metrics, trainer.Callback),
         ZeroProfile=combined("ZeroProfile", _Profile, trainer.Callback),
+        ZeroRun=combined("ZeroRun", _Run, trainer.Callback),
     )
     for name, fields in NAMES.items():
         described = ", ".join(f"{key}={value}" for key, value in fields.items()) or "defaults of zk.ZeroConfig"
@@ -108,4 +152,4 @@ if not _installed:
     raise ImportError("zk.integrations.lightning needs Lightning: pip install 'zk-offload[lightning]' (or pytorch-lightning)")
 _made = [of(package) for package in [package for package in _PACKAGES if package in sys.modules] or _installed[:1]]
 ZeroStrategy, ZeroFabricStrategy, ZeroMetrics = _made[0].ZeroStrategy, _made[0].ZeroFabricStrategy, _made[0].ZeroMetrics
-ZeroProfile = _made[0].ZeroProfile
+ZeroProfile, ZeroRun = _made[0].ZeroProfile, _made[0].ZeroRun

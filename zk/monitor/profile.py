@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +15,12 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from zk.monitor.start import say
+from zk.monitor.summary import nbytes_of, rows_of
 from zk.timeline import Recorder, Span, Timeline, chrome_trace, note, now_ns
 
 _BIN_NS = 10_000_000  # of the drive's rate
 _LEAST_NS = 2_000_000  # between two readings of the bytes on each tier
+_SHARE = 200  # and so many times what the last one took
 Reading = tuple[int, dict[str, int]]  # time, tier -> bytes
 
 
@@ -47,7 +50,7 @@ class profile:  # a verb, as contextlib's are
         self.path = Path(path) if rank == 0 else Path(path).with_stem(f"{Path(path).stem}-rank{rank}")
         self.recorder: Recorder | None = None
         self.readings: list[Reading] = []
-        self.last_ns = 0
+        self.next_ns = 0
         self.entered: dict[str, int] = {}  # unit -> when its forward began
         self.handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
         if skip == 0:
@@ -66,9 +69,9 @@ class profile:  # a verb, as contextlib's are
     def _read(self, *_: Any) -> None:
         """Note the bytes on each tier, unless that was done a moment ago."""
         now = now_ns()
-        if now - self.last_ns >= _LEAST_NS:
-            self.last_ns = now
+        if now >= self.next_ns:
             self.readings.append((now, bytes_by_tier(self.optimizer)))
+            self.next_ns = now + max(_LEAST_NS, _SHARE * (now_ns() - now))
 
     def _enter(self, unit: str, *_: Any) -> None:
         self.entered[unit] = now_ns()
@@ -84,7 +87,7 @@ class profile:  # a verb, as contextlib's are
             if self.skip <= 0:
                 self._start()
             return
-        self.last_ns = 0
+        self.next_ns = 0
         self._read()
         self.left -= 1
         if self.left == 0:
@@ -114,21 +117,10 @@ class profile:  # a verb, as contextlib's are
 
 def bytes_by_tier(optimizer: Any) -> dict[str, int]:
     """Bytes of this rank's training state on each tier now: "device", "host" and "nvme"; where device and host are one memory, "host"."""
-    found = {"host": 0} if optimizer.transfer.joined else {"device": 0, "host": 0}
-
-    def add(tier: str, nbytes: int) -> None:
-        tier = "host" if tier == "device" and optimizer.transfer.joined else tier
-        found[tier] = found.get(tier, 0) + nbytes
-
-    for held in optimizer.held:
-        for kind, nbytes in held.nbytes.items():
-            add("device" if kind == "gathered" else held.param_tier, nbytes)
-        for tier, _, nbytes in held.shard.nbytes if held.shard is not None else ():
-            add(tier, nbytes)
-    nvme = optimizer.tiers.get("nvme")
-    if nvme is not None:
-        add("host", nvme.spill.buffer_nbytes)
-    return found
+    found = Counter({"host": 0} if optimizer.transfer.joined else {"device": 0, "host": 0})
+    for row in rows_of(optimizer, nbytes_of(optimizer)).values():
+        found.update(row)
+    return dict(found)
 
 
 def counters(timeline: Timeline, readings: Sequence[Reading], rank: int, base_ns: int) -> Iterator[dict[str, Any]]:
@@ -137,16 +129,16 @@ def counters(timeline: Timeline, readings: Sequence[Reading], rank: int, base_ns
         for tier, value in nbytes.items():
             yield {"ph": "C", "name": f"MiB on {tier}", "pid": rank, "ts": (at - base_ns) / 1e3, "args": {"MiB": value / 2**20}}
     for verb in ("read", "write"):
-        spans = [(span, moved) for span in timeline.spans if span.resource == verb and (moved := _moved(span))]
-        if not spans:
-            continue
-        for start in range(timeline.start_ns, timeline.stop_ns + _BIN_NS, _BIN_NS):
-            parts = [nbytes * _overlap(span, start) / max(1, span.stop_ns - span.start_ns) for span, nbytes in spans]
-            yield {"ph": "C", "name": f"GB/s drive {verb}s", "pid": rank, "ts": (start - base_ns) / 1e3, "args": {"GB/s": sum(parts) / _BIN_NS}}
-
-
-def _overlap(span: Span, start: int) -> int:
-    return max(0, min(span.stop_ns, start + _BIN_NS) - max(span.start_ns, start))
+        bins: defaultdict[int, float] = defaultdict(float)  # bytes by bin
+        for span in timeline.spans:
+            moved = _moved(span) if span.resource == verb else 0
+            first, last = ((at - timeline.start_ns) // _BIN_NS for at in (span.start_ns, span.stop_ns))
+            for number in range(first, last + 1) if moved else ():
+                shared = min(span.stop_ns, timeline.start_ns + (number + 1) * _BIN_NS) - max(span.start_ns, timeline.start_ns + number * _BIN_NS)
+                bins[number] += moved * shared / max(1, span.stop_ns - span.start_ns)
+        for number in range((timeline.stop_ns - timeline.start_ns) // _BIN_NS + 1) if bins else ():
+            ts = (timeline.start_ns + number * _BIN_NS - base_ns) / 1e3
+            yield {"ph": "C", "name": f"GB/s drive {verb}s", "pid": rank, "ts": ts, "args": {"GB/s": bins[number] / _BIN_NS}}
 
 
 def _moved(span: Span) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 
 from zk.memory import host_memory
 from zk.monitor.rates import Rates, reason_of
+from zk.monitor.runfile import RunFile
 from zk.monitor.words import bar, duration, seconds
 
 EVERY_S = 10.0  # between lines where there is no terminal
@@ -63,10 +65,21 @@ class Progress:
         optimizer: the ZeroOptimizer that is stepped.
         total: steps of the whole run; None if that is not known, and then neither is the time that is left.
         done: steps that were taken before, of a run that is resumed.
+        run: a folder for the file that ``zk watch`` and ``zk report`` read; None writes none.
+        about: settings to show in the report.
         file: where lines go to; None is stderr.
     """
 
-    def __init__(self, optimizer: Any, total: int | None = None, *, done: int = 0, file: Any = None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        total: int | None = None,
+        *,
+        done: int = 0,
+        file: Any = None,
+        run: str | os.PathLike[str] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         from zk.monitor.start import is_quiet
 
         if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
@@ -77,6 +90,7 @@ class Progress:
         self.notebook: Any = None
         self.is_shown = optimizer.everyone.rank == 0 and not is_quiet() and self.file is not None
         self.is_terminal = bool(getattr(self.file, "isatty", bool)()) if self.is_shown and not getattr(self.file, "closed", False) else False
+        self.run = None if run is None else RunFile(optimizer, run, total, done=done, about=about)
         self.loss: Any = None
         self.started = self.shown_at = time.monotonic()
         self.width = 0  # of what is in the terminal's line
@@ -92,6 +106,8 @@ class Progress:
         self.done += 1
         self.loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self.rates.tokens += tokens * self.world
+        if self.run is not None:
+            self.run.step(self.loss, tokens * self.world)
         now = time.monotonic()
         since, every = now - self.shown_at, _TERMINAL_S if self.is_terminal or _in_notebook() else EVERY_S
         if self.is_shown and (since >= every or self.done == self.total or self.done == self.first + 1):
@@ -125,8 +141,10 @@ class Progress:
                 self.file.write(f"zk: {line}\n")
             self.file.flush()
 
-    def close(self) -> None:
-        """Show the last line, and end it."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Show the last line, and end it; and the file of the run."""
+        if self.run is not None:
+            self.run.close(error)
         if self.is_shown and self.done > self.first:
             self.is_shown = False
             if self.shown_at < time.monotonic() and self.done != self.total:
@@ -140,4 +158,4 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(error)

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,26 +95,60 @@ class Traffic:
     """From the device to the host."""
 
 
-def sizes_of(optimizer: Any) -> Counter[tuple[str, str]]:
-    """Bytes of this rank by tier and kind at the fullest point of a step, as zk.plan counts them, on the tiers that were chosen."""
-    placed = []
+def nbytes_of(optimizer: Any) -> Counter[tuple[str, str]]:
+    """Bytes of this rank's training state now, by tier and kind."""
+    found = Counter[tuple[str, str]]()
+    for held in optimizer.held:
+        for kind, nbytes in held.nbytes.items():
+            found["device" if kind == "gathered" else held.param_tier, kind] += nbytes
+        for tier, kind, nbytes in held.shard.nbytes if held.shard is not None else ():
+            found[tier, kind] += nbytes
+    on_cpu = optimizer.held[0].unit.device.type == "cpu"
+    found["host" if on_cpu and optimizer.config.optimizer_tier != "device" else "device", "grad"] += optimizer.grads.nbytes
+    if "nvme" in optimizer.tiers:
+        found["host", "buffer"] += optimizer.tiers["nvme"].spill.buffer_nbytes
+    return found
+
+
+def rows_of(optimizer: Any, sizes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Bytes by row of the table and tier; where device and host are one memory, it is "host"."""
+    on_host = {"device": "host"} if optimizer.transfer.joined else {}
+    nbytes = {kind: dict[str, int]() for kind in (*ROWS.values(), REST)}
+    for (tier, kind), amount in sizes.items():
+        row, where = nbytes[ROWS.get(kind, REST)], on_host.get(tier, tier)
+        row[where] = row.get(where, 0) + amount
+    return {kind: row for kind, row in nbytes.items() if any(row.values())}
+
+
+Placed = list[tuple[str, list[tuple[str, int]]]]  # as Placement.tiers_of gives them
+
+
+def placed_of(optimizer: Any) -> Placed:
+    """The tiers of each unit, as they were chosen."""
+    placed: Placed = []
     for held in optimizer.held:
         sections = held.shard.sections if held.shard is not None else ()
         placed.append((held.param_tier, [(section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks]))
+    return placed
+
+
+def sizes_of(optimizer: Any, placed: Placed) -> Counter[tuple[str, str]]:
+    """Bytes of this rank by tier and kind at the fullest point of a step, as zk.plan counts them, with units on these tiers."""
     units, joined = [held.unit for held in optimizer.held], optimizer.transfer.joined
     groups, device, config = optimizer.param_groups, optimizer.device, optimizer.config
     sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rules, groups, device, placed=placed).sizes
-    in_place = sum(held.nbytes.get("in_place", 0) for held in optimizer.held)
+    in_place = sum(held.nbytes.get("in_place", 0) for held, (tier, _) in zip(optimizer.held, placed, strict=True) if tier == "nvme")
     if in_place and ("files", "in_place") not in sizes:
         sizes["nvme", "param"] -= in_place
         sizes["nvme", "in_place"] += in_place
     return sizes
 
 
-def traffic_of(optimizer: Any, sizes: Counter[tuple[str, str]]) -> Traffic:
-    """Bytes that a step of one micro-batch moves."""
+def traffic_of(optimizer: Any, placed: Placed, sizes: Counter[tuple[str, str]]) -> Traffic:
+    """Bytes that a step of one micro-batch moves with units on these tiers. ``sizes``: of ``sizes_of`` them."""
     gathered = sizes["nvme", "param"] + sizes["nvme", "in_place"] + sizes["files", "in_place"]
-    trained = sum(held.nbytes.get("param", 0) for held in optimizer.held if held.param_tier == "nvme" and held.shard is not None)
+    on_drive = (held for held, (tier, _) in zip(optimizer.held, placed, strict=True) if tier == "nvme" and held.shard is not None)
+    trained = sum(held.nbytes.get("param", 0) for held in on_drive)
     grads, state = sizes["nvme", "grad"], sizes["nvme", "master"] + sizes["nvme", "moments"]
     uploaded, offloaded = 0, 0
     if not optimizer.transfer.joined:
@@ -124,15 +159,11 @@ def traffic_of(optimizer: Any, sizes: Counter[tuple[str, str]]) -> Traffic:
 
 def summary_of(optimizer: Any) -> Summary:
     """The summary of a ZeroOptimizer, of this rank."""
-    sizes = sizes_of(optimizer)
-    on_host = {"device": "host"} if optimizer.transfer.joined else {}
-    nbytes = {kind: dict[str, int]() for kind in (*ROWS.values(), REST)}
-    for (tier, kind), amount in sizes.items():
-        row, where = nbytes[ROWS.get(kind, REST)], on_host.get(tier, tier)
-        row[where] = row.get(where, 0) + amount
-    nbytes = {kind: row for kind, row in nbytes.items() if any(row.values())}
+    placed = placed_of(optimizer)
+    sizes = sizes_of(optimizer, placed)
+    nbytes = rows_of(optimizer, sizes)
     capacity = _capacity(optimizer, {tier for row in nbytes.values() for tier in row})
-    return Summary(_heading(optimizer), capacity, nbytes, tuple(_notes(optimizer, traffic_of(optimizer, sizes))))
+    return Summary(_heading(optimizer), capacity, nbytes, tuple(_notes(optimizer, traffic_of(optimizer, placed, sizes))))
 
 
 def _heading(optimizer: Any) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a run, where matplotlib is installed: its loss and its bytes by tier, and the timeline of one step."""
+"""A picture of the timeline of one step, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zk.timeline import Intervals, Timeline
-from zk.train.record import Record
 
-_BYTES = {
-    "param": "#4477aa",
-    "gathered": "#66ccee",
-    "grad": "#ee6677",
-    "master": "#228833",
-    "moments": "#ccbb44",
-    "param copy": "#aa3377",
-    "buffer": "#999933",
-}
 # row -> its color, and what a reader is told it is
 ROWS = {
     "compute": ("#4477aa", "forward, backward"),
@@ -33,59 +23,17 @@ _SHADES = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"}
 _GREY, _PALE = "#555555", "#777777"
 
 
-def _figure(width: float, height: float) -> Any:
-    """An empty figure; None where matplotlib is not installed."""
+def draw_timeline(timeline: Timeline, path: Path, step: int) -> Path | None:
+    """Write a PNG, a row for each resource; None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def draw(record: Record, path: Path) -> Path | None:
-    """Write a PNG of the losses, and of the bytes on each tier during one step; None where matplotlib is not installed."""
-    figure = _figure(11, 4)
-    if figure is None:
-        return None
-    loss_axes, bytes_axes = figure.subplots(1, 2)
-    steps = range(1, len(record.losses) + 1)
-    loss_axes.plot(steps, record.losses, color="#4477aa", linewidth=1, label="training")
-    if record.check_losses:
-        loss_axes.plot(steps, record.check_losses, color="#ee6677", linewidth=1, linestyle="--", label="plain PyTorch")
-    loss_axes.plot(list(record.valid), list(record.valid.values()), "o", color="#222222", label="validation")
-    for step, value in record.valid.items():
-        loss_axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, -16), ha="center")
-    loss_axes.set(xlabel="step", ylabel="loss, nats per byte", title="Loss", ylim=(0, None))
-    loss_axes.legend(frameon=False)
-
-    kinds = list(dict.fromkeys(kind for _, sizes in record.nbytes for kind, nbytes in sizes.items() if nbytes))
-    stacks = [[sizes.get(kind, 0) / 2**20 for _, sizes in record.nbytes] for kind in kinds]
-    colors = [_BYTES.get(kind.partition(" ")[2], "#bbbbbb") for kind in kinds]
-    bytes_axes.stackplot(range(len(record.nbytes)), stacks, labels=kinds, colors=colors, step="post")
-    phases = [phase for phase, _ in record.nbytes]
-    for point, phase in enumerate(phases):
-        if point and phase != phases[point - 1]:
-            bytes_axes.axvline(point, color="#222222", linewidth=0.6, linestyle=":")
-            bytes_axes.text(point + 0.1, bytes_axes.get_ylim()[1], phase, va="top", fontsize=8)
-    bytes_axes.set(xlabel="one step, block by block", ylabel="MiB on this rank", title="Training state by tier", xticks=[])
-    bytes_axes.set_xlim(0, max(1, len(phases) - 1))
-    handles, labels = bytes_axes.get_legend_handles_labels()
-    bytes_axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-    for axes in (loss_axes, bytes_axes):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    return path
-
-
-def draw_timeline(timeline: Timeline, path: Path, step: int) -> Path | None:
-    """Write a PNG, a row for each resource; None where matplotlib is not installed."""
     cells = {row.resource: (f"{row.busy_ms:,.0f} ms", f"{row.share:.0%}" if row.resource != "compute" else "") for row in timeline.overlap()}
     waits = timeline.busy("wait")
     if waits:
         cells["wait"] = (f"{sum(stop - start for start, stop in waits) / 1e6:,.0f} ms", "")
-    figure = _figure(12, 1.7 + 0.5 * len(cells))
-    if figure is None:
-        return None
+    figure = Figure(figsize=(12, 1.7 + 0.5 * len(cells)), layout="constrained")
     axes, whole_ms = figure.subplots(), (timeline.stop_ns - timeline.start_ns) / 1e6
     beside = axes.get_yaxis_transform()  # x: of the axes' width; y: row
 

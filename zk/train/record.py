@@ -1,4 +1,4 @@
-"""The record of a run: its losses and times, its experts in use, its bytes by tier in one step, and the timeline of another."""
+"""The record of a run: its losses and times, its experts in use, and the timeline of one step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ class Record:
     losses: list[float] = dataclasses.field(default_factory=list)
     valid: dict[int, float] = dataclasses.field(default_factory=dict)
     step_ms: list[float] = dataclasses.field(default_factory=list)
-    # one step: (phase, {"device param": bytes, ...}) at each sampling point, in order
-    nbytes: list[tuple[str, dict[str, int]]] = dataclasses.field(default_factory=list)
     check_losses: list[float] = dataclasses.field(default_factory=list)
     routing: list[Routing] = dataclasses.field(default_factory=list)
     profiled: tuple[int, Timeline] | None = None  # number of a step, from 1, and its timeline
@@ -71,22 +69,6 @@ def profiled(model: GPT, device: torch.device, record: Record, step: int) -> Ite
     with _at_blocks(model, mark), Recorder(device) as recorder:
         yield
     record.profiled = (step, recorder.timeline)
-
-
-@contextlib.contextmanager
-def watched(model: GPT, optimizer: zk.ZeroOptimizer, record: Record) -> Iterator[Callable[[str], None]]:
-    """Note the bytes of every tier as one step goes through its phases, block by block."""
-
-    def sample(phase: str) -> None:
-        record.nbytes.append((phase, {f"{tier} {kind}": nbytes for (tier, kind), nbytes in state_nbytes(optimizer).items()}))
-
-    def at_block(block: str, resource: Resource, begins: bool, *_: object) -> None:
-        if begins == (resource == "forward"):  # before a block's forward, and after its backward
-            sample(resource)
-
-    with _at_blocks(model, at_block):
-        sample("start")
-        yield sample
 
 
 @contextlib.contextmanager
@@ -138,13 +120,3 @@ def _needed(
     needed += (master + moments) * updated
     needed += grad * (updated if config.stage == 1 else passes)
     return updated, needed
-
-
-def state_nbytes(optimizer: zk.ZeroOptimizer) -> dict[tuple[str, str], int]:
-    """Bytes of this rank's training state, by tier and kind."""
-    found: dict[tuple[str, str], int] = {}
-    for key, value in optimizer.metrics().items():
-        tier, _, kind = key.removesuffix("_nbytes").partition("_")
-        if key.endswith("_nbytes") and tier in ("device", "host", "nvme"):
-            found[tier, kind.replace("_", " ")] = int(value)
-    return found

@@ -15,17 +15,20 @@ from rich.table import Table
 import zk
 from zk.memory import peak_nbytes
 from zk.monitor.progress import EVERY_S, rates_line
+from zk.monitor.runfile import RunFile
+from zk.monitor.summary import nbytes_of
 from zk.offload.tiers import readable
 from zk.timeline import Timeline
 from zk.train.picture import ROWS
-from zk.train.record import Record, state_nbytes
+from zk.train.record import Record
 
 _FIRST = ("forward", "backward", "update")  # of the training thread's time
 
 
 @contextlib.contextmanager
-def progress(console: Console, optimizer: zk.ZeroOptimizer, steps: int, first: int) -> Iterator[Callable[[Record, int], None]]:
-    """A live bar on a terminal; elsewhere a line for every twentieth of the steps, and every ten seconds."""
+def progress(console: Console, optimizer: zk.ZeroOptimizer, steps: int, run: RunFile) -> Iterator[Callable[[Record, int], None]]:
+    """A live bar on a terminal; elsewhere a line for every twentieth of the steps, and every ten seconds. ``run`` is told of each step."""
+    first = run.done
     columns = ("training", BarColumn(bar_width=24), MofNCompleteColumn(), "{task.fields[status]}", TimeElapsedColumn(), "<", TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=steps, completed=first, status="")
@@ -33,6 +36,7 @@ def progress(console: Console, optimizer: zk.ZeroOptimizer, steps: int, first: i
 
         def advance(record: Record, tokens: int) -> None:
             nonlocal shown_at
+            run.step(record.losses[-1], tokens)
             counts.rates.tokens += tokens
             done = counts.done = len(record.losses)
             loss, since = f"loss {record.losses[-1]:.3f}", time.monotonic() - shown_at
@@ -59,9 +63,9 @@ def _table(title: str, *headings: str, left: int) -> Table:
 def print_state(console: Console, optimizer: zk.ZeroOptimizer, num_params: int) -> None:
     """Bytes of training state by tier and kind."""
     table = _table("training state of this rank", "tier", "what", "MiB", "bytes per parameter of the model", left=2)
-    for (tier, kind), nbytes in state_nbytes(optimizer).items():
+    for (tier, kind), nbytes in nbytes_of(optimizer).items():
         if nbytes:
-            table.add_row(tier, kind, f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
+            table.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
     console.print()
     console.print(table)
 

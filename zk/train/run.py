@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import zk
 from zk.config import check_order, parse_device, parse_dtype
+from zk.monitor.report import write as write_report
+from zk.monitor.runfile import RunFile
 from zk.offload.tiers import readable
 from zk.precision import has_fast_products
 from zk.timeline import phase, write_chrome_trace
@@ -26,7 +28,7 @@ from zk.train import picture, report, resume
 from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
 from zk.train.mixture import MixtureConfig
-from zk.train.record import Record, profiled, routed, watched
+from zk.train.record import Record, profiled, routed
 from zk.train.save import save_model
 from zk.train.sizes import model_of
 
@@ -103,10 +105,6 @@ class PlainTrainer:
         return total
 
 
-def _ignore(phase: str) -> None:
-    """Note nothing."""
-
-
 def train(job: Job) -> Record:
     """Run the job on this rank; the first rank prints and writes files. Returns what it recorded."""
     check_order(job.accumulation, "--accumulation")
@@ -169,21 +167,20 @@ def train(job: Job) -> Record:
     ended = any((job.out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
-    with resume.termination() as asked:
-        with report.progress(console, optimizer, job.steps, first) as advance:
+    about = {"model": repr(job.model), "batch": job.batch, "accumulate": job.accumulate, "lr": job.lr, "seed": job.seed, "text": source}
+    with resume.termination() as asked, RunFile(optimizer, job.out, job.steps, done=first, about=about) as run:
+        with report.progress(console, optimizer, job.steps, run) as advance:
             for step in range(first, job.steps):
                 start = time.perf_counter()
                 everyones = [Text.draw(text.train, job.batch * world, job.model.context, position.draws) for _ in range(job.accumulate)]
                 mine = slice(rank * job.batch, (rank + 1) * job.batch)
                 batches = [(ids[mine].to(device), targets[mine].to(device)) for ids, targets in everyones]
-                traces = job.profile and step == max(0, job.steps - 2)  # late, and not the one that is watched, if there is another
-                watches = step == job.steps - 1
+                traces = job.profile and step == max(0, job.steps - 2)  # late
                 with (
                     profiled(model, device, record, step + 1) if traces else contextlib.nullcontext(),
-                    watched(model, optimizer, record) if watches else contextlib.nullcontext(_ignore) as note,
                     routed(model, optimizer, record),
                 ):
-                    loss = train_step(model, optimizer, batches, note, vertical)
+                    loss = train_step(model, optimizer, batches, vertical)
                 scheduler.step()
                 both = torch.tensor([loss, float(bool(asked))], dtype=torch.float64)
                 optimizer.comm.all_reduce(both)
@@ -209,15 +206,15 @@ def train(job: Job) -> Record:
             written = save_model(optimizer, job.out, {"gpt": repr(dataclasses.asdict(job.model))})
             record.valid[job.steps] = validate(model, text, job, device)
             samples = {"before": position.sample, "after": sample(model, text, job, device)} if job.sample else {}
-            finish(console, job, record, optimizer, samples, written)
+            finish(console, job, record, optimizer, samples, written, run)
         optimizer.close()
         if world > 1:
             torch.distributed.destroy_process_group()
     return record
 
 
-def train_step(model: GPT, optimizer: zk.ZeroOptimizer, batches: list[Batch], note: Callable[[str], None], vertical: bool) -> float:
-    """Train one step of these micro-batches, ``vertical``: block by block; returns the loss. ``note`` is called at the end of each phase."""
+def train_step(model: GPT, optimizer: zk.ZeroOptimizer, batches: list[Batch], vertical: bool) -> float:
+    """Train one step of these micro-batches, ``vertical``: block by block; returns the loss."""
     total = 0.0
     if vertical:
         with phase("backward", "model"):
@@ -227,15 +224,12 @@ def train_step(model: GPT, optimizer: zk.ZeroOptimizer, batches: list[Batch], no
     for ids, targets in batches if not vertical else ():
         with phase("forward", "model"):
             loss = model(ids, targets) / len(batches)
-        note("forward")
         with phase("backward", "model"):
             optimizer.backward(loss)
         with phase("wait", "device: the loss"):
             total += loss.item()
-    note("backward")
     with phase("step", "optimizer"):
         optimizer.step()
-    note("step")
     optimizer.zero_grad()
     return total
 
@@ -262,25 +256,25 @@ def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
     return bytes(number for number in ids[0, prompt.shape[1] :].tolist() if number < 256).decode("utf-8", errors="replace")
 
 
-def finish(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, samples: dict[str, str], model: Path) -> None:
-    """Print the report, and write the trace and the pictures."""
+def finish(
+    console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, samples: dict[str, str], model: Path, run: RunFile
+) -> None:
+    """Print the summary, and write the trace, its picture, and the report."""
     rank, metrics = optimizer.comm.rank, optimizer.metrics()
     report.print_state(console, optimizer, sum(p.numel() for p in optimizer.model.parameters()))
-    files, drawn = [model], list[Path | None]()
-    if record.step_ms and rank == 0:  # else all steps were done before
-        drawn.append(picture.draw(record, job.out / "training.png"))
+    files, more = [model], ""
     if record.profiled is not None:
         step, timeline = record.profiled
         report.print_overlap(console, timeline, step)
-        files.append(write_chrome_trace(timeline, job.out / ("trace.json" if rank == 0 else f"trace-rank{rank}.json"), rank))
-        if rank == 0:
-            drawn.append(picture.draw_timeline(timeline, job.out / "timeline.png", step))
+        trace = write_chrome_trace(timeline, job.out / ("trace.json" if rank == 0 else f"trace-rank{rank}.json"), rank)
+        drawn = picture.draw_timeline(timeline, job.out / "timeline.png", step) if rank == 0 else None
+        files += [trace, drawn] if drawn is not None else [trace]
+        more = f"{' (no picture: matplotlib is not installed)' * (drawn is None)}\n{'':17}open {trace} in https://ui.perfetto.dev"
+    run.content["results"] = {"validation loss": f"{record.valid[0]:.4f} before, {record.valid[job.steps]:.4f} after; nats per byte"}
+    run.close()
+    if rank == 0:
+        files.append(write_report(job.out))
     for when, text in samples.items():
         report.print_sample(console, when, text)
-    saved = ", ".join(str(path) for path in (*files, *drawn) if path is not None)
-    if None in drawn:
-        saved += " (no picture: matplotlib is not installed)"
-    if record.profiled is not None:
-        saved += f"\n{'':17}open {files[-1]} in https://ui.perfetto.dev"
     peak = readable(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else None
-    report.print_summary(console, record, metrics, peak, saved)
+    report.print_summary(console, record, metrics, peak, ", ".join(map(str, files)) + more)

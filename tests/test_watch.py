@@ -1,0 +1,209 @@
+"""The file of a run, and what is made of it: zk watch, zk report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import zk
+from tests.test_monitor import step, waited, wrapped
+from zk import ZeroOptimizer
+from zk.cli import app
+from zk.monitor import advice, measured, report, runfile, watch
+from zk.monitor.runfile import COLUMNS, FILE, RunFile, read, state_of
+
+
+@pytest.fixture
+def optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(runfile, "_ROW_S", 0.0)
+    monkeypatch.setattr(advice, "_LEAST", 0.0)
+    monkeypatch.setattr(measured, "drive", lambda paths: {"read": 1e9, "write": 1e9, "when": 0.0})
+    options: dict[str, Any] = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "host_budget": "8MiB"}
+    with wrapped(8, **options) as made:
+        yield made
+
+
+def trained(optimizer: ZeroOptimizer, run: Path, steps: int = 3, done: int = 0, total: int | None = None) -> dict[str, Any]:
+    """The file of a run that waits for the drive."""
+    with zk.Progress(optimizer, total or done + steps, done=done, run=run, about={"lr": 1e-3}) as progress:
+        for number in range(steps):
+            step(optimizer)
+            waited("drive", 20)
+            progress.step(torch.tensor(3.0 - number), tokens=100)
+    return read(run / FILE)
+
+
+class Page(HTMLParser):
+    """Checks that all tags are closed; collects series, limits, cells and whatever names another file."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.series: dict[str, str] = {}
+        self.limits: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in ("meta", "line"):
+            self.open.append(tag)
+        if "data-series" in found:
+            self.series[str(found["data-series"])] = str(found["points"])
+        if "data-limit" in found:
+            self.limits.append(str(found["data-limit"]))
+        self.outside += [name for name in ("src", "href", "xlink:href", "srcset", "action") if name in found]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        assert tag == "line"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_file_has_all_steps_and_watch_shows_them(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    run = trained(optimizer, tmp_path / "run", 4)
+    passed = time.perf_counter() - start
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in run["rows"]]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and [row["loss"] for row in rows] == [3, 2, 1, 0]
+    assert sum(row["tokens"] for row in rows) == 400 and 0.08 < sum(row["seconds"] for row in rows) <= passed
+    for row in rows:
+        assert row["wait_drive"] >= 0.02 and row["moved_nbytes"] > 0
+        assert sum(row[use] for use in runfile.SPENT) == pytest.approx(row["seconds"], rel=1e-6)
+    run["rates"] = {"step_s": 1.0, "tokens_per_s": 9.0, "wait_share": 0.5, "wait_drive_share": 0.5, "update_share": 0.1, "peak_host_gib": 1.0}
+    run["rates"] |= {"floor_s": 0.5, "floor_share": 0.5}
+    shown = "\n".join(watch.lines(run, state_of(run), "run"))
+    assert re.match(r"zk watch \| run \| step 4/4 \| ended \| \d s\nzk [\d.]+ \| stage 3 \| fp32", shown)
+    assert re.search(r"^host .* \[#*\.*\] .*buffers [\d.]+ MiB, all of the process [\d.]+ [MG]iB \(budget 8.0 MiB\)$", shown, re.M)
+    assert re.search(rf"^{tmp_path} [\d.,]+ [GT]iB +\[#\.+\] .*moments [\d.]+ MiB$", shown, re.M)
+    assert re.search(r"^a step +waiting for the drive 50%, compute 40%, update 10%$", shown, re.M) and "\nloss " in shown
+    assert re.search(r"^rates +9 tok/s \| 1.00 s/step \| 50% waiting: drive", shown, re.M)
+    assert re.search(r"^of what is possible +\[#{10}\.{10}\] 50%", shown, re.M)
+
+
+def test_advice_is_a_budget_and_what_the_planner_says_that_it_saves(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+    run = trained(optimizer, tmp_path / "run")
+    found, needed = run["advice"], 16 * sum(param.numel() for param in optimizer.model.parameters())
+    assert found["host_budget"] == 1 << 30  # as much as is worth writing, not as much as is free
+    on_drive = sum(run["planned"][kind]["nvme"] for kind in ("parameters", "gradients", "moments"))
+    assert found["nbytes"] == on_drive <= needed
+    assert found["drive_s"] == pytest.approx(sum(run["traffic"].values()) / 1e9)
+    said = watch.advice(run)
+    assert re.fullmatch(r'host_budget="1GiB" would keep [\d.]+ MiB more off the drive, and save up to [\d.]+ m?s of a step', said)
+    run["rates"] = {**run["rates"], "step_s": 1.0, "wait_drive_share": 1e-3}
+    assert watch.advice(run).endswith("save up to 1 ms of a step")  # no more than was waited
+    with wrapped(stage=2) as resident:
+        assert trained(resident, tmp_path / "resident")["advice"] is None
+
+
+@pytest.mark.parametrize("error", (None, KeyboardInterrupt(), ValueError("no <room>")))
+def test_how_a_run_ends_is_said(error: BaseException | None, tmp_path: Path) -> None:
+    with wrapped(stage=2) as optimizer:
+        try:
+            with RunFile(optimizer, tmp_path) as run:
+                step(optimizer)
+                run.step()
+                assert state_of(read(tmp_path / FILE)) == "running"
+                if error is not None:
+                    raise error
+        except type(error or AssertionError):
+            pass
+        run.close()  # once
+    expected = {type(None): "ended", KeyboardInterrupt: "interrupted", ValueError: "failed: ValueError('no <room>')"}[type(error)]
+    content = read(tmp_path / FILE)
+    assert state_of(content) == expected and content["done"] == 1
+    Page(report.html(content, expected, "run"))
+    content["state"], done = "running", subprocess.Popen(["true"])
+    done.wait()
+    for process, silent, said in (
+        ([platform.node(), done.pid, time.time()], 0, "died: its process"),
+        ([*content["process"][:2], content["process"][2] - 60], 0, "died: its process"),  # its number has been given to another
+        (content["process"], 300, "running, but not heard of for 5 min"),
+        (["elsewhere", 1, 0.0], 300, "running, but not heard of for 5 min"),
+        (["elsewhere", 1, 0.0], 0, "running"),
+    ):
+        assert state_of({**content, "process": process, "updated": time.time() - silent}).startswith(said)
+
+
+def test_a_resumed_run_goes_on_in_its_file_which_stays_small(
+    optimizer: ZeroOptimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runfile, "_MOST", 4)
+    first = trained(optimizer, tmp_path / "run", 4, total=13)
+    run = trained(optimizer, tmp_path / "run", 10, done=3, total=13)  # the fourth was after the checkpoint
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in run["rows"]]
+    assert len(first["rows"]) == 4 and len(rows) <= 5 and len(run["memory"]) <= 5
+    assert sum(row["steps"] for row in rows) == rows[-1]["step"] == run["done"] == 13 and rows[-1]["loss"] == -6
+    assert sum(row["tokens"] for row in rows) == 1300
+    assert trained(optimizer, tmp_path / "run", 1)["rows"][0][0] == 1  # from the beginning: another run
+    (tmp_path / "run" / FILE).write_text("{}")
+    assert [row[0] for row in trained(optimizer, tmp_path / "run", 1, done=3)["rows"]] == [4] and "its figures begin anew" in caplog.text
+
+
+def test_the_report_is_one_file_with_all_series_and_their_limits(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+    run = trained(optimizer, tmp_path / "a <run>")
+    for row in run["rows"]:
+        for use in ("seconds", "wait_drive"):
+            row[COLUMNS.index(use)] += 1.0
+    (tmp_path / "a <run>" / FILE).write_text(json.dumps(run))
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "a <run>")], catch_exceptions=False)
+    path = tmp_path / "a <run>" / "report.html"
+    assert done.exit_code == 0 and done.output.replace("\n", "") == str(path)
+    text = path.read_text()
+    page = Page(text)
+    assert {"training", "compute", "waiting for the drive", "floor", "parameters", "moments", "buffers", "all of the process"} <= page.series.keys()
+    assert page.series["training"].count(",") == 3 and page.series["moments"].count(",") >= 4
+    assert "budget 8.0 MiB" in page.limits and any(limit.startswith("host ") for limit in page.limits)
+    assert not page.outside and not re.search(r"https?:|url\(|@import|<script", text)
+    for said in ("a &lt;run&gt;", "at the fullest point of a step", "for one micro-batch", "param_tier", "lr", "host_budget="):
+        assert said in text
+    assert watch.advice(read(path.parent / FILE)).split(" would")[0].replace('"', "&quot;") in text
+
+
+def test_commands_say_what_is_missing(tmp_path: Path) -> None:
+    for command in ("watch", "report"):
+        done = CliRunner().invoke(app, [command, str(tmp_path)])
+        assert done.exit_code == 2 and "zk.Progress(optimizer, run=FOLDER)" in " ".join(done.output.split())
+    (tmp_path / FILE).write_text(json.dumps({"columns": []}))
+    done = CliRunner().invoke(app, ["watch", str(tmp_path)])
+    assert done.exit_code == 2 and "is not the file of a run" in " ".join(done.output.split())
+    with wrapped(stage=2) as optimizer, RunFile(optimizer, tmp_path):  # before the first step
+        shown = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"], catch_exceptions=False).output
+    assert "step 0 | running" in shown
+    Page(report.html(read(tmp_path / FILE), "ended", "run"))
+    with wrapped(stage=2) as optimizer, pytest.raises(OSError, match="zk_run"):
+        RunFile(optimizer, tmp_path / FILE)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with wrapped(stage=2) as optimizer:
+        monkeypatch.setattr(optimizer.everyone, "rank", 1)
+        with RunFile(optimizer, tmp_path / "run") as run:
+            step(optimizer)
+            run.step(1.0)
+            run.restart()
+    assert run.done == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_goes_away_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfile, "_WRITE_S", 0.0)
+    with wrapped(stage=2) as optimizer, RunFile(optimizer, tmp_path / "run") as run:
+        shutil.rmtree(tmp_path / "run")
+        for _ in range(3):
+            step(optimizer)
+            run.step(1.0)
+    assert caplog.text.count("could not be written") == 1

@@ -1,0 +1,213 @@
+"""The file of a run, ``zk_run.json``: its figures so far, for ``zk watch`` while it trains and for ``zk report`` at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from zk.cache import replace_text
+from zk.config import ZeroConfig
+from zk.logs import log
+from zk.memory import peak_nbytes, ranks_here
+from zk.monitor.advice import advice_of
+from zk.monitor.rates import REASONS, Rates
+from zk.monitor.summary import nbytes_of, placed_of, rows_of, sizes_of, summary_of, traffic_of
+from zk.monitor.words import duration
+from zk.plan.check import changes
+
+FILE = "zk_run.json"
+SPENT = ("compute", "update", *(f"wait_{reason}" for reason in REASONS.values()), "wait_other")
+COLUMNS = ("step", "steps", "seconds", "tokens", "moved_nbytes", "floor_s", "loss", *SPENT)
+"""Of a row: the number of its last step, how many there are, and of all of them seconds, tokens (of all ranks), bytes to and from the drive,
+seconds if waits were hidden, the last loss, and the seconds of each use of the time."""
+_LOSS = COLUMNS.index("loss")
+_MOST = 400  # rows, and readings of memory; more are joined two by two
+_ROW_S, _WRITE_S, _QUIET_S = 0.05, 1.0, 60.0
+_SHARE = 1e-3  # of the time may go into writing, unless nothing would be seen for ten seconds
+
+
+class RunFile:
+    """Writes the file, at most once a second, so that readers never see half of it. The first rank does, of itself.
+
+    Args:
+        optimizer: the ZeroOptimizer that is stepped.
+        folder: of the file; made if it is not there.
+        total: steps of the whole run, if that is known.
+        done: steps that were taken before; the file that these left is continued.
+        about: settings to show beside zk's own.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+
+    def __init__(
+        self, optimizer: Any, folder: str | os.PathLike[str], total: int | None = None, *, done: int = 0, about: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path = Path(folder) / FILE if optimizer.everyone.rank == 0 else None
+        self.rates, self.done, self.loss = Rates(optimizer), done, None
+        self.rows: list[list[Any]] = []
+        self.memory: list[list[Any]] = []
+        self.content: dict[str, Any] = {}
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if done and self.path.exists():
+            try:
+                before = read(self.path)
+            except ValueError as error:  # no reason not to resume
+                log.warning("%s: its figures begin anew", error)
+            else:
+                self.rows = [row for row in before["rows"] if row[0] <= done]
+                self.memory = [reading for reading in before["memory"] if reading[0] <= done]
+        summary, placed, config = summary_of(optimizer), placed_of(optimizer), optimizer.config
+        sizes = sizes_of(optimizer, placed)
+        traffic, process, ranks = traffic_of(optimizer, placed, sizes), psutil.Process(), ranks_here(optimizer.everyone.world)
+        budgets = {tier: getattr(config, f"{tier}_budget", None) for tier in summary.capacity}
+        self.content = {
+            "heading": summary.heading,
+            "process": [platform.node(), process.pid, process.create_time()],
+            "started": time.time(),
+            "total": total,
+            "capacity": summary.capacity,
+            "budgets": {tier: nbytes for tier, nbytes in budgets.items() if nbytes is not None},
+            "planned": rows_of(optimizer, sizes),
+            "traffic": {"read": ranks * traffic.read, "written": ranks * traffic.written},
+            "zero": {"stage": config.stage, **{name: str(value) for name, value in changes(config, ZeroConfig()).items()}},
+            "about": {name: str(value) for name, value in (about or {}).items()},
+            "results": {},
+            "advice": None,
+        }
+        self.restart()
+        self.next_row = self.next_write = 0.0
+        self.is_heard = False  # that it could not be written
+        replace_text(self.path, self._text("running"))
+
+    def restart(self) -> None:
+        """Begin a row now: the time since the last step was not spent training."""
+        self.rates.restart()
+        self.row_at, self.row_step = time.perf_counter(), self.done
+
+    def step(self, loss: Any = None, tokens: int = 0) -> None:
+        """Count a step. ``loss``: a number or a scalar tensor, which is read when the file is written. ``tokens``: of all ranks."""
+        self.done, self.loss = self.done + 1, loss
+        if self.path is None:
+            return
+        self.rates.tokens += tokens
+        now = time.perf_counter()
+        if now >= self.next_row:
+            self._add_row()
+            self.next_row = now + _ROW_S
+        if now >= self.next_write:
+            self._write("running")
+            taken = time.perf_counter() - now
+            self.next_write = now + min(10 * _WRITE_S, max(_WRITE_S, taken / _SHARE))
+
+    def _add_row(self) -> None:
+        """Add what was measured since the last row."""
+        now, tokens = time.perf_counter(), self.rates.tokens
+        steps, seconds = self.done - self.row_step, now - self.row_at
+        found = self.rates.take()
+        if steps <= 0 or not found:
+            return
+        spent = {name: seconds * found.get(f"{name}_share", 0.0) for name in SPENT[1:]}
+        spent["compute"] = max(0.0, seconds - sum(spent.values()))
+        floor = seconds * found["floor_share"] if "floor_share" in found else None
+        moved = seconds * found.get("drive_gbps", 0.0) * 1e9
+        self.rows.append([self.done, steps, seconds, tokens, moved, floor, self.loss, *(spent[name] for name in SPENT)])
+        self.row_at, self.row_step = now, self.done
+        if len(self.rows) > _MOST:
+            self.rows = [_joined(*self.rows[place : place + 2]) for place in range(0, len(self.rows), 2)]
+
+    def _text(self, state: str) -> str:
+        optimizer = self.rates.optimizer()
+        if optimizer is not None and not optimizer.closed:
+            process, peak = psutil.Process().memory_info().rss, {"host": peak_nbytes()}
+            if optimizer.device.type == "cuda":
+                peak["device"] = round(self.rates.last.get("peak_device_gib", 0.0) * 2**30)
+            self.memory.append([self.done, rows_of(optimizer, nbytes_of(optimizer)), process, peak])
+            if len(self.memory) > _MOST:
+                self.memory = self.memory[1::2]
+            if self.content["advice"] is None:
+                self.content["advice"] = advice_of(optimizer, self.rates)
+        for row in self.rows:
+            row[_LOSS] = None if row[_LOSS] is None else float(row[_LOSS])  # a tensor, until now
+        more = {"state": state, "updated": time.time(), "done": self.done, "rates": self.rates.last, "columns": COLUMNS}
+        return json.dumps({**self.content, **more, "rows": self.rows, "memory": self.memory})
+
+    def _write(self, state: str) -> None:
+        assert self.path is not None
+        try:
+            replace_text(self.path, self._text(state))
+        except OSError as error:  # training goes on
+            if not self.is_heard:
+                log.warning("%s could not be written, and says no more than it did: %s", self.path, error)
+            self.is_heard = True
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write that the run has ended, and by which error; once."""
+        if self.path is None:
+            return
+        self._add_row()
+        self._write("ended" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error!r}")
+        self.path = None
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(error)
+
+
+def _joined(row: list[Any], other: list[Any] | None = None) -> list[Any]:
+    """Two rows as one: the last step and loss, and sums of everything else."""
+    if other is None:
+        return row
+    sums: list[Any] = [None if one is None or two is None else one + two for one, two in zip(row, other, strict=True)]
+    sums[0], sums[_LOSS] = other[0], other[_LOSS]
+    return sums
+
+
+def find(run: str | os.PathLike[str]) -> Path:
+    """The file of a run, given it or its folder. FileNotFoundError if there is none."""
+    path = Path(run)
+    path = path / FILE if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not there: zk train writes it, zk.Progress(optimizer, run=FOLDER) does for a loop of your own, and ZeroRun(FOLDER) for "
+            "Trainer and Lightning"
+        )
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of the file. ValueError for another file."""
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = json.loads(path.read_text())
+    if not isinstance(found, dict) or found.get("columns") != list(COLUMNS):
+        raise ValueError(f"{path} is not the file of a run, or one of another version of zk")
+    return found
+
+
+def state_of(run: Mapping[str, Any]) -> str:
+    """The state of a run: "ended", "interrupted", "failed: ..."; "running", and since when nothing was heard; or that it has died."""
+    if run["state"] != "running":
+        return str(run["state"])
+    node, pid, created = run["process"]
+    try:
+        process = psutil.Process(pid) if node == platform.node() else None
+        if process is not None and (abs(process.create_time() - created) >= 1 or process.status() == psutil.STATUS_ZOMBIE):
+            raise psutil.NoSuchProcess(pid)
+    except psutil.NoSuchProcess:
+        return f"died: its process {pid} is gone, and has not said that it ends"
+    silent = time.time() - run["updated"]
+    return "running" if silent < _QUIET_S + 10 * run["rates"].get("step_s", 0.0) else f"running, but not heard of for {duration(silent)}"
