@@ -47,7 +47,7 @@ SIZES = {
     # 230 and 1,835 for memory that is given back and taken again (parked)
     # 300 and 2,900 for optimizers that run their own step(), and the trial of unknown ones; 60 and 790 for lists of optimizers;
     # 60 and 870 for whole matrices
-    "core": (13_170, 99_210),
+    "core": (13_165, 99_150),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -66,7 +66,7 @@ SIZES = {
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
     # 25 and 285 for what DeepSpeed's estimator says of the same
-    "plan": (1_970, 17_860),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (1_995, 18_150),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from
@@ -84,10 +84,9 @@ SIZES = {
     # 565 and 5735 for runs that are watched, and reported as one HTML file: pages are made of many short pieces
     "monitor": (1_415, 11_960),  # summaries, and what is said at the start; rates, and progress
 }
-# 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows,
-# 7.67 without long sequences, 7.71 without pages of HTML
-# 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows
-TOKENS_PER_LINE = 7.77  # 7.71 without optimizers that run their own step()
+# 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
+# optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces
+TOKENS_PER_LINE = 7.81
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
