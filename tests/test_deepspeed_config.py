@@ -318,6 +318,7 @@ def test_every_key_that_is_honoured_or_translated_is_looked_at_here() -> None:
     elsewhere |= {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}  # test_batch_sizes, test_the_loader
     elsewhere |= {"steps_per_print", "wall_clock_breakdown"}  # tests/test_deepspeed_monitor.py, and so are these
     elsewhere |= {f"{section}.{key}" for section in ("tensorboard", "csv_monitor") for key in ("enabled", "output_path", "job_name")}
+    elsewhere |= {f"flops_profiler.{key}" for key in ("enabled", "profile_step", "module_depth", "top_modules", "detailed", "output_file")}
     elsewhere |= {f"wandb.{key}" for key in ("enabled", "group", "team", "project")}
     options = {f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov")}
     schedules = {f"scheduler.params.{name}" for _, params, _ in SCHEDULES for name in params}
