@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -287,16 +286,7 @@ def resume(case: tuple[str, str, list[Tensor]]) -> str:
     return ", ".join(found)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As ranks have: sums of norms' gradients depend on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread")  # as ranks have: the last bits of sums depend on it
 @pytest.mark.parametrize("name", ["Muon"])
 def test_whole_matrices_go_between_world_sizes_and_tiers(name: str, tmp_path: Path) -> None:
     plain, theirs = wide(name)

@@ -17,15 +17,14 @@ from tests.world import run_world
 TOGETHER = (*(Case(stage, 2) for stage in range(4)), Case(2, 2, "host", overlap_step=True), Case(3, 2, "nvme"), Case(2, 2, sgd=True))
 
 
-def cases_of(name: str) -> list[Case]:
+def case_of(name: str) -> Case:
     """One of the cases, another for the next program."""
-    number = list(PROGRAMS).index(name)
-    return [TOGETHER[number % len(TOGETHER)]]
+    return TOGETHER[list(PROGRAMS).index(name) % len(TOGETHER)]
 
 
 def of_a_rank(names_and_drive: tuple[list[str], str]) -> list[str]:
     names, drive = names_and_drive
-    return [found for name in names for case in cases_of(name) if (found := fault(name, case, dist.get_rank(), drive))]
+    return [found for name in names if (found := fault(name, case_of(name), dist.get_rank(), drive))]
 
 
 @pytest.mark.parametrize("third", range(3))

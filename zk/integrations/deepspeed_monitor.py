@@ -40,10 +40,9 @@ class Monitor:
         self.optimizer, self.rates = optimizer, Rates(optimizer)
         self.prints = settings.count("steps_per_print") if settings.has("steps_per_print") else 0
         self.times: Counter[str] | None = Counter() if settings.flag("wall_clock_breakdown", False) else None
-        profiles = settings.flag("flops_profiler.enabled", False) and optimizer.everyone.rank == 0
-        self.flops = Flops(settings, self._now) if profiles else None
         self.loss: Tensor | None = None  # of the micro batches so far
         is_first = optimizer.everyone.rank == 0
+        self.flops = Flops(settings, self._now) if is_first and settings.flag("flops_profiler.enabled", False) else None
         self.writers: list[Callable[[list[Event]], None]] = []
         for name, make in (("tensorboard", _tensorboard), ("csv_monitor", _csv), ("wandb", _wandb)):
             if settings.flag(f"{name}.enabled", False) and is_first:
@@ -62,8 +61,10 @@ class Monitor:
 
     def counted(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Context: operations inside are counted, where flops_profiler asks for this step."""
-        counts = self.flops is not None and self.flops.step == self.optimizer.counters["steps"] + self.optimizer.counters["skipped_steps"]
-        return self.flops.counted(phase) if self.flops is not None and counts else contextlib.nullcontext()
+        counters = self.optimizer.counters
+        if self.flops is None or self.flops.step != counters["steps"] + counters["skipped_steps"]:
+            return contextlib.nullcontext()
+        return self.flops.counted(phase)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:

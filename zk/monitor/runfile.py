@@ -20,7 +20,7 @@ from zk.logs import log
 from zk.memory import peak_nbytes, ranks_here
 from zk.monitor.advice import advice_of
 from zk.monitor.rates import REASONS, Rates
-from zk.monitor.summary import nbytes_of, placed_of, rows_of, sizes_of, summary_of, traffic_of
+from zk.monitor.summary import nbytes_of, rows_of, summary_of
 from zk.monitor.words import duration
 from zk.plan.check import changes
 
@@ -68,9 +68,8 @@ class RunFile:
             else:
                 self.rows = [row for row in before["rows"] if row[0] <= done]
                 self.memory = [reading for reading in before["memory"] if reading[0] <= done]
-        summary, placed, config = summary_of(optimizer), placed_of(optimizer), optimizer.config
-        sizes = sizes_of(optimizer, placed)
-        traffic, process, ranks = traffic_of(optimizer, placed, sizes), psutil.Process(), ranks_here(optimizer.everyone.world)
+        summary, config = summary_of(optimizer), optimizer.config
+        traffic, process, ranks = summary.traffic, psutil.Process(), ranks_here(optimizer.everyone.world)
         budgets = {tier: getattr(config, f"{tier}_budget", None) for tier in summary.capacity}
         self.content = {
             "heading": summary.heading,
@@ -79,7 +78,7 @@ class RunFile:
             "total": total,
             "capacity": summary.capacity,
             "budgets": {tier: nbytes for tier, nbytes in budgets.items() if nbytes is not None},
-            "planned": rows_of(optimizer, sizes),
+            "planned": summary.nbytes,
             "traffic": {"read": ranks * traffic.read, "written": ranks * traffic.written},
             "zero": {"stage": config.stage, **{name: str(value) for name, value in changes(config, ZeroConfig()).items()}},
             "about": {name: str(value) for name, value in (about or {}).items()},

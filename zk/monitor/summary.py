@@ -43,6 +43,7 @@ class Summary:
     """Kind -> tier -> bytes of this rank."""
     notes: tuple[str, ...]
     """Lines below the table."""
+    traffic: Traffic
 
     def total(self, tier: str) -> int:
         """Bytes of all kinds on a tier."""
@@ -161,9 +162,9 @@ def summary_of(optimizer: Any) -> Summary:
     """The summary of a ZeroOptimizer, of this rank."""
     placed = placed_of(optimizer)
     sizes = sizes_of(optimizer, placed)
-    nbytes = rows_of(optimizer, sizes)
+    nbytes, traffic = rows_of(optimizer, sizes), traffic_of(optimizer, placed, sizes)
     capacity = _capacity(optimizer, {tier for row in nbytes.values() for tier in row})
-    return Summary(_heading(optimizer), capacity, nbytes, tuple(_notes(optimizer, traffic_of(optimizer, placed, sizes))))
+    return Summary(_heading(optimizer), capacity, nbytes, tuple(_notes(optimizer, traffic)), traffic)
 
 
 def _heading(optimizer: Any) -> str:
