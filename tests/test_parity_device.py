@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from tests.parity import Case, run_case
+from tests.parity import Case, run_case, spread
 from tests.test_parity import CASES
 from tests.world import run_world
 
@@ -46,19 +46,19 @@ OVERLAPPED = [
 IN_STEP = {
     1: [
         dataclasses.replace(case, steps=3)
-        for case in DEVICE_CASES
+        for case in spread(DEVICE_CASES)
         if (case.model in ("plain", "elsewhere")) + (case.dtype == "bf16") + (case.accumulation == 1) >= 2
         and (case.stage > 1 or (case.model == "plain" and case.dtype == "bf16"))
     ],
     2: [
         dataclasses.replace(case, steps=3)
-        for case in DEVICE_CASES
+        for case in spread(DEVICE_CASES)
         if case.dtype == "bf16" and case.optimizer == "AdamW" and (case.accumulation == 1) == (case.model != "elsewhere")
         and case.model in ("plain", "elsewhere", "sometimes", "frozen", "unfreezing", "checkpointed", "experts_checkpointed")
     ],
 }
 IN_THE_BACKGROUND = {
-    world: [dataclasses.replace(case, steps=5 if case.model == "unfreezing" else 4) for case in OVERLAPPED if case.stage in stages]
+    world: [dataclasses.replace(case, steps=5 if case.model == "unfreezing" else 4) for case in spread(OVERLAPPED) if case.stage in stages]
     for world, stages in ((1, (0, 3)), (2, (1, 2, 3)))
 }
 
