@@ -40,4 +40,5 @@ IN_PART = (
     "test_tile_sequence.py",
     "test_tiled_linear.py",
     "test_train.py",
+    "test_update_on.py",
 )

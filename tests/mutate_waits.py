@@ -39,6 +39,7 @@ FILES = (
     "zk/offload/tiers.py",
     "zk/offload/state.py",
     "zk/offload/section.py",
+    "zk/offload/streamed.py",
     "zk/offload/attempt.py",
     "zk/speculation.py",
     "zk/delay.py",
@@ -105,7 +106,7 @@ _WAITS = frozenset(
 _TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
 _EVENT = re.compile(r"^(after|(self\.)?uploaded|event|mark|\w+\.mark|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
 # attributes that hold what is to be waited for
-_HOLDERS = frozenset(("reader", "readers", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))
+_HOLDERS = frozenset(("reader", "copies", "left", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))
 _TICKETS = frozenset(("added", "underway", "pending"))
 
 
@@ -346,6 +347,8 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         return
     else:
         yield from _grid(file)
+    if file in ("zk/offload/section.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
+        yield _pytest("tests/test_update_on.py")
     if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/speculation.py"):
         yield _pytest("tests/test_speculation.py")
     if file in ("zk/offload/attempt.py", "zk/delay.py"):

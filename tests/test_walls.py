@@ -47,7 +47,8 @@ SIZES = {
     # 230 and 1,835 for memory that is given back and taken again (parked)
     # 300 and 2,900 for optimizers that run their own step(), and the trial of unknown ones; 60 and 790 for lists of optimizers;
     # 60 and 870 for whole matrices
-    "core": (13_165, 99_150),
+    # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
+    "core": (13_550, 102_600),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -66,7 +67,7 @@ SIZES = {
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
     # 25 and 285 for what DeepSpeed's estimator says of the same
-    "plan": (1_995, 18_150),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (1_997, 18_170),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from
@@ -78,15 +79,16 @@ SIZES = {
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     "train": (1_090, 9_360),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
-    "testing": (110, 670),
+    "testing": (113, 680),
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
+    # 55 and 515 for rates of both sides of the update, and what the summary says of them
     # 565 and 5735 for runs that are watched, and reported as one HTML file: pages are made of many short pieces
-    "monitor": (1_415, 11_960),  # summaries, and what is said at the start; rates, and progress
+    "monitor": (1_470, 12_480),  # summaries, and what is said at the start; rates, and progress
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
-# optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces
-TOKENS_PER_LINE = 7.81
+# optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream
+TOKENS_PER_LINE = 7.82
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
@@ -94,7 +96,8 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one asks the rule for the numbers of a parameter, one for the rule of each group
 STEPS = {2: (28, 141, 12, 8), 3: (28, 140, 12, 8)}
 # two for runs and for optimizers' own steps;
-CLASSES = 70  # in zk/offload and zk/parallel; two for excerpts of the user's files, one for the parts of a model, two for updates that begin early
+# two for excerpts of the user's files, one for the parts of a model, two for updates that begin early, four for states that stream
+CLASSES = 74  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,

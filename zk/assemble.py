@@ -20,13 +20,14 @@ from zk.offload.rules import Rule
 from zk.offload.section import Section, Shadow
 from zk.offload.spill import FileFields, FileGrads, FileParams
 from zk.offload.state import OptimizerShard
-from zk.offload.tiers import MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
+from zk.offload.streamed import Stream
+from zk.offload.tiers import Fields, HostCopies, MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import MEMORY, Group, Solo
 from zk.parallel.grads import GradReducer
 from zk.parallel.partitioned import Partition
-from zk.placement import Placement
+from zk.placement import Place, Placement
 from zk.store import UnitStore, flatten_params
 from zk.units import Unit
 
@@ -48,6 +49,7 @@ class _Room:
 
     param_tier: Tier
     parts: list[_Part]
+    streams: bool
     home: FileParams | None = None
 
 
@@ -84,6 +86,7 @@ class Assembly(Placement):
         }
         self.units: list[Unit] = []
         self.rooms: dict[int, _Room] = {}  # of those that are about to be held, by the id of the unit
+        self.stream: Stream | None = None  # through which the device updates what is not in its memory
         self.room: Mapping[str, int] | None = None  # of each tier, as it was before anything was placed; the same on all ranks
 
     def place(self, units: Sequence[Unit], given_up: Sequence[Unit] = ()) -> None:
@@ -96,11 +99,11 @@ class Assembly(Placement):
         if self.room is None:
             self.room = self._agreed_rooms() if is_auto else rooms(config, self.device, ranks)
         placed = self.tiers_of([*others, *units], self.device, ranks, self.room)[len(others) :]
-        if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts in placed):
+        if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts, _ in placed):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
-        homes = self._in_place(units, [tier for tier, _ in placed], paths) if is_first else {}
-        for unit, (param_tier, names) in zip(units, placed, strict=True):
-            self.rooms[id(unit)] = self._room(unit, param_tier, names, homes.get(id(unit)))
+        homes = self._in_place(units, [tier for tier, *_ in placed], paths) if is_first else {}
+        for unit, its in zip(units, placed, strict=True):
+            self.rooms[id(unit)] = self._room(unit, its, homes.get(id(unit)))
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
@@ -109,7 +112,12 @@ class Assembly(Placement):
         if not self.transfer.joined and self.transfer.arena is None:  # which grows with what comes later
             self.transfer.arena = Arena(self.transfer.link, sum(self._crossing(units)))
         nvme = self.tiers.get("nvme")
+        nbytes = max((self.stream_nbytes(unit, its.parts) for unit, its in zip(units, placed, strict=True) if its.streams), default=0)
+        if nbytes:
+            self.stream = self.stream or Stream(self.transfer)
+            self.stream.reserve(nbytes)
         if isinstance(nvme, NVMeTier):
+            nvme.crosses = self.stream is not None
             nvme.create()
         self.units = [*others, *units]
 
@@ -156,11 +164,11 @@ class Assembly(Placement):
             mine, elements = layout.part(index, layout.shard(self.comm.shard_rank))
             yield place.part(elements, mine.start, unit.dtype.itemsize)
 
-    def _room(self, unit: Unit, param_tier: str, names: Sequence[tuple[str, int]], home: FileParams | None) -> _Room:
+    def _room(self, unit: Unit, place: Place, home: FileParams | None) -> _Room:
         """Find the place of one unit, and its room on the drive, unless its parameters have a ``home`` in the user's files."""
         has_elements, start, uncut = self.layout(unit).numel > 0, 0, self.uncut(unit, self.comm.shard_rank)
-        room = _Room(self.tiers[param_tier if has_elements else "host"], [])
-        for name, numel in names if unit.trained else ():
+        room = _Room(self.tiers[place.param_tier if has_elements else "host"], [], place.streams)
+        for name, numel in place.parts if unit.trained else ():
             room.parts.append(_Part(start, numel, self.tiers[name if has_elements else "host"]))
             start += numel
         if isinstance(room.param_tier, NVMeTier):
@@ -190,8 +198,10 @@ class Assembly(Placement):
                     written = max(written, part.numel * size)
                 elif part.tier.memory == "host":
                     yield round_up(part.numel * size)  # the gradient
-                if part.tier.memory == "host" and (room.param_tier.memory == "device" or not partitioned):
+                if part.tier.memory == "host" and not room.streams and (room.param_tier.memory == "device" or not partitioned):
                     yield round_up(part.numel * size)  # the parameters, to be uploaded
+                if part.tier.name == "host" and room.streams:
+                    yield from (round_up(part.numel * dtype.itemsize) for dtype in self.state_fields(unit)[1].values())
         yield 2 * round_up(written)
         homes = [room.home.piece.nbytes for room in self.rooms.values() if room.home is not None]
         yield self.reads_ahead * max(homes, default=0)
@@ -241,25 +251,36 @@ class Assembly(Placement):
         sections = []
         for part in room.parts:
             tier, in_place = part.tier, isinstance(home, FileParams) or home.memory == part.tier.memory  # else a copy is updated, and taken home
+            stream = self.stream if room.streams and tier.name != "device" else None
             if part.state is None:
                 uncut = self.uncut(unit, self.comm.shard_rank)
                 chunks: Sequence[slice] = home.chunks if isinstance(home, FileParams) else tier.chunks(part.start, part.start + part.numel, uncut)
             else:
                 chunks = part.state.chunks
+            param: Fields | HostCopies = home
+            if not in_place and stream is not None:
+                here = home.whole()[part.start : part.start + part.numel]
+                param, in_place = HostCopies(ResidentFields(chunks, {"param": here}, home.memory)), True
+            elif not in_place:
+                param = self.tiers[tier.memory].store(chunks, {"param": unit.dtype})
             sections.append(
                 Section(
                     tier.name,
-                    home if in_place else self.tiers[tier.memory].store(chunks, {"param": unit.dtype}),
-                    part.state or tier.store(chunks, fields),
+                    param,
+                    part.state or self._states(tier, chunks, fields, stream),
                     part.grads or tier.grads(chunks, self.num_threads),
                     None if in_place or isinstance(home, FileParams) else home,
                     self.transfer,
                     beside=tier.memory == "host",
                     is_fixed=in_place and not isinstance(home, FileParams) and (is_full or len(room.parts) > 1),
+                    stream=stream,
                 )
             )
         return OptimizerShard(self.rule(unit), sections, names)
 
+    def _states(self, tier: Tier, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], stream: Stream | None) -> ResidentFields | FileFields:
+        """Room for master and moments."""
+        return tier.store(chunks, fields) if isinstance(tier, NVMeTier) else tier.store(chunks, fields, stream is not None)
 
     def cast_shadows(self, stores: Sequence[UnitStore], with_gradients: bool) -> None:
         """Take room for updates out of place, those of the last units first, as far as there is memory. OSError where the drive has too little.
@@ -272,8 +293,10 @@ class Assembly(Placement):
                 if with_gradients and section.spare is None:
                     section.spare = self.tiers[section.tier].grads(section.state.chunks, self.num_threads)
                 needed = self._needed_for_shadow(section)
+                has_near = 0 < needed["device"] <= room["device"]
+                if isinstance(section.param, HostCopies) and not has_near:
+                    needed["host"] += needed["device"]
                 if section.shadow is None and section.beside and section.whole.stop > section.whole.start and needed["host"] <= room["host"]:
-                    has_near = 0 < needed["device"] <= room["device"]
                     section.shadow = self._shadow(store, section, has_near)
                     room["host"] -= needed["host"]
                     room["device"] -= needed["device"] * has_near
@@ -284,19 +307,20 @@ class Assembly(Placement):
     def _needed_for_shadow(self, section: Section) -> dict[str, int]:
         """Bytes of memory for one section: on the host, and on the device where its parameters rest there."""
         in_memory = [fields for fields in (section.state, section.param) if isinstance(fields, ResidentFields)]
-        param = section.param.nbytes("param") if section.home is not None and section.home.memory == "device" else 0
+        rests_there = isinstance(section.param, HostCopies) or (section.home is not None and section.home.memory == "device")
+        param = section.param.nbytes("param") if rests_there else 0
         return {"host": sum(fields.nbytes(name) for fields in in_memory for name in fields.fields), "device": param}
 
     def _shadow(self, store: UnitStore, section: Section, has_near: bool) -> Shadow:
         tier, memory, dtype = self.tiers[section.tier], self.tiers["host"], store.unit.dtype
-        state = tier.store(section.state.chunks, section.state.dtypes)
-        param: ResidentFields | FileParams
+        state = self._states(tier, section.state.chunks, section.state.dtypes, section.stream)
+        near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
+        param: Fields | None = None
         if isinstance(section.param, FileParams):
             assert isinstance(store.home, FileParams)
-            param = self.tiers["nvme"].home(store.held_numel, dtype, store.layout.uncut(store.held))  # type: ignore[assignment]
-        else:
-            param = memory.store(section.state.chunks, {"param": dtype})  # type: ignore[assignment]
-        near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
+            param = self.tiers["nvme"].home(store.held_numel, dtype, store.layout.uncut(store.held))
+        elif near is None or section.stream is None:
+            param = memory.store(section.state.chunks, {"param": dtype})
         return Shadow(state, param, near)
 
     def _left(self, stores: Sequence[UnitStore], gradients: int) -> dict[str, int]:

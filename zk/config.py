@@ -208,6 +208,10 @@ class ZeroConfig:
     """Steps before updates are delayed by one step, which changes numbers: from then on ``step()`` applies the gradients of the step before, whose
     update has gone on beside forward and backward, and takes those that are there (``param.grad`` is None after it). ``synchronize()``, ``close()``
     and whatever looks at states or saves them apply what is pending. Takes memory as ``overlap_step="backward"`` does. None: never."""
+    update_on: str | float = "host"
+    """The side that updates optimizer state which is not in the device's memory. "host": its threads. "device": state streams through the device in
+    blocks, and parameters that rest there need no copy in host memory. A number from 0 to 1: the share of elements that the device updates. "auto":
+    the share that makes the update shortest, by rates that are measured once a month. For Adam and AdamW, with the same bits."""
     prefetch: int = 1
     """Stage 3: how many units are gathered ahead of the one in use."""
     num_threads: int | None = None
@@ -253,6 +257,14 @@ class ZeroConfig:
         self._check_tiers()
         if self.overlap_step not in (False, True, "backward", "auto") or not isinstance(self.overlap_step, (bool, str)):
             raise ValueError(f"overlap_step must be True, False, 'backward' or 'auto'; got {self.overlap_step!r}")
+        is_share = isinstance(self.update_on, (int, float)) and not isinstance(self.update_on, bool) and 0 <= self.update_on <= 1
+        if self.update_on not in ("host", "device", "auto") and not is_share:
+            raise ValueError(f"update_on must be 'host', 'device', 'auto' or a number from 0 to 1; got {self.update_on!r}")
+        if self.update_on != "host" and self.optimizer_tier == "device":
+            raise ValueError(
+                f"update_on={self.update_on!r} has no effect: all optimizer state is in the device's memory, and updated there; remove it, or set "
+                "optimizer_tier='host'"
+            )
         if self.delay_update is not None:
             if isinstance(self.delay_update, bool) or not isinstance(self.delay_update, int) or self.delay_update < 0:
                 raise ValueError(f"delay_update must be a number of steps, 0 or more, or None; got {self.delay_update!r}")
@@ -297,6 +309,11 @@ class ZeroConfig:
         for name in ("cast_buffers", "keep_dtype"):
             if getattr(self, name) and self.dtype is None:
                 raise ValueError(f"{name} has no effect without dtype=, as nothing is cast; give a dtype, or remove it")
+
+    @property
+    def streamed_share(self) -> float:
+        """The share of ``update_on`` that the device updates, once "auto" has been replaced by it."""
+        return {"host": 0.0, "device": 1.0, "auto": 0.0}.get(self.update_on, self.update_on)  # type: ignore[arg-type, return-value]
 
     @classmethod
     def from_deepspeed(

@@ -46,13 +46,16 @@ from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, ranks_here, trim
 from zk.monitor import stop
+from zk.monitor.measured import measure_update
 from zk.monitor.rates import Rates
-from zk.monitor.start import begin
+from zk.monitor.start import begin, say
 from zk.monitor.summary import Summary, nbytes_of, summary_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
 from zk.offload.rules import Rule, rules_for
+from zk.offload.state import state_fields
+from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
@@ -79,7 +82,7 @@ _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product
 
 
 # fields of ZeroConfig that may differ from rank to rank
-_OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
+_OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget", "update_on")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -145,6 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
             self._choose_overlap()
+            self._choose_side()
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         try:
             self.parts = connect_parts(self.comm, self.config.model_parallel_group, self.config.replicated_params, model)
@@ -301,6 +305,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
             is_elsewhere = bool(tiers - {"device", "host"}) if link_to(self.device).joined else self.config.optimizer_tier != "device"
             self.config = dataclasses.replace(self.config, overlap_step="backward" if is_elsewhere else False)
 
+    def _choose_side(self) -> None:
+        """Replace "auto" by the share of the update that the device does; refuse one that it cannot do."""
+        wanted, has_link = self.config.update_on, self.device.type == "cuda" and not link_to(self.device).joined
+        if wanted == "auto":
+            self.config = dataclasses.replace(self.config, update_on=self._best_share() if has_link else "host")
+        elif self.config.streamed_share and not has_link:
+            raise ValueError(
+                f"update_on={wanted!r} needs a CUDA device, and the model is on {self.device}, whose memory is the host's; remove it, or use "
+                "update_on='auto'"
+            )
+
+    def _best_share(self) -> float:
+        """The share by measured rates, for what the first group has."""
+        rule, group = self.rules[0], self.param_groups[0]
+        dtype, names = self.stored[group["params"][0]], rule.state_names(group)
+        assert isinstance(self.config.state_dtype, torch.dtype)
+        nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule, names, self.config.state_dtype).values())
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        rates = measure_update(self.device, self.config.num_threads or default_threads(), ranks, lambda text: say(f"zk: {text}"))
+        return best_share(rates, nbytes, dtype.itemsize, self.config.param_tier in ("device", "auto"))
+
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
         dtype, device = self.config.dtype, self.config.device
@@ -310,6 +335,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(self.model, self.param_groups, stored, device)
         check_aliases(self.model)
+        for inner, rule in zip(self.inners, self.rule_of_inner, strict=True) if self.config.update_on not in ("host", "auto") else ():
+            if not all(map(rule.has_kernel, inner.param_groups)):
+                raise ValueError(
+                    f"update_on={self.config.update_on!r} needs Adam or AdamW without amsgrad, whose kernel on the device has the bits of the update "
+                    f"in host memory; {type(inner).__name__} has none, so use update_on='host'"
+                )
         return stored
 
     def _found(self) -> list[Unit]:
@@ -700,6 +731,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         while self.grads.queue:
             self.grads._complete()
         self.partition.reset()
+        if self.assembly.stream is not None:
+            self.assembly.stream.synchronize()
 
     # ---- the phases of a step ------------------------------------------------------------------------------------------------
 
@@ -1401,6 +1434,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.saver.close()
             self.saver = None
         self.worker.close()
+        if "device" in self.tiers and self.assembly.stream is not None:
+            self.assembly.stream.synchronize()
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
             nvme.close()

@@ -164,7 +164,9 @@ def _tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _shadows(optimizer: Any) -> Iterator[Tensor]:
-    """Room for what the next update makes of states, before that counts: nothing in it is needed between steps."""
+    """Room for what the next update makes of states, before that counts, or on its way: nothing in it is needed between steps."""
+    stream = optimizer.assembly.stream
+    yield from (buffer.memory for buffer in (stream.buffers if stream is not None else ()))
     for held in optimizer.held:
         for section in held.shard.sections if held.shard is not None else ():
             if section.shadow is not None:

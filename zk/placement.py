@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from zk.offload.nvme import Excerpt
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.state import state_fields
+from zk.offload.streamed import buffer_nbytes
 from zk.offload.tiers import CHUNKS_IN_MEMORY, Needs, place
 from zk.units import Layout, Unit
 
@@ -26,6 +27,16 @@ def places_of(unit: Unit) -> list[Excerpt] | None:
         return None
     found = [place for param in unit.params if (place := place_of(param, unit.dtype)) is not None]
     return found if len(found) == len(unit.params) else None
+
+
+class Place(NamedTuple):
+    """The place of one unit."""
+
+    param_tier: str
+    parts: list[tuple[str, int]]
+    """Tiers of its optimizer state with the elements on each, in order."""
+    streams: bool
+    """The device updates what is not in its memory (zk/offload/streamed.py)."""
 
 
 @dataclasses.dataclass
@@ -102,7 +113,7 @@ class Placement:
     def needs(self, unit: Unit) -> Needs:
         """Bytes of one unit on this rank between uses."""
         size = unit.dtype.itemsize  # of parameters and gradients
-        copy = 0 if self.joined else size  # of parameters that rest on the device, to update them in host memory
+        copy = 0 if self.joined or self.config.streamed_share == 1 else size  # of parameters that rest on the device, to update them in host memory
         numel = self.slice_numel(unit, 1) if unit.trained else 0
         return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy, self.layout(unit).is_whole)
 
@@ -128,9 +139,27 @@ class Placement:
 
     def tiers_of(
         self, units: Sequence[Unit], device: torch.device, ranks: int = 1, room: Mapping[str, int] | None = None
-    ) -> list[tuple[str, list[tuple[str, int]]]]:
-        """The tiers of each unit, as for ``place``. A unit may be there many times: it is counted once."""
+    ) -> list[Place]:
+        """The place of each unit, by ``place``. A unit may be there many times: it is counted once."""
         each = {id(unit): unit for unit in units}
         needs = {key: self.needs(unit) for key, unit in each.items()}
         buffers = self.buffer_nbytes(each.values()) if self.config.nvme_path else None
-        return place(self.config, [needs[id(unit)] for unit in units], device, buffers, ranks, room)
+        placed = place(self.config, [needs[id(unit)] for unit in units], device, buffers, ranks, room)
+        streams = self._streams(units, [parts for _, parts in placed])
+        return [Place(param_tier, parts, one) for (param_tier, parts), one in zip(placed, streams, strict=True)]
+
+    def _streams(self, units: Sequence[Unit], parts: Sequence[Sequence[tuple[str, int]]]) -> Iterator[bool]:
+        """Tell for each unit if the device updates it: such a share of all elements, spread evenly, so that both sides have work at any time."""
+        share, total, streamed = self.config.streamed_share, 0, 0
+        for unit, tiers in zip(units, parts, strict=True):
+            numel = 0 if self.joined else sum(count for tier, count in tiers if tier != "device") * unit.trained
+            groups = [self.group_of[param] for param in unit.users] if numel else []
+            total += numel
+            does = bool(numel) and all(map(self.rule(unit).has_kernel, groups)) and streamed + numel / 2 <= share * total
+            streamed += numel * does
+            yield does
+
+    def stream_nbytes(self, unit: Unit, parts: Iterable[tuple[str, int]]) -> int:
+        """Bytes of the device's buffers that a unit needs to stream through."""
+        most = max((count for tier, count in parts if tier != "device"), default=0)
+        return buffer_nbytes(most, self.state_nbytes(unit) + unit.dtype.itemsize)

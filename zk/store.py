@@ -354,7 +354,7 @@ class UnitStore:
         """
         if self.is_partitioned or self.is_whole:
             return uploaded
-        with self.transfer.beside(mark) as reached:
+        with self.transfer.beside(mark, uploaded) as reached:
             comm.all_gather(self.index, self.full, self.full[self.held]).wait()
             return reached()
 

@@ -1,4 +1,4 @@
-"""Rates of this machine's drives, measured once for each and kept in the user's cache folder."""
+"""Rates of this machine: of its drives, and of the update on either side of the link. Measured once a month, kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from zk.cache import read_json, write_json
 
 _FILE = "rates.json"
 _VALID_S = 30 * 86_400
 _NBYTES, _ROUNDS = 256 << 20, 3
+_NUMEL = 1 << 24  # of the update: far more than caches hold
 
 
 def _key(paths: Sequence[str]) -> str:
@@ -22,12 +25,48 @@ def _key(paths: Sequence[str]) -> str:
 def drive(paths: Sequence[str] | None) -> dict[str, float] | None:
     """Bytes/s that were measured: "read" and "write", of all folders together; None if they have not been for a month."""
     try:
-        found = read_json(_FILE).get(_key(paths or ()))
+        return _known(_key(paths or ()), "read", "write")
     except OSError:  # a folder that has gone
         return None
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), float) and found[name] > 0 for name in ("read", "write", "when")):
+
+
+def _known(key: str, *names: str) -> dict[str, float] | None:
+    """The rates of a key, if all were measured within a month."""
+    found = read_json(_FILE).get(key)
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), float) and found[name] > 0 for name in (*names, "when")):
         return None
     return found if time.time() - found["when"] < _VALID_S else None
+
+
+def _keep(key: str, rates: dict[str, float]) -> None:
+    write_json(_FILE, {**read_json(_FILE), key: {**rates, "when": time.time()}})
+
+
+def measure_update(device: torch.device, num_threads: int, ranks: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Rates of both sides of the update, as for ``zk.offload.streamed.best_share``, measured unless they are known; ``say`` is told first.
+
+    Args:
+        device: with memory of its own.
+        num_threads: of the update in host memory.
+        ranks: on this machine, which all measure at once.
+    """
+    key = f"{platform.node()}: update on {torch.cuda.get_device_name(device)} or {num_threads} threads, {ranks} ranks"
+    found = _known(key, "up", "down", "cpu", "memory")
+    if found is not None:
+        return found
+    from zk.bench.adam import by_zk
+    from zk.bench.clock import CPU, copy_gbps, seconds_of
+    from zk.bench.link import DOWN, UP, measure
+
+    say("measuring the link and the CPU update, once a month (a few seconds)")
+    rows = {row["name"]: float(row["gbps"]) for row in measure(_NBYTES, _ROUNDS, device).as_dict()["rows"]}
+    both = rows["pinned, both at once"] / 2  # the way in which blocks stream
+    param, grad = torch.zeros(_NUMEL, dtype=torch.bfloat16), torch.full((_NUMEL,), 1e-3, dtype=torch.bfloat16)
+    taken = statistics.median(seconds_of(by_zk(param, grad, num_threads=num_threads), _ROUNDS))
+    up, down = (1e9 * min(rows[f"pinned, {way}"], both) for way in (UP, DOWN))
+    rates = {"up": up, "down": down, "cpu": _NUMEL / taken, "memory": 1e9 * copy_gbps(CPU, _NBYTES, _ROUNDS)}
+    _keep(key, rates)
+    return rates
 
 
 def measure_drive(paths: Sequence[str], say: Callable[[str], None]) -> dict[str, float] | None:
@@ -44,7 +83,7 @@ def measure_drive(paths: Sequence[str], say: Callable[[str], None]) -> dict[str,
             written, read = passes(path, _NBYTES, 4 << 20, 4, _ROUNDS)
             total["read"] += _NBYTES / statistics.median(read)
             total["write"] += _NBYTES / statistics.median(written)
-        write_json(_FILE, {**read_json(_FILE), _key(paths): {**total, "when": time.time()}})
+        _keep(_key(paths), total)
     except OSError as error:
         say(f"the rate of the drive is not known: {error}")
         return None

@@ -45,7 +45,7 @@ def begin(optimizer: Any) -> None:
             say(f"zk: {text}")
 
     shards = [held.shard for held in optimizer.held if held.shard is not None]
-    sections = [section for shard in shards for section in shard.sections if section.beside]
+    sections = [section for shard in shards for section in shard.sections if section.beside and section.stream is None]
     largest = max((chunk.stop - chunk.start for section in sections for chunk in section.state.chunks), default=0)
     threads = optimizer.num_threads if largest > _SPLIT_NUMEL else 1
     updates = list(_updates(optimizer))
@@ -68,5 +68,5 @@ def _updates(optimizer: Any) -> Iterator[tuple[torch.dtype, dict[str, torch.dtyp
     """Dtypes of the parameters and of the state of everything that host threads update."""
     for held in optimizer.held:
         for section in held.shard.sections if held.shard is not None else ():
-            if section.beside and section.state.chunks:
+            if section.beside and section.stream is None and section.state.chunks:
                 yield held.unit.dtype, dict(section.state.dtypes)

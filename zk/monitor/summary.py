@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from zk.memory import host_memory, ranks_here
 from zk.monitor import measured
 from zk.monitor.words import bar, count, seconds, size
+from zk.placement import Place
 from zk.plan.footprint import footprint_of
 
 # kinds of ZeroOptimizer.metrics() and of zk.plan -> rows of the table; everything else is in "buffers"
@@ -106,6 +107,8 @@ def nbytes_of(optimizer: Any) -> Counter[tuple[str, str]]:
             found[tier, kind] += nbytes
     on_cpu = optimizer.held[0].unit.device.type == "cpu"
     found["host" if on_cpu and optimizer.config.optimizer_tier != "device" else "device", "grad"] += optimizer.grads.nbytes
+    if optimizer.assembly.stream is not None:
+        found["device", "buffer"] += optimizer.assembly.stream.nbytes
     if "nvme" in optimizer.tiers:
         found["host", "buffer"] += optimizer.tiers["nvme"].spill.buffer_nbytes
     return found
@@ -121,40 +124,43 @@ def rows_of(optimizer: Any, sizes: Mapping[tuple[str, str], int]) -> dict[str, d
     return {kind: row for kind, row in nbytes.items() if any(row.values())}
 
 
-Placed = list[tuple[str, list[tuple[str, int]]]]  # as Placement.tiers_of gives them
-
-
-def placed_of(optimizer: Any) -> Placed:
-    """The tiers of each unit, as they were chosen."""
-    placed: Placed = []
+def placed_of(optimizer: Any) -> list[Place]:
+    """The place of each unit, as it was chosen."""
+    placed = []
     for held in optimizer.held:
         sections = held.shard.sections if held.shard is not None else ()
-        placed.append((held.param_tier, [(section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks]))
+        parts = [(section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks]
+        placed.append(Place(held.param_tier, parts, any(section.stream is not None for section in sections)))
     return placed
 
 
-def sizes_of(optimizer: Any, placed: Placed) -> Counter[tuple[str, str]]:
+def sizes_of(optimizer: Any, placed: Sequence[Place]) -> Counter[tuple[str, str]]:
     """Bytes of this rank by tier and kind at the fullest point of a step, as zk.plan counts them, with units on these tiers."""
     units, joined = [held.unit for held in optimizer.held], optimizer.transfer.joined
     groups, device, config = optimizer.param_groups, optimizer.device, optimizer.config
     sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rules, groups, device, placed=placed).sizes
-    in_place = sum(held.nbytes.get("in_place", 0) for held, (tier, _) in zip(optimizer.held, placed, strict=True) if tier == "nvme")
+    in_place = sum(held.nbytes.get("in_place", 0) for held, (tier, *_) in zip(optimizer.held, placed, strict=True) if tier == "nvme")
     if in_place and ("files", "in_place") not in sizes:
         sizes["nvme", "param"] -= in_place
         sizes["nvme", "in_place"] += in_place
     return sizes
 
 
-def traffic_of(optimizer: Any, placed: Placed, sizes: Counter[tuple[str, str]]) -> Traffic:
+def traffic_of(optimizer: Any, placed: Sequence[Place], sizes: Counter[tuple[str, str]]) -> Traffic:
     """Bytes that a step of one micro-batch moves with units on these tiers. ``sizes``: of ``sizes_of`` them."""
     gathered = sizes["nvme", "param"] + sizes["nvme", "in_place"] + sizes["files", "in_place"]
-    on_drive = (held for held, (tier, _) in zip(optimizer.held, placed, strict=True) if tier == "nvme" and held.shard is not None)
+    on_drive = (held for held, (tier, *_) in zip(optimizer.held, placed, strict=True) if tier == "nvme" and held.shard is not None)
     trained = sum(held.nbytes.get("param", 0) for held in on_drive)
     grads, state = sizes["nvme", "grad"], sizes["nvme", "master"] + sizes["nvme", "moments"]
     uploaded, offloaded = 0, 0
     if not optimizer.transfer.joined:
         used = sizes["host", "param"] + gathered if sizes["device", "gathered"] else 0
         uploaded, offloaded = 2 * used + sizes["host", "param_copy"], sizes["host", "grad"] + grads
+    for held, (tier, parts, streams) in zip(optimizer.held, placed, strict=True):
+        if streams:
+            numel, size = sum(count for name, count in parts if name != "device"), held.unit.dtype.itemsize
+            moved = optimizer.assembly.state_nbytes(held.unit) + size * (tier != "device")
+            uploaded, offloaded = uploaded + numel * (moved + size), offloaded + numel * moved
     return Traffic(2 * gathered + trained + grads + state, trained + grads + state, uploaded, offloaded)
 
 
@@ -164,7 +170,17 @@ def summary_of(optimizer: Any) -> Summary:
     sizes = sizes_of(optimizer, placed)
     nbytes, traffic = rows_of(optimizer, sizes), traffic_of(optimizer, placed, sizes)
     capacity = _capacity(optimizer, {tier for row in nbytes.values() for tier in row})
-    return Summary(_heading(optimizer), capacity, nbytes, tuple(_notes(optimizer, traffic)), traffic)
+    return Summary(_heading(optimizer), capacity, nbytes, (*_notes(optimizer, traffic), *_sides(optimizer, placed)), traffic)
+
+
+def _sides(optimizer: Any, placed: Sequence[Place]) -> Iterator[str]:
+    """A line for optimizer state that streams through the device."""
+    counts = Counter[bool]()
+    for place in placed:
+        counts[place.streams] += sum(count for tier, count in place.parts if tier != "device")
+    if counts[True]:
+        rest = f", and {optimizer.num_threads} threads update the rest" if counts[False] else ""
+        yield f"the GPU updates {counts[True] / counts.total():.0%} of the optimizer state that is not in its memory, which streams through it{rest}"
 
 
 def _heading(optimizer: Any) -> str:

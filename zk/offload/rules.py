@@ -47,6 +47,10 @@ class Rule(abc.ABC):
     def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
         """Update in place: ``flat`` has param, grad, master and the states, all (n,), of elements of the run."""
 
+    def has_kernel(self, group: Mapping[str, Any]) -> bool:
+        """Tell if a kernel on the device has the bits of the update in host memory, for parameters of ``group``."""
+        return False
+
     def scalars(self, group: Mapping[str, Any], before: Scalars | None) -> Scalars | None:
         """The scalars of a parameter after one more update; None where ``step`` is all there is."""
         return None
@@ -55,6 +59,19 @@ class Rule(abc.ABC):
         """Scalars as the optimizer keeps them."""
         kept = ((name, (self.templates or {})[name], value) for name, value in scalars.items())
         return {name: torch.full_like(one, value) if isinstance(one, Tensor) else type(one)(value) for name, one, value in kept}
+
+
+def apply(rule: Rule, fields: Mapping[str, Tensor], grad: Tensor, elements: slice, runs: Sequence[Run], grad_scale: float, num_threads: int) -> None:
+    """Update ``fields``, which are these ``elements`` of a shard, by their ``grad``: what lies in each run."""
+    for run in runs:
+        start, stop = max(run.part.start, elements.start), min(run.part.stop, elements.stop)
+        if start < stop:
+            assert not rule.is_whole or (start, stop) == (run.part.start, run.part.stop), "a chunk cuts a parameter that is updated whole"
+            here = slice(start - elements.start, stop - elements.start)
+            flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
+            flat["grad"] = grad[here]
+            flat.setdefault("master", None)
+            rule.update(flat, run, grad_scale, num_threads)
 
 
 @dataclasses.dataclass
@@ -66,6 +83,9 @@ class AdamRule(Rule):
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
+
+    def has_kernel(self, group: Mapping[str, Any]) -> bool:
+        return not group.get("amsgrad")
 
     def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
         group = run.group

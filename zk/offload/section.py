@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
-from zk.offload.rules import Rule, Run
-from zk.offload.tiers import Fields, Grads, ResidentFields
+from zk.offload.rules import Rule, Run, apply
+from zk.offload.streamed import Stream
+from zk.offload.tiers import Fields, Grads, HostCopies, HostGrads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
 
 Opened = dict[str, Tensor]  # the fields of one chunk
@@ -20,7 +21,7 @@ _BLOCK = 1 << 17
 
 
 @contextlib.contextmanager
-def opened(state: Fields, param: Fields, chunk: slice, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Opened]:
+def opened(state: Fields, param: Fields | HostCopies, chunk: slice, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Opened]:
     """All fields of one chunk, put back whatever happens inside."""
     fields = state.open(chunk, read)
     try:
@@ -33,34 +34,25 @@ def opened(state: Fields, param: Fields, chunk: slice, changes: bool, read: bool
         state.close(chunk, changes, keep)
 
 
-def apply(rule: Rule, fields: Opened, grad: Tensor, elements: slice, runs: Sequence[Run], grad_scale: float, num_threads: int) -> None:
-    """Update ``fields``, which are these ``elements`` of a shard, by their ``grad``: what lies in each run."""
-    for run in runs:
-        start, stop = max(run.part.start, elements.start), min(run.part.stop, elements.stop)
-        if start < stop:
-            assert not rule.is_whole or (start, stop) == (run.part.start, run.part.stop), "a chunk cuts a parameter that is updated whole"
-            here = slice(start - elements.start, stop - elements.start)
-            flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
-            flat["grad"] = grad[here]
-            flat.setdefault("master", None)
-            rule.update(flat, run, grad_scale, num_threads)
-
-
 class Shadow:
     """Room for what the next update makes of a section's states, which stay as they are until ``commit``.
 
     Args:
-        state, param: room, as the section has.
-        near: (elements,) device memory, to which updated parameters are uploaded before they count; None: they are uploaded afterwards.
+        state, param: room, as the section has. Without ``param``, parameters are updated in ``near``.
+        near: (elements,) device memory, in which updated parameters are before they count; None: they are uploaded afterwards.
     """
 
-    def __init__(self, state: Fields, param: Fields, near: Tensor | None) -> None:
+    def __init__(self, state: Fields, param: Fields | None, near: Tensor | None) -> None:
         self.state, self.param, self.near = state, param, near
 
     def update(
         self, section: Section, grads: Grads, chunk: slice, rule: Rule, runs: Sequence[Run], grad_scale: float, num_threads: int, mark: Event | None
     ) -> None:
         """Make what ``chunk`` of the section becomes by ``grads``. ``mark``: what compute must have done before ``near`` is written."""
+        if section.stream is not None:
+            section.stream_through(section.stream, self, grads, chunk, rule, runs, grad_scale, mark)
+            return
+        assert self.param is not None
         with (
             opened(section.state, section.param, chunk, changes=False) as now,
             opened(self.state, self.param, chunk, changes=True, read=False) as then,
@@ -77,11 +69,14 @@ class Shadow:
         if self.near is not None:
             assert isinstance(self.param, ResidentFields)
             updated = self.param.open(chunk)["param"]
-            self.param.readers[chunk.start] = section.transfer.upload(section.part_of(self.near, chunk), updated, mark)
+            self.param.copies[chunk.start] = section.transfer.upload(section.part_of(self.near, chunk), updated, mark)
 
     def commit(self, section: Section) -> None:
         """The section's states become what was made of them; the shadow is what they were."""
         section.state.exchange(self.state)  # type: ignore[arg-type]  # of one tier
+        if isinstance(section.param, HostCopies):
+            return  # which ``take_home`` brings there
+        assert self.param is not None
         if not section.is_fixed:
             section.param.exchange(self.param)  # type: ignore[arg-type]
             return
@@ -94,13 +89,14 @@ class Section:
     """Consecutive elements of a shard whose state is on one tier, in chunks."""
 
     tier: str  # the name of the tier of gradient, master and moments
-    param: Fields  # the parameters where the update reaches them, as the field "param"
+    param: Fields | HostCopies  # the parameters where the update reaches them, as the field "param"
     state: Fields  # master and moments, as ``state_fields`` names them
     grads: Grads
     home: ResidentFields | None  # where the shard's parameters rest, if that is other memory than ``param``: they are copied there
     transfer: Transfer
-    beside: bool  # host threads do the update, so it can go on while the device computes
+    beside: bool  # the update can go on while the device computes: host threads do it, or a stream of its own
     is_fixed: bool  # ``param`` is memory of the model's own parameters, or of other sections too
+    stream: Stream | None = None  # the device does the update, through which states stream
     shadow: Shadow | None = None
     spare: Grads | None = None  # room for the next gradient while the update of this one goes on
 
@@ -114,20 +110,77 @@ class Section:
         start = self.whole.start
         return values[chunk.start - start : chunk.stop - start]
 
-    def take_home(self, chunk: slice, mark: Event | None, near: Tensor | None = None) -> Event:
-        """Start to copy a chunk of the parameters home, if it is not there; after ``mark``, as for Transfer.
+    def stream_through(
+        self,
+        stream: Stream,
+        shadow: Shadow | None,
+        grads: Grads,
+        chunk: slice,
+        rule: Rule,
+        runs: Sequence[Run],
+        grad_scale: float,
+        mark: Event | None,
+        keep: bool = False,
+    ) -> None:
+        """Start to update ``chunk`` on the device, in place or into a ``shadow``; after ``mark``, as for Transfer.
 
-        ``near``: (elements of the section,) device memory that it has been uploaded to.
+        What is in memory is there once the copies of its fields are over; what is on the drive, when this returns.
         """
+        after = mark or self.transfer.mark()
+        with contextlib.ExitStack() as closing:
+            param = self.param.near if isinstance(self.param, HostCopies) else self.param
+            fields: list[Fields] = [self.state, param]
+            now, then = dict[str, Tensor](), dict[str, Tensor]()
+            for one in (self.state, param):
+                now |= one.open(chunk)
+                closing.callback(one.close, chunk, shadow is None, keep and one is self.state)
+            for room in (shadow.state, shadow.param) if shadow is not None else ():
+                if room is not None:
+                    then |= room.open(chunk, False)
+                    closing.callback(room.close, chunk, True)
+                    fields.append(room)
+            if shadow is not None and shadow.near is not None:
+                then["param"] = self.part_of(shadow.near, chunk)
+            grad = grads.open(chunk)
+            closing.callback(grads.close, chunk)
+
+            def change(block: Opened, part: slice) -> None:
+                apply(rule, block, block.pop("grad"), slice(chunk.start + part.start, chunk.start + part.stop), runs, grad_scale, 1)
+
+            done = stream.update(now, then or now, grad, change, after)
+            for one in fields:
+                if isinstance(one, ResidentFields):
+                    one.copies[chunk.start] = done.ready if one.memory == "device" else done.written
+            if isinstance(grads, HostGrads):
+                grads.reader = done.read
+            if not (isinstance(grads, HostGrads) and all(one.resident for one in fields)):
+                done.written.wait()
+
+    def take_home(self, chunk: slice, mark: Event | None, taken: Shadow | None = None) -> Event:
+        """Start to copy a chunk of the parameters home, if it is not there; after ``mark``, as for Transfer. Returns when they are there.
+
+        ``taken``: what they have been updated in.
+        """
+        if self.stream is not None:
+            param = self.param.near if isinstance(self.param, HostCopies) else self.param
+            if not isinstance(param, ResidentFields):
+                return COMPLETED
+            if taken is not None and isinstance(self.param, HostCopies):
+                updated = self.part_of(taken.near, chunk) if taken.near is not None else taken.param.open(chunk)["param"]  # type: ignore[union-attr]
+                there = param.open(chunk)["param"]
+                param.copies[chunk.start] = self.stream.copy(there, updated, mark or self.transfer.mark())
+                if isinstance(taken.param, ResidentFields):
+                    taken.param.copies[chunk.start] = param.copies[chunk.start]
+            return param.copies.get(chunk.start, COMPLETED)
         if self.home is None:
             return COMPLETED
         assert isinstance(self.param, ResidentFields)
         there = self.home.whole()[chunk]
-        if near is not None:
+        if taken is not None and taken.near is not None:
             with self.transfer.beside(mark) as reached:
-                there.copy_(self.part_of(near, chunk))
+                there.copy_(self.part_of(taken.near, chunk))
                 return reached()
         here = self.param.open(chunk)["param"]
         copy = self.transfer.upload if self.home.memory == "device" else self.transfer.offload_to
-        event = self.param.readers[chunk.start] = copy(there, here, mark)
+        event = self.param.copies[chunk.start] = copy(there, here, mark)
         return event

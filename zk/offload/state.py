@@ -11,8 +11,8 @@ from torch import Tensor
 from zk.events import COMPLETED, Event
 from zk.kernels.split import join, split_
 from zk.offload.attempt import Attempt
-from zk.offload.rules import Rule, Run
-from zk.offload.section import Opened, Section, apply, opened
+from zk.offload.rules import Rule, Run, apply
+from zk.offload.section import Opened, Section, opened
 from zk.offload.snapshot import Unread
 from zk.offload.tiers import Grads
 
@@ -185,15 +185,21 @@ class OptimizerShard:
         """
         section, chunk = self.places[number]
         is_done = unread is None and attempt is not None and attempt.commit(section, runs, grad_scale)
-        if not is_done:
+        grads = handed_over.get(section, section.grads)
+        if not is_done and section.stream is not None:
+            with contextlib.nullcontext() if unread is None else unread.before_change(number) as hand:
+                if hand is not None:
+                    with self.opened(number) as fields:
+                        hand(fields)
+                section.stream_through(section.stream, None, grads, chunk, self.rule, runs, grad_scale, mark, keep)
+        elif not is_done:
             with self.changed(number, unread, keep) as fields:
-                grads = handed_over.get(section, section.grads)
                 grad = grads.open(chunk)
                 try:
                     apply(self.rule, fields, grad, chunk, runs, grad_scale, num_threads)
                 finally:
                     grads.close(chunk)
-        event = section.take_home(chunk, mark, section.shadow.near if is_done and section.shadow is not None else None)
+        event = section.take_home(chunk, mark, section.shadow if is_done else None)
         if event is not COMPLETED:
             self.arriving = event
 
@@ -311,7 +317,8 @@ class OptimizerShard:
             sizes.append((copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
             if section.shadow is not None:
                 sizes.append((section.tier, "shadow", sum(section.shadow.state.nbytes(name) for name in section.state.dtypes)))
-                sizes.append(("host" if section.shadow.param.resident else "nvme", "shadow", section.shadow.param.nbytes("param")))
+                if section.shadow.param is not None:
+                    sizes.append(("host" if section.shadow.param.resident else "nvme", "shadow", section.shadow.param.nbytes("param")))
                 if section.shadow.near is not None:
                     sizes.append(("device", "shadow", section.shadow.near.nbytes))
         return sizes

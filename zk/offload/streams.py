@@ -57,6 +57,9 @@ class Link(Protocol):
     def unpin(self, memory: Tensor) -> None:
         """Undo ``pin``, after the copies in flight. OSError, with the reason, if the device refuses."""
 
+    def twin(self) -> Link:
+        """Other streams between the same memories, one pair for each link: copies there do not queue behind those of this link."""
+
 
 class Joined:
     """The device is the host."""
@@ -88,6 +91,9 @@ class Joined:
 
     def unpin(self, memory: Tensor) -> None:
         return
+
+    def twin(self) -> Link:
+        raise AssertionError("device and host memory are the same here: there is nothing to copy")
 
 
 def check_copy(target: Tensor, source: Tensor) -> None:
@@ -142,6 +148,7 @@ class CudaLink:
             self.down, self.up = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         self.up_torch = torch.cuda.ExternalStream(self.up.ptr, device=self.device)  # self.up must live as long
         self.lock = threading.Lock()
+        self.other: CudaLink | None = None  # its twin, once there is one
         self.in_flight: dict[int, deque[tuple[CudaEvent, Tensor]]] = {_TO_DEVICE: deque(), _TO_HOST: deque()}  # with the host's end
 
     def _compute(self) -> int:
@@ -228,9 +235,15 @@ class CudaLink:
 
     def unpin(self, memory: Tensor) -> None:
         with self._refusals():
-            for stream in (self.down, self.up):  # an optimizer that is dropped has waited for nothing
-                stream.synchronize()
+            for link in (self, self.other):  # an optimizer that is dropped has waited for nothing
+                for stream in () if link is None else (link.down, link.up):
+                    stream.synchronize()
             self.cupy.cuda.runtime.hostUnregister(memory.data_ptr())
+
+    def twin(self) -> Link:
+        with self.lock:
+            self.other = self.other or CudaLink(self.device)
+        return self.other
 
 
 # links are made once for each device, so that all who use one share its streams; tests put twins here

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -56,7 +57,7 @@ class ResidentFields(_Resident):
     def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], memory: str) -> None:
         self.chunks, self.fields, self.memory, self.start = chunks, fields, memory, chunks[0].start if chunks else 0
         self.reader: Event = COMPLETED  # the last copy of all parameters
-        self.readers: dict[int, Event] = {}  # copies of one chunk, by its start
+        self.copies: dict[int, Event] = {}  # the last copy from or to a chunk, by its start
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -65,14 +66,14 @@ class ResidentFields(_Resident):
     def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """The fields of a chunk, to work on in place; ``read=False`` if all is to be overwritten."""
         self.reader.wait()
-        self.readers.pop(chunk.start, COMPLETED).wait()
+        self.copies.get(chunk.start, COMPLETED).wait()
         return {name: field[chunk.start - self.start : chunk.stop - self.start] for name, field in self.fields.items()}
 
     def exchange(self, other: ResidentFields) -> None:
-        """Exchange memory with ``other``, of the same chunks and fields, and the copies that read it."""
+        """Exchange memory with ``other``, of the same chunks and fields, and the copies from and to it."""
         self.fields, other.fields = other.fields, self.fields
         self.reader, other.reader = other.reader, self.reader
-        self.readers, other.readers = other.readers, self.readers
+        self.copies, other.copies = other.copies, self.copies
 
     def nbytes(self, name: str) -> int:
         return self.fields[name].nbytes
@@ -91,6 +92,31 @@ class ResidentFields(_Resident):
     def write(self, values: Tensor) -> None:
         self.reader.wait()
         self.fields["param"].copy_(values)
+
+
+class HostCopies(_Resident):
+    """Parameters that rest in device memory, opened as copies in host memory, which are written back where they change."""
+
+    resident = True
+
+    def __init__(self, near: ResidentFields) -> None:
+        self.near = near
+        self.opened: dict[tuple[int, int], dict[str, Tensor]] = {}  # by thread and chunk
+
+    def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
+        """Copies of the fields of a chunk, of any value unless ``read``."""
+        here = self.near.open(chunk).items()
+        copies = {name: field.cpu() if read else torch.empty_like(field, device="cpu") for name, field in here}
+        self.opened[threading.get_ident(), chunk.start] = copies
+        return copies
+
+    def close(self, chunk: slice, changed: bool = False, keep: bool = False) -> None:
+        copies = self.opened.pop((threading.get_ident(), chunk.start))
+        for name, field in self.near.open(chunk).items() if changed else ():
+            field.copy_(copies[name])
+
+    def nbytes(self, name: str) -> int:
+        return self.near.nbytes(name)
 
 
 class MemoryGrads(_Resident):
@@ -143,6 +169,7 @@ class HostGrads(_Resident):
         self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
         self.total: Tensor | None = None  # fp32
         self.added = COMPLETED  # the last addition
+        self.reader: Event = COMPLETED  # the last copy of it back to the device
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         arrival = self.transfer.offload(grad, self.pieces)
@@ -153,7 +180,7 @@ class HostGrads(_Resident):
             if first is not None:
                 self.total = zeros(grad.numel(), torch.float32, torch.device("cpu"))
             assert self.total is not None
-            self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival))
+            self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
         return arrival.events[-1]
 
     @property
@@ -177,8 +204,9 @@ class HostGrads(_Resident):
         self.added.join()
         self.added = COMPLETED
         if self.first is not None:
-            self.first.drop()
+            self.first.drop(self.reader)
         self.first = self.total = None
+        self.reader = COMPLETED
         return None
 
     @property
@@ -187,11 +215,12 @@ class HostGrads(_Resident):
         return 0 if kept is None else kept.nbytes
 
 
-def _add_up(total: Tensor, first: Arrival | None, second: Arrival) -> None:
-    """``total`` (n,) fp32 becomes or grows by what has arrived."""
+def _add_up(total: Tensor, first: Arrival | None, second: Arrival, reader: Event) -> None:
+    """``total`` (n,) fp32 becomes or grows by what has arrived, once ``reader`` has what was there."""
     if first is not None:
         total.copy_(first.whole())
-        first.drop()
+        first.drop(reader)
+    reader.wait()
     total += second.whole()
     second.drop()
 
@@ -226,10 +255,11 @@ class MemoryTier:
         """Room for parameters."""
         return self.store(self.chunks(0, numel, uncut), {"param": dtype})
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> ResidentFields:
-        """Room for some or all that is kept for each element, zeroed."""
+    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], crosses: bool = False) -> ResidentFields:
+        """Room for some or all that is kept for each element, zeroed. ``crosses``: as for ``zeros``; parameters always do."""
         numel = chunks[-1].stop - chunks[0].start
-        return ResidentFields(chunks, {name: self.zeros(numel, dtype, crosses=name == "param") for name, dtype in fields.items()}, self.memory)
+        room = {name: self.zeros(numel, dtype, crosses or name == "param") for name, dtype in fields.items()}
+        return ResidentFields(chunks, room, self.memory)
 
     def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads | HostGrads:
         """Room for a gradient."""
@@ -253,6 +283,7 @@ class NVMeTier:
         self.ahead, self.transfer, self.worker = ahead, transfer, worker
         self.scratch = Scratch(paths, rank)
         self.checksum = checksum
+        self.crosses = False  # the device updates what is here, so chunks are copied to it and back
         self.spill = Spill(self._file)
         self.buffers: dict[str, Buffers] = {}  # by what they are for
         # what has no buffers yet
@@ -314,11 +345,12 @@ class NVMeTier:
         (stores, homes, all_grads), (self.stores, self.homes, self.all_grads) = (self.stores, self.homes, self.all_grads), ([], [], [])
         self.spill.create()
         crossing = staging if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
-        states = self._buffers("states", [store.largest for store in stores], CHUNKS_IN_MEMORY)
-        params = self._buffers("params", [home.largest for home in homes], CHUNKS_IN_MEMORY)
+        memory = crossing if self.crosses else staging
+        states = self._buffers("states", [store.largest for store in stores], CHUNKS_IN_MEMORY, memory)
+        params = self._buffers("params", [home.largest for home in homes], CHUNKS_IN_MEMORY, memory)
         whole = self._buffers("whole params", [home.piece.nbytes for home in homes], self.ahead, crossing)
         chunks = [chunk.stop - chunk.start for grads in all_grads for chunk in grads.chunks]
-        parts = self._buffers("chunks of gradients", [numel * torch.float32.itemsize for numel in chunks], CHUNKS_IN_MEMORY)
+        parts = self._buffers("chunks of gradients", [numel * torch.float32.itemsize for numel in chunks], CHUNKS_IN_MEMORY, memory)
         gradients = self._buffers("gradients", [grads.numel * torch.float32.itemsize for grads in all_grads], 2)
         for store in stores:
             store.buffers = states

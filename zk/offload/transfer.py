@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zk.events import Event
+from zk.events import COMPLETED, Event
 from zk.offload.pinned import Arena, Record
 from zk.offload.streams import Link
 from zk.timeline import phase
@@ -59,9 +59,11 @@ class Arrival:
         self.events[-1].wait()
         return self.record.tensor
 
-    def drop(self) -> None:
-        """It is not needed any more."""
-        self.record.release(self.events[-1])
+    def drop(self, reader: Event = COMPLETED) -> None:
+        """It is not needed any more, once ``reader`` is done, a copy of it."""
+        if not reader.done:
+            self.events[-1].wait()
+        self.record.release(self.events[-1] if reader.done else reader)
 
 
 class Transfer:
@@ -71,10 +73,11 @@ class Transfer:
         link: to the device.
         arena: host memory that copies run to and from; None where both memories are the same.
         overlap: False waits for every copy where it is asked for.
+        counts: counts the bytes; None: this one does.
     """
 
-    def __init__(self, link: Link, arena: Arena | None, overlap: bool) -> None:
-        self.link, self.arena, self.overlap = link, arena, overlap
+    def __init__(self, link: Link, arena: Arena | None, overlap: bool, counts: Transfer | None = None) -> None:
+        self.link, self.arena, self.overlap, self.counts = link, arena, overlap, counts or self
         self.uploaded_nbytes = self.offloaded_nbytes = 0  # since the start
         self.joined, self.mark, self.follow = link.joined, link.mark, link.follow
 
@@ -91,22 +94,22 @@ class Transfer:
 
     def offload_to(self, host: Tensor, source: Tensor, mark: Event | None = None) -> Event:
         """Start to copy ``source`` to ``host``; after ``mark``, or after what compute has been asked to do so far."""
-        self.offloaded_nbytes += source.nbytes
+        self.counts.offloaded_nbytes += source.nbytes
         return self._started(self.link.offload(host, source, [mark or self.link.mark()]))
 
-    def upload(self, target: Tensor, host: Tensor, mark: Event | None = None) -> Event:
-        """Start to copy ``host`` to ``target``; after ``mark``, or after what compute has been asked to do so far."""
-        self.uploaded_nbytes += host.nbytes
-        return self._started(self.link.upload(target, host, [mark or self.link.mark()]))
+    def upload(self, target: Tensor, host: Tensor, mark: Event | None = None, *others: Event) -> Event:
+        """Start to copy ``host`` to ``target``; after ``mark``, or after what compute has been asked to do so far, and after ``others``."""
+        self.counts.uploaded_nbytes += host.nbytes
+        return self._started(self.link.upload(target, host, [mark or self.link.mark(), *others]))
 
     def _started(self, event: Event) -> Event:
         if not self.overlap:
             event.wait()
         return event
 
-    def beside(self, mark: Event | None = None) -> AbstractContextManager[Callable[[], Event]]:
-        """Start collectives after all uploads so far, and after ``mark`` or what compute has been asked to do so far. Yields as for Link."""
-        return self.link.beside([mark or self.link.mark()])
+    def beside(self, mark: Event | None = None, *others: Event) -> AbstractContextManager[Callable[[], Event]]:
+        """Start collectives after all uploads so far, as for ``upload``. Yields as for Link."""
+        return self.link.beside([mark or self.link.mark(), *others])
 
     @property
     def nbytes(self) -> int:

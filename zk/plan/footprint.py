@@ -15,7 +15,7 @@ from zk.offload.nvme import round_up
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.tiers import CHUNKS_IN_MEMORY
-from zk.placement import Placement
+from zk.placement import Place, Placement
 from zk.units import Unit
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def footprint_of(
     groups: Sequence[Mapping[str, Any]],
     device: torch.device = CPU,
     at_least: bool = False,
-    placed: Sequence[tuple[str, Sequence[tuple[str, int]]]] | None = None,
+    placed: Sequence[Place] | None = None,
 ) -> Footprint:
     """Bytes of training units on each rank.
 
@@ -74,13 +74,15 @@ def footprint_of(
     each = {id(unit): unit for unit in units}
     placed = placement.tiers_of(units, device) if placed is None else placed
     found = Footprint(joined)
-    alike = [(id(unit), param_tier, tuple(parts)) for unit, (param_tier, parts) in zip(units, placed, strict=True)]
+    alike = [(id(unit), its.param_tier, tuple(its.parts), its.streams) for unit, its in zip(units, placed, strict=True)]
     settled: dict[Any, Settled] = {}
     drive: Counter[tuple[int, bool, int]] = Counter()  # unit, optimizer state (or else parameters), elements
+    buffers = 0
     for one, count in Counter(alike).items():
-        key, param_tier, parts = one
+        key, param_tier, parts, streams = one
         unit = each[key]
-        sizes = _unit_sizes(placement, unit, param_tier, parts, at_least)
+        sizes = _unit_sizes(placement, unit, param_tier, parts, streams, at_least)
+        buffers = max(buffers, placement.stream_nbytes(unit, parts) * streams)
         rests: Counter[str] = Counter()
         for (tier, kind), nbytes in sizes.items():
             found.sizes[tier, kind] += count * nbytes
@@ -116,6 +118,7 @@ def footprint_of(
         fresh = [(max(placement.layout(unit).numels) * unit.dtype.itemsize, flat[key], unit) for key, unit in each.items() if unit.trained]
         # (outside of blocks the last one comes when activations have gone)
         found.sizes["device", "fresh"] = max((one if joined or unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
+    found.sizes["device", "buffer"] = buffers
     if +drive:
         _add_drive(found, placement, +drive, each, at_least)
     found.sizes = +found.sizes  # without zeros
@@ -128,7 +131,7 @@ def _has_shadows(config: ZeroConfig) -> bool:
 
 
 def _unit_sizes(
-    placement: Placement, unit: Unit, param_tier: str, parts: Sequence[tuple[str, int]], at_least: bool
+    placement: Placement, unit: Unit, param_tier: str, parts: Sequence[tuple[str, int]], streams: bool, at_least: bool
 ) -> Counter[tuple[str, str]]:
     """Tier and kind -> bytes of one unit between uses."""
     fields, size = {name: dtype.itemsize for name, dtype in placement.state_fields(unit)[1].items()}, unit.dtype.itemsize
@@ -140,7 +143,7 @@ def _unit_sizes(
         sizes[tier, "master"] += numel * master
         sizes[tier, "moments"] += numel * sum(fields.values())
         sizes[tier, "grad"] += numel * size * (1 + (placement.config.delay_update is not None and not at_least))
-        if param_tier != "nvme" and memory != placement.memory_of(param_tier):
+        if param_tier != "nvme" and memory != placement.memory_of(param_tier) and not streams:
             sizes[memory, "param_copy"] += numel * size
         if _has_shadows(placement.config) and memory == "host":  # of as many as memory is left for; on the drive of all
             shadows = {tier: numel * (master + sum(fields.values()))}
