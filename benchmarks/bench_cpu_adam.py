@@ -1,4 +1,4 @@
-"""The CPU update of 50M parameters, bf16 gradient in and bf16 parameter out, against what else is there. `make bench`.
+"""The CPU update of 50M parameters, bf16 gradient in and bf16 parameter out, against what else is there, and the norm. `make bench`.
 
 Every row does the whole job: it starts from bf16 gradients and ends with bf16 parameters, casts included. ``fraction_of_floor`` is the
 time that moving the fewest possible bytes would take at the copy bandwidth of the same run, over the time taken; it can pass 1, as a copy
@@ -16,7 +16,8 @@ from conftest import Floors, time_case
 from torch import Tensor
 
 from zk.bench import adam
-from zk.bench.clock import CPU, Work
+from zk.bench.clock import CPU, Case, Work
+from zk.offload.cpu_adam import default_engine, sum_of_squares
 
 NUMEL = 50_000_000
 
@@ -38,3 +39,13 @@ def test_cpu_adam(system: str, benchmark: Any, host_floors: Floors) -> None:
     time_case(benchmark, adam.case(system, SYSTEMS[system], NUMEL), host_floors, 3 if system in ("torch_foreach", "zk_torch_engine") else 15, CPU)
     nanoseconds = benchmark.stats.stats.median / NUMEL * 1e9
     benchmark.extra_info.update(ns_per_parameter=round(nanoseconds, 3), copy_gbps=round(host_floors["copy_gbps"], 1), threads=torch.get_num_threads())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+def test_norm(dtype: torch.dtype, benchmark: Any, host_floors: Floors) -> None:
+    """The sum of squares of a gradient, which clipping and the search for overflow go by, on one thread."""
+    grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert sum_of_squares(grad, 1) == pytest.approx(grad.double().square().sum().item(), rel=1e-9)
+    case = Case(f"norm_{dtype}", lambda: sum_of_squares(grad, 1), {"gbps": grad.nbytes / 1e9})
+    time_case(benchmark, case, host_floors, 9, CPU)
+    benchmark.extra_info.update(ns_per_parameter=round(benchmark.stats.stats.median / NUMEL * 1e9, 3), engine=default_engine(), threads=1)
