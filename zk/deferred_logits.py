@@ -183,6 +183,12 @@ class DeferredHead:
         self.head, self.vocab = head, vocab
         self.has_labels = False
 
+    @classmethod
+    def of(cls, head: Any) -> DeferredHead:
+        """Put one into the place of a linear layer's ``forward``."""
+        head.forward = made = cls(head, head.out_features)
+        return made
+
     def __call__(self, hidden: Tensor) -> Tensor:
         compute = self.compute
         if not (torch.is_grad_enabled() or self.has_labels) or hidden.ndim < 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -41,12 +40,33 @@ def long_context(
         The names of the modules that run in tiles.
 
     Raises:
-        TypeError: for a head that is no nn.Linear or TiledLinear (an adapter around it, say).
+        TypeError: for a head that is no nn.Linear or TiledLinear (an adapter around it, say), also in forward, if it has become one.
         ValueError: for a model without one, and what ``tile_sequence`` refuses.
 
     Call it before or after the optimizer is made. Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """
-    layer: Any = model.get_submodule(head) if head is not None else getattr(model, "get_output_embeddings", lambda: None)()
+    _head(model, head)
+    enable: Any = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))  # (the first since 5.17)
+    if checkpoint and enable is None:
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(); checkpoint its blocks by torch.utils.checkpoint, and pass "
+            "checkpoint=False"
+        )
+    names = tile_sequence(model, None, max_nbytes)
+    logits = _Logits(model, head)
+    model.register_forward_pre_hook(Hook(logits.begin), with_kwargs=True)
+    model.register_forward_hook(Hook(logits.end), always_call=True, prepend=True)
+    if checkpoint:
+        enable({"use_reentrant": False})
+        away = _Away(nvme_path)
+        model.register_forward_pre_hook(Hook(away.begin))
+        model.register_forward_hook(Hook(away.end), always_call=True, prepend=True)
+    return names
+
+
+def _head(model: nn.Module, name: str | None) -> Any:
+    """The layer that makes logits now; refused if its ``forward`` cannot be deferred."""
+    layer: Any = model.get_submodule(name) if name is not None else getattr(model, "get_output_embeddings", lambda: None)()
     if layer is None:
         raise ValueError(f"{type(model).__name__} names no layer that makes its logits; name it: head='lm_head'")
     if type(layer) is not nn.Linear and not isinstance(layer, TiledLinear):
@@ -56,31 +76,27 @@ def long_context(
         )
     if "forward" in vars(layer):
         raise ValueError(f"forward of the head is replaced already, by a {type(vars(layer)['forward']).__name__}; call long_context once, and first")
-    enable: Any = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))  # (the first since 5.17)
-    if checkpoint and enable is None:
-        raise ValueError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(); checkpoint its blocks by torch.utils.checkpoint, and pass "
-            "checkpoint=False"
-        )
-    names = tile_sequence(model, None, max_nbytes)
-    deferred = DeferredHead(layer, layer.out_features)
-    layer.forward = deferred  # type: ignore[method-assign, assignment]
-    model.register_forward_pre_hook(Hook(functools.partial(_begins, deferred)), with_kwargs=True)
-    model.register_forward_hook(Hook(functools.partial(_ends, deferred)), always_call=True, prepend=True)
-    if checkpoint:
-        enable({"use_reentrant": False})
-        away = _Away(nvme_path)
-        model.register_forward_pre_hook(Hook(away.begin))
-        model.register_forward_hook(Hook(away.end), always_call=True, prepend=True)
-    return names
+    return layer
 
 
-def _begins(head: DeferredHead, _module: nn.Module, _args: Any, kwargs: Any) -> None:
-    head.has_labels = kwargs.get("labels") is not None
+class _Logits:
+    """Defers the logits of a model's head, also of one that has taken the place of the first."""
 
+    def __init__(self, model: nn.Module, name: str | None) -> None:
+        self.name, self.deferred = name, DeferredHead.of(_head(model, name))
 
-def _ends(head: DeferredHead, *_: Any) -> None:
-    head.has_labels = False
+    def begin(self, model: nn.Module, _args: Any, kwargs: Any) -> None:
+        """Look for another head, and for labels."""
+        head: Any = model.get_submodule(self.name) if self.name is not None else model.get_output_embeddings()  # type: ignore[operator]
+        if head is not self.deferred.head:
+            new = DeferredHead.of(_head(model, self.name))
+            del self.deferred.head.forward
+            self.deferred = new
+        self.deferred.has_labels = kwargs.get("labels") is not None
+
+    def end(self, *_: Any) -> None:
+        """Forget the labels."""
+        self.deferred.has_labels = False
 
 
 class _Away:

@@ -186,6 +186,27 @@ def test_what_a_model_may_not_be_is_refused() -> None:
         model(**ids_of(), output_router_logits=True)
 
 
+def test_a_head_that_takes_the_place_of_the_first_is_deferred_too(computed: list[Any]) -> None:
+    plain, model = pair("llama")
+    zk.long_context(model)
+    first, given = model.lm_head, ids_of()
+    model(**given).loss.backward()
+    for it in (plain, model):
+        it.resize_token_embeddings(80)  # which makes another head
+        with torch.no_grad():
+            for param in (it.lm_head.weight, it.model.embed_tokens.weight):
+                param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(1)) / 8)
+    assert model.lm_head is not first
+    losses = [it(**given).loss for it in (plain, model)]
+    assert error(losses[1], losses[0]) < 1e-6 and computed == []
+    assert "forward" not in vars(first) and type(first(torch.ones(2, 16))) is Tensor
+    model.lm_head = zk.TiledLinear.from_linear(model.lm_head, 1, 3)
+    assert error(model(**given).loss, losses[0]) < 1e-6 and computed == []
+    model.lm_head = nn.Sequential(plain.lm_head)
+    with pytest.raises(TypeError, match=r"the head of LlamaForCausalLM is a Sequential, .* needs an nn\.Linear"):
+        model(**given)
+
+
 # ---- stages, drives, ranks, adapters -----------------------------------------------------------------------------------------
 
 
