@@ -74,8 +74,8 @@ def test_summary_says_stage_precision_ranks_and_where_bytes_are(tmp_path: Path) 
     with wrapped(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path, dtype="bf16") as optimizer:
         text = optimizer.summary().text()
         first, tiers, *rows, total, moved = text.splitlines()
-        assert re.fullmatch(r"zk [\d.]+ \| stage 3 \| bf16, fp32 master split \| 1 rank \| 263168 parameters in 4 units", first)
-        assert "host" in tiers and str(tmp_path) in tiers
+        assert re.fullmatch(r"zk [\d.]+ \| stage 3 \| bf16, fp32 master split \| 1 rank \| 263K parameters in 4 units", first)
+        assert "host" in tiers and f" ...{str(tmp_path)[-21:]} " in tiers
         assert [row[:12].strip() for row in rows] == ["parameters", "gradients", "master", "moments", "buffers"]
         assert re.search(r"total .* MiB +\[#\.+\] .* MiB +\[#\.+\]", total)
         assert re.match(r"one step reads [\d.]+ MiB from the drive and writes [\d.]+ MiB to the drive", moved)
@@ -100,7 +100,7 @@ def test_frozen_parameters_are_counted_apart_and_plain_dtypes_named() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
     with ZeroOptimizer(model, torch.optim.SGD(model[1].parameters(), lr=0.1), units=["0", "1"]) as optimizer:
         text = optimizer.summary().text()
-        assert "| fp32 | 1 rank | 131584 parameters (65792 trained) in 2 units" in text
+        assert "| fp32 | 1 rank | 132K parameters (65.8K trained) in 2 units" in text
         assert "moments" not in text and "one step" not in text
 
 
@@ -124,7 +124,7 @@ def test_notebooks_show_a_bar_for_each_tier(tmp_path: Path) -> None:
         tags = Tags()
         tags.feed(optimizer._repr_html_())
         assert not tags.open and len(tags.widths) >= 5 and 0 < sum(tags.widths) <= 200
-        assert str(tmp_path) in optimizer._repr_html_()
+        assert str(tmp_path)[-21:] in optimizer._repr_html_()
         tags.feed(optimizer.config._repr_html_())
         assert not tags.open and "param_tier" in optimizer.config._repr_html_() and "prefetch" not in optimizer.config._repr_html_()
 
@@ -310,11 +310,12 @@ def test_progress_prints_lines_to_files_and_renews_one_in_a_terminal(monkeypatch
             shown = file.getvalue()
             if isinstance(file, Terminal):
                 assert shown.startswith("\r[") and shown.endswith("\n") and max(map(len, shown.split("\r"))) <= 60
+                assert re.search(r"\r\[#+\.+\] step 1/3 \| loss 2\.5 \| \d s \| eta \d+ s( \||\r)", shown) and " | host" not in shown  # whole parts
             else:
                 first, last = shown.splitlines()  # ten seconds have not passed
-                pattern = r"zk: step 1/3 \| loss 2\.5 \| [\d,]+ tok/s \| [\de+.]+ m?s/step \| .*host [\d.]+/\d+ GiB"
-                assert re.fullmatch(pattern + r" \| \d s \| eta \d+ s", first), first
-                assert last.startswith("zk: step 3/3 | loss 0.5 |")
+                pattern = r"zk: step 1/3 \| loss 2\.5 \| \d s \| eta \d+ s \| [\d,]+ tok/s \| [\de+.]+ m?s/step \| .*host [\d.]+/\d+ GiB"
+                assert re.fullmatch(pattern, first), first
+                assert last.startswith("zk: step 3/3 | loss 0.5 |") and "eta" not in last
         quiet = io.StringIO()
         monkeypatch.setenv("ZK_QUIET", "1")
         with zk.Progress(optimizer, file=quiet) as progress:

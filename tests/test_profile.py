@@ -13,6 +13,7 @@ from torch import nn
 
 import zk
 from tests.test_monitor import step, wrapped
+from zk.monitor import profile
 from zk.monitor.profile import bytes_by_tier, counters
 from zk.monitor.runfile import COLUMNS, FILE, read
 from zk.timeline import LABELS, RESOURCES, Span, Timeline
@@ -120,3 +121,22 @@ def test_the_callbacks_record_steps_of_trainer_and_lightning(tmp_path: Path, mon
     assert "optimizer update" in tracks(tmp_path / "lightning.json")[1]
     written = read(tmp_path / FILE)
     assert (written["state"], written["done"], written["total"]) == ("ended", 4, 4) and written["rows"][-1][COLUMNS.index("loss")] is not None
+
+
+def test_a_recording_that_has_not_come_to_its_end_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZK_QUIET", "0")
+    with wrapped(stage=2) as optimizer:
+        capsys.readouterr()
+        for path in (tmp_path, tmp_path / "trace.json" / "deep.json"):  # found out before the steps
+            (tmp_path / "trace.json").touch()
+            with pytest.raises(OSError, match=f"{path} cannot be written: "):
+                zk.profile(optimizer, path)
+        zk.profile(optimizer, tmp_path / "new" / "a.json", steps=2, skip=0)
+        zk.profile(optimizer, tmp_path / "b.json", steps=2, skip=3)
+        step(optimizer)
+        profile._close_all()
+        assert (tmp_path / "new" / "a.json").exists() and not (tmp_path / "b.json").exists()
+        said = sorted(capsys.readouterr().err.splitlines())
+        assert "no trace in" in said[0] and "without 1 of its steps" in said[1] and len(said) == 2

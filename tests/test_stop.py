@@ -19,6 +19,7 @@ from tests.programs import ROOT
 from tests.test_resume import job
 from zk import ZeroOptimizer
 from zk.monitor import stop
+from zk.monitor.runfile import FILE, read
 from zk.train.data import Text
 from zk.train.run import train
 
@@ -73,9 +74,11 @@ PROGRAM = """
 import os, signal, sys, torch, zk
 model = torch.nn.Linear(4, 4)
 with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters())) as optimizer:
+    progress = zk.Progress(optimizer, run=sys.argv[2])  # that nobody closes
     for number in range(5):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        progress.step()
         optimizer.zero_grad()
         if number == 1:
             optimizer.save_checkpoint(sys.argv[1])
@@ -86,10 +89,16 @@ with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters())) as optimizer
 
 def test_a_program_that_is_interrupted_ends_with_one_line_and_the_status_of_ctrl_c(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stderr.strip() == f"zk: stopped after step 4; resume from {tmp_path}, which is of step 2", done.stderr
     assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and done.stdout == ""
+    run = read(tmp_path / "run" / FILE)
+    assert (run["state"], run["done"]) == ("interrupted", 4)
 
 
 def test_the_first_ctrl_c_of_zk_train_saves_and_the_second_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,10 +45,11 @@ SIZES = {
     # 40 and 310 for the user's cache folder; 75 and 585 for a CPU update that is compiled ahead, and for what notebooks show; 10 and 65 for rates
     # 5 and 50 for the checkpoint to resume from
     # 230 and 1,835 for memory that is given back and taken again (parked)
+    # 10 and 90 for folders of files, and errors that name them
     # 300 and 2,900 for optimizers that run their own step(), and the trial of unknown ones; 60 and 790 for lists of optimizers;
     # 60 and 870 for whole matrices
     # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
-    "core": (13_550, 102_600),
+    "core": (13_565, 102_700),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -58,7 +59,8 @@ SIZES = {
     # 5 and 35 for Ctrl-C in commands
     # 20 and 70 for names of rows for people
     # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
-    "beside the core": (5_340, 41_620),
+    # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
+    "beside the core": (5_365, 41_820),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -77,14 +79,15 @@ SIZES = {
     # 75 and 675 for the callbacks that write the file of a run; 90 and 780 for DeepSpeed's flops_profiler; 15 and 75 for --deepspeed of a Trainer
     "integrations": (3_195, 21_900),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
-    "train": (1_090, 9_360),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    "train": (1_055, 9_030),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_910),  # 20 for the reduction over several ranks
     "testing": (113, 680),
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
     # 55 and 515 for rates of both sides of the update, and what the summary says of them
     # 565 and 5735 for runs that are watched, and reported as one HTML file: pages are made of many short pieces
-    "monitor": (1_470, 12_480),  # summaries, and what is said at the start; rates, and progress
+    # 135 and 1,040 for runs that end as their process does, one run in a folder, advice for updates, and narrow terminals
+    "monitor": (1_605, 13_530),  # summaries, and what is said at the start; rates, and progress
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream

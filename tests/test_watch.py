@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
+import os
 import platform
 import re
 import shutil
 import subprocess
 import time
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import zk
@@ -21,7 +27,10 @@ from tests.test_monitor import step, waited, wrapped
 from zk import ZeroOptimizer
 from zk.cli import app
 from zk.monitor import advice, measured, report, runfile, watch
+from zk.monitor.rates import USES, Rates
 from zk.monitor.runfile import COLUMNS, FILE, RunFile, read, state_of
+from zk.monitor.words import seconds, size
+from zk.testing.devices import ThrottledLink, pretend
 
 
 @pytest.fixture
@@ -83,29 +92,33 @@ def test_the_file_has_all_steps_and_watch_shows_them(optimizer: ZeroOptimizer, t
     assert sum(row["tokens"] for row in rows) == 400 and 0.08 < sum(row["seconds"] for row in rows) <= passed
     for row in rows:
         assert row["wait_drive"] >= 0.02 and row["moved_nbytes"] > 0
-        assert sum(row[use] for use in runfile.SPENT) == pytest.approx(row["seconds"], rel=1e-6)
+        assert sum(row[use] for use in USES) == pytest.approx(row["seconds"], rel=1e-6)
     run["rates"] = {"step_s": 1.0, "tokens_per_s": 9.0, "wait_share": 0.5, "wait_drive_share": 0.5, "update_share": 0.1, "peak_host_gib": 1.0}
     run["rates"] |= {"floor_s": 0.5, "floor_share": 0.5}
-    shown = "\n".join(watch.lines(run, state_of(run), "run"))
+    shown = watch.text(watch.lines(run, state_of(run), "run"))
     assert re.match(r"zk watch \| run \| step 4/4 \| ended \| \d s\nzk [\d.]+ \| stage 3 \| fp32", shown)
     assert re.search(r"^host .* \[#*\.*\] .*buffers [\d.]+ MiB, all of the process [\d.]+ [MG]iB \(budget 8.0 MiB\)$", shown, re.M)
-    assert re.search(rf"^{tmp_path} [\d.,]+ [GT]iB +\[#\.+\] .*moments [\d.]+ MiB$", shown, re.M)
+    assert re.search(rf"^\.\.\.{str(tmp_path)[-21:]} [\d.,]+ [GT]iB +\[#\.+\] .*moments [\d.]+ MiB$", shown, re.M)
     assert re.search(r"^a step +waiting for the drive 50%, compute 40%, update 10%$", shown, re.M) and "\nloss " in shown
     assert re.search(r"^rates +9 tok/s \| 1.00 s/step \| 50% waiting: drive", shown, re.M)
     assert re.search(r"^of what is possible +\[#{10}\.{10}\] 50%", shown, re.M)
 
 
-def test_advice_is_a_budget_and_what_the_planner_says_that_it_saves(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+def test_advice_is_a_budget_and_what_the_planner_says_that_it_saves(
+    optimizer: ZeroOptimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trained(optimizer, tmp_path / "run")
     found, needed = run["advice"], 16 * sum(param.numel() for param in optimizer.model.parameters())
-    assert found["host_budget"] == 1 << 30  # as much as is worth writing, not as much as is free
+    assert found["change"] == 'host_budget="1GiB"'  # as much as is worth writing, not as much as is free
     on_drive = sum(run["planned"][kind]["nvme"] for kind in ("parameters", "gradients", "moments"))
-    assert found["nbytes"] == on_drive <= needed
-    assert found["drive_s"] == pytest.approx(sum(run["traffic"].values()) / 1e9)
-    said = watch.advice(run)
+    assert size(on_drive) in found["effect"] and on_drive <= needed
+    assert found["seconds"] == pytest.approx(sum(run["traffic"].values()) / 1e9)
+    said = advice.sentence(found, run["rates"])
     assert re.fullmatch(r'host_budget="1GiB" would keep [\d.]+ MiB more off the drive, and save up to [\d.]+ m?s of a step', said)
-    run["rates"] = {**run["rates"], "step_s": 1.0, "wait_drive_share": 1e-3}
-    assert watch.advice(run).endswith("save up to 1 ms of a step")  # no more than was waited
+    rates = {**run["rates"], "step_s": 1.0, "wait_drive_share": 1e-3}
+    assert advice.sentence(found, rates).endswith("save up to 1 ms of a step")  # no more than was waited
+    monkeypatch.setattr(advice, "_LEAST", 0.05)
+    assert advice.sentence(found, rates) == "" == advice.sentence(None, rates)  # not worth a word
     with wrapped(stage=2) as resident:
         assert trained(resident, tmp_path / "resident")["advice"] is None
 
@@ -163,6 +176,7 @@ def test_the_report_is_one_file_with_all_series_and_their_limits(optimizer: Zero
     done = CliRunner().invoke(app, ["report", str(tmp_path / "a <run>")], catch_exceptions=False)
     path = tmp_path / "a <run>" / "report.html"
     assert done.exit_code == 0 and done.output.replace("\n", "") == str(path)
+    assert report.write(path.parent, tmp_path / "new" / "x.html").exists() and report.write(path.parent, tmp_path).name == "report.html"
     text = path.read_text()
     page = Page(text)
     assert {"training", "compute", "waiting for the drive", "floor", "parameters", "moments", "buffers", "all of the process"} <= page.series.keys()
@@ -171,7 +185,7 @@ def test_the_report_is_one_file_with_all_series_and_their_limits(optimizer: Zero
     assert not page.outside and not re.search(r"https?:|url\(|@import|<script", text)
     for said in ("a &lt;run&gt;", "at the fullest point of a step", "for one micro-batch", "param_tier", "lr", "host_budget="):
         assert said in text
-    assert watch.advice(read(path.parent / FILE)).split(" would")[0].replace('"', "&quot;") in text
+    assert html.escape(run["advice"]["change"]) in text
 
 
 def test_commands_say_what_is_missing(tmp_path: Path) -> None:
@@ -206,4 +220,74 @@ def test_a_folder_that_goes_away_ends_no_run(tmp_path: Path, caplog: pytest.LogC
         for _ in range(3):
             step(optimizer)
             run.step(1.0)
-    assert caplog.text.count("could not be written") == 1
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_what_nobody_closes_is_closed_at_the_end_and_what_comes_after_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    with wrapped(stage=2) as optimizer:
+        inside = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer=optimizer))  # accelerate's wrapper in an engine, say
+        progress = zk.Progress(inside, 1, run=tmp_path)
+        optimizer.model(torch.ones(2, 256)).mul(float("nan")).sum().backward()
+        optimizer.step()
+        progress.step(float("nan"))
+        time.sleep(0.2)  # an evaluation
+        optimizer.metrics()
+        runfile.close_all(ValueError("later"))
+    passed, run = time.perf_counter() - start, read(tmp_path / FILE)
+    assert sum(row[COLUMNS.index("seconds")] for row in run["rows"]) <= passed - 0.2
+    shown = watch.text(watch.lines(run, state_of(run), "run"))
+    assert "step 1/1 (1 skipped) | failed: ValueError('later')" in shown and "loss " in shown and shown.count("nan") == 1
+    Page(report.html(run, "ended", "run"))
+    with pytest.raises(TypeError, match=r"must be a ZeroOptimizer, or what has one as \.optimizer; got a AdamW"):
+        zk.Progress(torch.optim.AdamW(optimizer.model.parameters()))
+
+
+def test_a_folder_is_for_one_run_of_one_process(tmp_path: Path) -> None:
+    parent = psutil.Process(os.getppid())
+    with wrapped(stage=2) as optimizer:
+        first, second = RunFile(optimizer, tmp_path), RunFile(optimizer, tmp_path, done=3)  # as when a cell of a notebook is run again
+        first.close(ValueError())
+        second.close()
+        run = read(tmp_path / FILE)
+        assert run["state"] == "ended" and len(run["memory"]) == 3
+        run |= {"state": "running", "process": [platform.node(), parent.pid, parent.create_time()]}
+        (tmp_path / FILE).write_text(json.dumps(run))
+        with pytest.raises(ValueError, match=f"process {parent.pid} writes its run into .* give another folder"):
+            RunFile(optimizer, tmp_path)
+        (tmp_path / "file").touch()
+        for folder in (tmp_path / FILE, tmp_path / "file" / "run"):
+            with pytest.raises(OSError, match=f"{folder}/{FILE} cannot be written: "):
+                RunFile(optimizer, folder)
+
+
+@pytest.mark.parametrize("overlap_step", (False, True))
+def test_advice_for_updates_is_to_run_them_beside_what_the_planner_says_is_long_enough(overlap_step: bool) -> None:
+    with pretend(ThrottledLink(1e9)), wrapped(2, stage=2, optimizer_tier="host", overlap_step=overlap_step) as optimizer:
+        rates = Rates(optimizer)
+        for update, link, change, saved in (
+            (0.1, 0.05, "overlap_step=True would update behind the next forward", 0.075),  # the shorter of both, less one of two units
+            (0.3, 0.2, 'overlap_step="backward" would update behind backward and the next forward', 0.25),
+        ):
+            rates.last = {"step_s": 1.0, "update_share": update, "wait_link_share": link}
+            if overlap_step:  # what it has not hidden yet
+                rates.last = {"step_s": 1.0, "wait_update_share": update + link}
+                change, saved = 'overlap_step="backward" would update behind backward and the next forward', (update + link) / 2
+            found = advice.advice_of(optimizer, rates)
+            assert found is not None and found["seconds"] == pytest.approx(saved)
+            assert advice.sentence(found, rates.last) == f"{change}, and save up to {seconds(saved)} of a step"
+        rates.last = {"step_s": 1.0, "wait_ranks_share": 0.9}
+        assert advice.sentence(advice.advice_of(optimizer, rates), rates.last) == ""
+    with wrapped(2, stage=2) as resident:
+        rates.optimizer = lambda: resident  # type: ignore[assignment]
+        rates.last = {"step_s": 1.0, "update_share": 0.5}
+        assert advice.advice_of(resident, rates) is None  # the same cores
+
+
+def test_narrow_terminals_wrap_within_the_column(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+    run = trained(optimizer, tmp_path / "run")
+    console = Console(width=60, file=io.StringIO(), force_terminal=True, color_system=None, markup=False, highlight=False)
+    console.print(watch.on_terminal(watch.lines(run, "ended", "a [bold]" + "very " * 9 + "long name")))
+    shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    heads = shown.index(next(line for line in shown if line.startswith("host ")))
+    assert max(map(len, shown)) <= 60 and all(line[19:21] == "  " for line in shown[heads:]) and len(shown) > 12

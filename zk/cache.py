@@ -25,7 +25,7 @@ def read_json(name: str) -> dict[str, Any]:
     """The content of a JSON file in the cache folder; empty if there is none, or one that cannot be read."""
     folder = cache_folder()
     try:
-        found = json.loads((folder / name).read_text()) if folder is not None else {}
+        found = json.loads((folder / name).read_text(encoding="utf-8")) if folder is not None else {}
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -39,8 +39,23 @@ def write_json(name: str, content: dict[str, Any]) -> None:
             replace_text(folder / name, json.dumps(content, indent=1))
 
 
+def folder_for(path: Path) -> None:
+    """Make the folder of a file that will be written. OSError, which names the file, if that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise PermissionError("it is a folder" if path.is_dir() else f"{path.parent} is read-only")
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written: {error}") from None
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Write a file, at once, so that readers never see half of it."""
+    """Write a file, at once, so that readers never see half of it. OSError names that file."""
     passing = path.with_name(f".{path.name}.{os.getpid()}")
-    passing.write_text(text)
-    passing.replace(path)
+    try:
+        passing.write_text(text, encoding="utf-8")
+        passing.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            passing.unlink()
+        raise type(error)(f"{path} cannot be written: {error.strerror}") from None

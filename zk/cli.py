@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +23,9 @@ app.add_typer(bench, name="bench")
 @app.callback()
 def main() -> None:
     """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="replace")  # a character that the locale does not have ends no run
 
 
 @app.command()
@@ -205,24 +210,23 @@ def watch(
 
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
-    from zk.monitor.watch import frames
+    from zk.monitor.watch import frames, on_terminal, text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with mendable("watch"):
         if once or not console.is_terminal:
-            typer.echo(next(iter(frames(run))))
+            typer.echo(text(next(iter(frames(run)))))
             return
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-            for text in frames(run):
-                live.update(Text(text), refresh=True)
+            for found in frames(run):
+                live.update(on_terminal(found), refresh=True)
 
 
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run, such as zk train's --out.")],
-    out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in that folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write, or its folder. Default: report.html beside the run.")] = None,
 ) -> None:
     """Write a run as one HTML file: loss, memory by tier, where the time went, configuration, and the plan against what was measured."""
     from zk.monitor.report import write

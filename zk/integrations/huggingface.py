@@ -344,7 +344,7 @@ class ZeroRun(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         folder, self.tokens = args.output_dir if self.folder is None else self.folder, int(state.num_input_tokens_seen)
         about = {"batch": args.per_device_train_batch_size, "accumulate": args.gradient_accumulation_steps, "lr": args.learning_rate}
-        self.run = RunFile(unwrapped(optimizer), folder, state.max_steps, done=state.global_step, about=about)
+        self.run = RunFile(optimizer, folder, state.max_steps, done=state.global_step, about=about)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.run is not None

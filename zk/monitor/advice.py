@@ -1,25 +1,64 @@
-"""Advice for a run that waits for its drive: the host memory that is free, as a ``host_budget``, and the seconds that this would save."""
+"""Advice for a run that waits: a ``host_budget`` of what is free, for the drive; ``overlap_step``, for updates; and the seconds that it would save.
+
+Waits for other ranks get none: what is counted does not tell a slow connection from a rank that has more to do.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from zk.memory import host_memory, ranks_here
-from zk.monitor.rates import Rates
+from zk.monitor.rates import Rates, spent
 from zk.monitor.summary import nbytes_of, placed_of, rows_of, sizes_of, traffic_of
+from zk.monitor.words import seconds, size
 from zk.placement import Placement
+from zk.plan.speed import length
 
 _LEAST = 0.05  # of the time, to be worth a word
 _USABLE = 0.8  # of the memory that is free
+_FORWARD = 1 / 4  # of compute, as zk.plan counts it: backward computes forward again
+
+Advice = dict[str, Any]  # change: what to write; effect: what it would do; uses: of the time, that it shortens; seconds: of a step, at most
 
 
-def advice_of(optimizer: Any, rates: Rates) -> dict[str, float] | None:
-    """A larger ``host_budget``, the ``nbytes`` that it would keep off the drive, and the seconds of the drive that a step would save (``drive_s``).
+def advice_of(optimizer: Any, rates: Rates) -> Advice | None:
+    """The change that would save most of a step; None if none is known that would save a twentieth."""
+    found = [one for one in (_larger_budget(optimizer, rates), _background(optimizer, rates)) if one is not None]
+    return max(found, key=lambda one: _saved(one, rates.last), default=None)
 
-    The planner places all units anew with that budget; what then need not move, at the rates that were measured, are the seconds. None if the run
-    does not wait for its drive, or no more fits.
-    """
+
+def sentence(found: Advice | None, rates: Mapping[str, float]) -> str:
+    """Advice in words, with what it would save of a step with these rates; empty where that is not worth a word."""
+    if found is None or _saved(found, rates) <= _LEAST * rates.get("step_s", 0.0):
+        return ""
+    return f"{found['change']} {found['effect']}, and save up to {seconds(_saved(found, rates))} of a step"
+
+
+def _saved(found: Advice, rates: Mapping[str, float]) -> float:
+    """Seconds of a step; no more than now go into what it shortens."""
+    shares = spent(rates)
+    return min(float(found["seconds"]), rates.get("step_s", 0.0) * sum(shares[use] for use in found["uses"]))
+
+
+def _background(optimizer: Any, rates: Rates) -> Advice | None:
+    """Updates in the background of forward, or of backward too; the planner's seconds of both at once. None where compute uses the same cores."""
+    config, shares, step_s = optimizer.config, spent(rates.last), rates.last.get("step_s", 0.0)
+    if optimizer.transfer.joined or config.optimizer_tier == "device" or config.overlap_step == "backward" or config.delay_update is not None:
+        return None
+    uses = ["wait_update"] if config.overlap_step else ["update", "wait_link"]
+    exposed, compute = (step_s * share for share in (sum(shares[use] for use in uses), shares["compute"]))
+    is_long = bool(config.overlap_step) or exposed > _FORWARD * compute
+    beside = {"update": exposed, "compute": compute if is_long else _FORWARD * compute}
+    change = 'overlap_step="backward"' if is_long else "overlap_step=True"
+    effect = f"would update behind {'backward and ' * is_long}the next forward"
+    saved = sum(beside.values()) - length(beside, len(optimizer.held))
+    return {"change": change, "effect": effect, "uses": uses, "seconds": saved}
+
+
+def _larger_budget(optimizer: Any, rates: Rates) -> Advice | None:
+    """A larger ``host_budget``. The planner places all units anew with it; what then need not move, at the rates of the drive, are the seconds."""
     config, ranks = optimizer.config, ranks_here(optimizer.everyone.world)
     is_fixed = "auto" not in (config.param_tier, config.optimizer_tier) or None not in (config.device_budget, config.host_budget)
     if rates.last.get("wait_drive_share", 0.0) < _LEAST or rates.drive is None or not is_fixed:
@@ -42,4 +81,6 @@ def advice_of(optimizer: Any, rates: Rates) -> dict[str, float] | None:
     now, then = (traffic_of(optimizer, *one) for one in each)
     kept = [sum(nbytes for (tier, kind), nbytes in sizes.items() if tier == "nvme" and kind != "spare") for _, sizes in each]
     saved = ranks * ((now.read - then.read) / rates.drive["read"] + (now.written - then.written) / rates.drive["write"])
-    return {"host_budget": budget, "nbytes": kept[0] - kept[1], "drive_s": saved} if saved > 0 else None
+    written = f"{budget >> 30}GiB" if budget % (1 << 30) == 0 else f"{budget >> 20}MiB"
+    effect = f"would keep {size(kept[0] - kept[1])} more off the drive"
+    return {"change": f'host_budget="{written}"', "effect": effect, "uses": ["wait_drive"], "seconds": saved} if saved > 0 else None

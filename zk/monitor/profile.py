@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
 import re
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from zk.cache import folder_for, replace_text
+from zk.monitor.rates import zero_of
 from zk.monitor.start import say
 from zk.monitor.summary import nbytes_of, rows_of
 from zk.timeline import Recorder, Span, Timeline, chrome_trace, note, now_ns
@@ -39,20 +43,25 @@ class profile:  # a verb, as contextlib's are
 
     Raises:
         ValueError: for a number of steps that is none.
+        OSError: if the file cannot be written.
+
+    If the program ends before these steps, what there is of them is written.
     """
 
     def __init__(self, optimizer: Any, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
         for name, value, least in (("steps", steps, 1), ("skip", skip, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a number of steps, at least {least}; got {value!r}")
-        self.optimizer, self.left, self.skip = optimizer, steps, skip
-        rank = optimizer.everyone.rank
+        self.optimizer, self.left, self.skip = zero_of(optimizer), steps, skip
+        self.rank = rank = self.optimizer.everyone.rank
         self.path = Path(path) if rank == 0 else Path(path).with_stem(f"{Path(path).stem}-rank{rank}")
+        folder_for(self.path)
+        _OPEN.add(self)
         self.recorder: Recorder | None = None
         self.readings: list[Reading] = []
         self.next_ns = 0
         self.entered: dict[str, int] = {}  # unit -> when its forward began
-        self.handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
+        self.handles: list[RemovableHandle] = [self.optimizer.register_step_post_hook(self._after_step)]
         if skip == 0:
             self._start()
 
@@ -95,24 +104,37 @@ class profile:  # a verb, as contextlib's are
 
     def close(self) -> None:
         """End the recording, and write what there is of it; once."""
+        _OPEN.discard(self)
         for handle in self.handles:
             handle.remove()
+        recorder, self.recorder, is_open = self.recorder, None, bool(self.handles)
         self.handles.clear()
-        recorder, self.recorder = self.recorder, None
-        if recorder is None:
+        if recorder is None or self.optimizer.forked:
+            if is_open and self.rank == 0:
+                say(f"zk: no trace in {self.path}: there was no step after those to skip")
             return
         recorder.__exit__()
-        trace = chrome_trace(recorder.timeline, self.optimizer.everyone.rank)
-        trace["traceEvents"] += list(counters(recorder.timeline, self.readings, self.optimizer.everyone.rank, trace["baseTimeNanoseconds"]))
-        self.path.write_text(json.dumps(trace))
-        if self.optimizer.everyone.rank == 0:
-            say(f"zk: wrote {self.path}: open it in https://ui.perfetto.dev")
+        trace = chrome_trace(recorder.timeline, self.rank)
+        trace["traceEvents"] += list(counters(recorder.timeline, self.readings, self.rank, trace["baseTimeNanoseconds"]))
+        replace_text(self.path, json.dumps(trace))
+        if self.rank == 0:
+            missing = f", without {self.left} of its steps, which have not come" if self.left else ""
+            say(f"zk: wrote {self.path}{missing}: open it in https://ui.perfetto.dev")
 
     def __enter__(self) -> profile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+_OPEN: weakref.WeakSet[profile] = weakref.WeakSet()  # whose steps have not all come
+
+
+@atexit.register
+def _close_all() -> None:
+    for one in list(_OPEN):
+        one.close()
 
 
 def bytes_by_tier(optimizer: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zk.memory import host_memory
-from zk.monitor.rates import Rates, reason_of
+from zk.monitor.rates import Rates, reason_of, zero_of
 from zk.monitor.runfile import RunFile
 from zk.monitor.words import bar, duration, seconds
 
@@ -23,8 +23,11 @@ EVERY_S = 10.0  # between lines where there is no terminal
 _TERMINAL_S = 0.25  # between two states of a terminal's line
 
 
-def rates_line(rates: Mapping[str, float]) -> str:
-    """Rates as one short line: ``1,940 tok/s | 4.20 s/step | 41% waiting: drive | drive 2.7 GB/s | host 51/64 GiB | floor 2.6 s``."""
+def rates_line(rates: Mapping[str, float], host_nbytes: int | None = None) -> str:
+    """Rates as one short line: ``1,940 tok/s | 4.20 s/step | 41% waiting: drive | drive 2.7 GB/s | host 51/64 GiB | floor 2.6 s``.
+
+    ``host_nbytes``: memory that there is; None is that of this machine.
+    """
     if not rates:
         return ""
     parts = [f"{rates['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in rates else []
@@ -36,7 +39,7 @@ def rates_line(rates: Mapping[str, float]) -> str:
     parts += [f"{name} {rates[f'{name}_gbps']:.2g} GB/s" for name in ("drive", "link") if f"{name}_gbps" in rates]
     if "peak_device_gib" in rates:
         parts.append(f"GPU {rates['peak_device_gib']:.1f} GiB")
-    parts.append(f"host {rates['peak_host_gib']:.1f}/{host_memory()[0] / 2**30:.0f} GiB")
+    parts.append(f"host {rates['peak_host_gib']:.1f}/{(host_nbytes or host_memory()[0]) / 2**30:.0f} GiB")
     if "floor_s" in rates and rates["wait_share"] >= 0.005:
         parts.append(f"floor {seconds(rates['floor_s'])}")
     return " | ".join(parts)
@@ -62,7 +65,7 @@ class Progress:
     ```
 
     Args:
-        optimizer: the ZeroOptimizer that is stepped.
+        optimizer: the ZeroOptimizer that is stepped, or what has it inside: an engine of zk.initialize, accelerate's prepared one.
         total: steps of the whole run; None if that is not known, and then neither is the time that is left.
         done: steps that were taken before, of a run that is resumed.
         run: a folder for the file that ``zk watch`` and ``zk report`` read; None writes none.
@@ -86,13 +89,14 @@ class Progress:
             raise ValueError(f"total must be a number of steps, at least 1, or None; got {total!r}")
         self.total, self.done, self.first = total, done, done
         self.file = sys.stderr if file is None else file
+        optimizer = zero_of(optimizer)
         self.rates, self.world = Rates(optimizer), optimizer.comm.world
         self.notebook: Any = None
         self.is_shown = optimizer.everyone.rank == 0 and not is_quiet() and self.file is not None
         self.is_terminal = bool(getattr(self.file, "isatty", bool)()) if self.is_shown and not getattr(self.file, "closed", False) else False
         self.run = None if run is None else RunFile(optimizer, run, total, done=done, about=about)
         self.loss: Any = None
-        self.started = self.shown_at = time.monotonic()
+        self.started = self.shown_at = self.warm = time.monotonic()
         self.width = 0  # of what is in the terminal's line
 
     def step(self, loss: Any = None, tokens: int = 0, **more: Any) -> None:
@@ -109,6 +113,8 @@ class Progress:
         if self.run is not None:
             self.run.step(self.loss, tokens * self.world)
         now = time.monotonic()
+        if self.done == self.first + 1:
+            self.warm = now
         since, every = now - self.shown_at, _TERMINAL_S if self.is_terminal or _in_notebook() else EVERY_S
         if self.is_shown and (since >= every or self.done == self.total or self.done == self.first + 1):
             self.shown_at = now
@@ -120,12 +126,12 @@ class Progress:
         if self.loss is not None:
             parts.append(f"loss {float(self.loss):.4g}")
         parts += [f"{name} {float(value):.3g}" for name, value in (more or {}).items()]
-        parts.append(rates_line(self.rates.take()))
-        passed = time.monotonic() - self.started
-        parts.append(duration(passed))
-        if self.total and self.done > self.first:
-            parts.append(f"eta {duration(passed / (self.done - self.first) * (self.total - self.done))}")
-        return " | ".join(filter(None, parts))
+        now, timed = time.monotonic(), self.done - self.first
+        parts.append(duration(now - self.started))
+        if self.total and timed > 0 and self.done < self.total:
+            per_step = (now - self.warm) / (timed - 1) if timed > 1 else now - self.started  # the first step is slow: caches, compilation
+            parts.append(f"eta {duration(per_step * (self.total - self.done))}")
+        return " | ".join(filter(None, [*parts, rates_line(self.rates.take())]))
 
     def _show(self, line: str) -> None:
         if _in_notebook():
@@ -134,17 +140,20 @@ class Progress:
             return
         with contextlib.suppress(OSError, ValueError):  # nobody reads it: a pipe that is closed
             if self.is_terminal:
-                line = (f"{bar(self.done / self.total)} {line}" if self.total else line)[: max(20, shutil.get_terminal_size().columns - 1)]
+                line, width = f"{bar(self.done / self.total)} {line}" if self.total else line, max(20, shutil.get_terminal_size().columns - 1)
+                while len(line) > width and " | " in line:  # whole parts, the least important last
+                    line = line.rpartition(" | ")[0]
+                line = line[:width]
                 self.file.write(f"\r{line.ljust(self.width)}")
                 self.width = len(line)
             else:
                 self.file.write(f"zk: {line}\n")
             self.file.flush()
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Show the last line, and end it; and the file of the run."""
+    def close(self, error: BaseException | None = None, *, results: Mapping[str, str] | None = None) -> None:
+        """Show the last line, and end it; and the file of the run, with ``results`` to show in its report."""
         if self.run is not None:
-            self.run.close(error)
+            self.run.close(error, results or {})
         if self.is_shown and self.done > self.first:
             self.is_shown = False
             if self.shown_at < time.monotonic() and self.done != self.total:

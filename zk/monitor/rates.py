@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,33 @@ from zk.timeline import SPENT
 
 # kinds of zk.timeline.SPENT -> what is waited for, by its name in the rates; any other wait is "other"
 REASONS = {"wait: drive": "drive", "wait: link": "link", "wait: other ranks": "ranks", "wait: update": "update", "wait: save": "save"}
+USES = {
+    "compute": "compute",
+    "update": "update",
+    "wait_drive": "waiting for the drive",
+    "wait_link": "waiting for the link",
+    "wait_ranks": "waiting for ranks",
+    "wait_update": "waiting for the update",
+    "wait_save": "waiting for a save",
+    "wait_other": "other waits",
+}
+"""Uses of the time of a step, as people call them."""
+
+
+def zero_of(given: Any) -> Any:
+    """The ZeroOptimizer that this is, or that is inside of it: accelerate's prepared one, the engine of zk.initialize. TypeError without one."""
+    kind, found = sys.modules["zk"].ZeroOptimizer, given
+    while found is not None and not isinstance(found, kind):
+        found = getattr(found, "optimizer", None)
+    if found is None:
+        raise TypeError(f"optimizer must be a ZeroOptimizer, or what has one as .optimizer; got a {type(given).__name__}")
+    return found
+
+
+def spent(rates: Mapping[str, float]) -> dict[str, float]:
+    """The share of the time for each use of it, of an interval's rates."""
+    found = {use: rates.get(f"{use}_share", 0.0) for use in USES if use != "compute"}
+    return {"compute": max(0.0, 1 - sum(found.values())), **found}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,7 +175,7 @@ def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:
     return {f"zk/{name}": value for name, value in found.items()}
 
 
-def reason_of(rates: dict[str, float]) -> str:
+def reason_of(rates: Mapping[str, float]) -> str:
     """The main reason for waiting: "drive", "link", "ranks", "update", "save" or "other"; empty if it did not."""
     found = {name: share for name, share in rates.items() if name.startswith("wait_") and name != "wait_share"}
     most = max(found, key=lambda name: found[name], default="")

@@ -9,10 +9,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from zk.cache import replace_text
-from zk.monitor.runfile import COLUMNS, SPENT, find, read, state_of
+from zk.cache import folder_for, replace_text
+from zk.monitor.advice import sentence
+from zk.monitor.rates import USES
+from zk.monitor.runfile import COLUMNS, find, read, state_of
 from zk.monitor.summary import COLORS
-from zk.monitor.watch import USES, advice
 from zk.monitor.words import duration, seconds, size
 
 FILE = "report.html"
@@ -139,7 +140,7 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
     until = float(max(run["done"], 1))
     totals = {column: sum(row[column] or 0 for row in rows) for column in COLUMNS[1:]}
     starts = [row["step"] - row["steps"] for row in rows]
-    used = [use for use in SPENT if totals[use] > 0.005 * totals["seconds"]]
+    used = [use for use in USES if totals[use] > 0.005 * totals["seconds"]]
     uses = {USES[use]: (_USES[use], _stepped(starts, [row[use] / row["steps"] for row in rows], until)) for use in used}
     floors = [row["floor_s"] / row["steps"] for row in rows if row["floor_s"] is not None]
     floor = {"floor": ("#222", _stepped(starts, floors, until))} if len(floors) == len(rows) else {}
@@ -151,7 +152,8 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
         facts |= {"a step": f"{seconds(totals['seconds'] / totals['steps'])} on average: {shares}"}
     if totals["tokens"]:
         facts |= {"rate": f"{totals['tokens'] / totals['seconds']:,.0f} tokens/s"}
-    facts |= {"advice": advice(run)} if advice(run) else {}
+    said = sentence(run["advice"], run["rates"])
+    facts |= {"advice": said} if said else {}
     parts = [
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>',
         f"<h1>{escape(name)}</h1><p>{escape(run['heading'])}</p>",
@@ -166,8 +168,10 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
 
 
 def write(run: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run, given its file or folder; returns its path. Raises as ``find`` and ``read`` do."""
+    """Write the report of a run, given its file or folder, to a file or into a folder; returns its path. Raises as ``find`` and ``read`` do."""
     path = find(run)
-    content, target = read(path), Path(out) if out is not None else path.parent / FILE
+    content, target = read(path), path.parent if out is None else Path(out)
+    target = target / FILE if target.is_dir() else target
+    folder_for(target)
     replace_text(target, html(content, state_of(content), path.parent.resolve().name))
     return target

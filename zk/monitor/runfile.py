@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -14,25 +15,25 @@ from typing import Any
 
 import psutil
 
-from zk.cache import replace_text
+from zk.cache import folder_for, replace_text
 from zk.config import ZeroConfig
 from zk.logs import log
 from zk.memory import peak_nbytes, ranks_here
-from zk.monitor.advice import advice_of
-from zk.monitor.rates import REASONS, Rates
+from zk.monitor.advice import advice_of, sentence
+from zk.monitor.rates import USES, Rates, spent, zero_of
 from zk.monitor.summary import nbytes_of, rows_of, summary_of
 from zk.monitor.words import duration
 from zk.plan.check import changes
 
-FILE = "zk_run.json"
-SPENT = ("compute", "update", *(f"wait_{reason}" for reason in REASONS.values()), "wait_other")
-COLUMNS = ("step", "steps", "seconds", "tokens", "moved_nbytes", "floor_s", "loss", *SPENT)
+FILE, FORMAT = "zk_run.json", 2
+COLUMNS = ("step", "steps", "seconds", "tokens", "moved_nbytes", "floor_s", "loss", *USES)
 """Of a row: the number of its last step, how many there are, and of all of them seconds, tokens (of all ranks), bytes to and from the drive,
 seconds if waits were hidden, the last loss, and the seconds of each use of the time."""
 _LOSS = COLUMNS.index("loss")
 _MOST = 400  # rows, and readings of memory; more are joined two by two
 _ROW_S, _WRITE_S, _QUIET_S = 0.05, 1.0, 60.0
 _SHARE = 1e-3  # of the time may go into writing, unless nothing would be seen for ten seconds
+_OPEN: dict[Path, RunFile] = {}  # those of this process that have not ended
 
 
 class RunFile:
@@ -47,27 +48,24 @@ class RunFile:
 
     Raises:
         OSError: if the file cannot be written.
+        ValueError: if another process writes it.
+
+    A run that is not closed ends with the process, or with the exception that ends it.
     """
 
     def __init__(
         self, optimizer: Any, folder: str | os.PathLike[str], total: int | None = None, *, done: int = 0, about: Mapping[str, Any] | None = None
     ) -> None:
+        optimizer = zero_of(optimizer)
         self.path = Path(folder) / FILE if optimizer.everyone.rank == 0 else None
-        self.rates, self.done, self.loss = Rates(optimizer), done, None
+        self.rates, self.done, self.loss, self.skipped = Rates(optimizer), done, None, 0
         self.rows: list[list[Any]] = []
         self.memory: list[list[Any]] = []
         self.content: dict[str, Any] = {}
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if done and self.path.exists():
-            try:
-                before = read(self.path)
-            except ValueError as error:  # no reason not to resume
-                log.warning("%s: its figures begin anew", error)
-            else:
-                self.rows = [row for row in before["rows"] if row[0] <= done]
-                self.memory = [reading for reading in before["memory"] if reading[0] <= done]
+        folder_for(self.path)
+        self._continue(done)
         summary, config = summary_of(optimizer), optimizer.config
         traffic, process, ranks = summary.traffic, psutil.Process(), ranks_here(optimizer.everyone.world)
         budgets = {tier: getattr(config, f"{tier}_budget", None) for tier in summary.capacity}
@@ -82,13 +80,32 @@ class RunFile:
             "traffic": {"read": ranks * traffic.read, "written": ranks * traffic.written},
             "zero": {"stage": config.stage, **{name: str(value) for name, value in changes(config, ZeroConfig()).items()}},
             "about": {name: str(value) for name, value in (about or {}).items()},
-            "results": {},
             "advice": None,
         }
         self.restart()
         self.next_row = self.next_write = 0.0
         self.is_heard = False  # that it could not be written
         replace_text(self.path, self._text("running"))
+        self.key = self.path.resolve()
+        _OPEN[self.key] = self
+
+    def _continue(self, done: int) -> None:
+        """Take over the rows of the file that is there, until step ``done``."""
+        assert self.path is not None
+        if not self.path.exists():
+            return
+        try:
+            before = read(self.path)
+        except ValueError as error:  # no reason not to train
+            if done:
+                log.warning("%s: its figures begin anew", error)
+            return
+        node, pid, _ = before["process"]
+        if node == platform.node() and pid != os.getpid() and state_of(before).startswith("running"):
+            raise ValueError(f"process {pid} writes its run into {self.path.parent}, and one folder is for one run; give another folder")
+        if done:
+            self.rows = [row for row in before["rows"] if row[0] <= done]
+            self.memory = [reading for reading in before["memory"] if reading[0] <= done]
 
     def restart(self) -> None:
         """Begin a row now: the time since the last step was not spent training."""
@@ -102,7 +119,7 @@ class RunFile:
             return
         self.rates.tokens += tokens
         now = time.perf_counter()
-        if now >= self.next_row:
+        if now >= self.next_row or self.done == self.content["total"]:  # what comes after the last step is no part of it
             self._add_row()
             self.next_row = now + _ROW_S
         if now >= self.next_write:
@@ -114,14 +131,12 @@ class RunFile:
         """Add what was measured since the last row."""
         now, tokens = time.perf_counter(), self.rates.tokens
         steps, seconds = self.done - self.row_step, now - self.row_at
-        found = self.rates.take()
-        if steps <= 0 or not found:
+        found = self.rates.take() if steps > 0 else {}
+        if not found:
             return
-        spent = {name: seconds * found.get(f"{name}_share", 0.0) for name in SPENT[1:]}
-        spent["compute"] = max(0.0, seconds - sum(spent.values()))
         floor = seconds * found["floor_share"] if "floor_share" in found else None
         moved = seconds * found.get("drive_gbps", 0.0) * 1e9
-        self.rows.append([self.done, steps, seconds, tokens, moved, floor, self.loss, *(spent[name] for name in SPENT)])
+        self.rows.append([self.done, steps, seconds, tokens, moved, floor, self.loss, *(seconds * share for share in spent(found).values())])
         self.row_at, self.row_step = now, self.done
         if len(self.rows) > _MOST:
             self.rows = [_joined(*self.rows[place : place + 2]) for place in range(0, len(self.rows), 2)]
@@ -129,17 +144,19 @@ class RunFile:
     def _text(self, state: str) -> str:
         optimizer = self.rates.optimizer()
         if optimizer is not None and not optimizer.closed:
+            self.skipped = int(optimizer.counters["skipped_steps"])
             process, peak = psutil.Process().memory_info().rss, {"host": peak_nbytes()}
             if optimizer.device.type == "cuda":
                 peak["device"] = round(self.rates.last.get("peak_device_gib", 0.0) * 2**30)
             self.memory.append([self.done, rows_of(optimizer, nbytes_of(optimizer)), process, peak])
             if len(self.memory) > _MOST:
                 self.memory = self.memory[1::2]
-            if self.content["advice"] is None:
+            if not sentence(self.content["advice"], self.rates.last):
                 self.content["advice"] = advice_of(optimizer, self.rates)
         for row in self.rows:
             row[_LOSS] = None if row[_LOSS] is None else float(row[_LOSS])  # a tensor, until now
-        more = {"state": state, "updated": time.time(), "done": self.done, "rates": self.rates.last, "columns": COLUMNS}
+        more = {"format": FORMAT, "columns": COLUMNS, "state": state, "updated": time.time()}
+        more |= {"done": self.done, "skipped": self.skipped, "rates": self.rates.last}
         return json.dumps({**self.content, **more, "rows": self.rows, "memory": self.memory})
 
     def _write(self, state: str) -> None:
@@ -148,14 +165,16 @@ class RunFile:
             replace_text(self.path, self._text(state))
         except OSError as error:  # training goes on
             if not self.is_heard:
-                log.warning("%s could not be written, and says no more than it did: %s", self.path, error)
+                log.warning("%s; it says no more than it did", error)
             self.is_heard = True
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Write that the run has ended, and by which error; once."""
-        if self.path is None:
-            return
+    def close(self, error: BaseException | None = None, results: Mapping[str, str] | None = None) -> None:
+        """Write that the run has ended, by which error, and with which results; once."""
+        if self.path is None or self.content["process"][1] != os.getpid() or _OPEN.get(self.key) is not self:
+            return  # closed already; in a forked process; or another run has the folder now
+        del _OPEN[self.key]
         self._add_row()
+        self.content["results"] = dict(results or {})
         self._write("ended" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error!r}")
         self.path = None
 
@@ -164,6 +183,13 @@ class RunFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(error)
+
+
+@atexit.register
+def close_all(error: BaseException | None = None) -> None:
+    """Write of all runs of this process that they have ended, and by which error."""
+    for run in list(_OPEN.values()):
+        run.close(error)
 
 
 def _joined(row: list[Any], other: list[Any] | None = None) -> list[Any]:
@@ -191,8 +217,8 @@ def read(path: Path) -> dict[str, Any]:
     """The content of the file. ValueError for another file."""
     found: Any = None
     with contextlib.suppress(ValueError):
-        found = json.loads(path.read_text())
-    if not isinstance(found, dict) or found.get("columns") != list(COLUMNS):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not the file of a run, or one of another version of zk")
     return found
 

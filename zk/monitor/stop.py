@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from zk.checkpoint.folders import MANIFEST, latest
+from zk.monitor.runfile import close_all
 from zk.monitor.start import say_always
 
 _TRAINING: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -26,6 +27,7 @@ def watch(optimizer: Any) -> None:
 
 def _hook_before(hook: Any) -> Any:
     def interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        close_all(error)
         if not issubclass(kind, KeyboardInterrupt) or not tell():
             hook(kind, error, trace)
 

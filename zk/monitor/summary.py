@@ -15,7 +15,7 @@ import torch
 
 from zk.memory import host_memory, ranks_here
 from zk.monitor import measured
-from zk.monitor.words import bar, count, seconds, size
+from zk.monitor.words import bar, count, seconds, short, size
 from zk.placement import Place
 from zk.plan.footprint import footprint_of
 
@@ -213,7 +213,7 @@ def _capacity(optimizer: Any, used: set[str]) -> dict[str, tuple[str, int]]:
     if "nvme" in used:
         drives = {os.stat(path).st_dev: shutil.disk_usage(path).total for path in optimizer.config.nvme_path if os.path.isdir(path)}
         whole = sum(drives.values())
-        found["nvme"] = f"{optimizer.config.nvme_path[0]} {size(whole)}{shared}", whole // ranks
+        found["nvme"] = f"{short(optimizer.config.nvme_path[0])} {size(whole)}{shared}", whole // ranks
     if "files" in used:
         found["files"] = "your files", 0
     return found

@@ -1,11 +1,11 @@
-"""Sizes, counts and times as people write them."""
+"""Sizes, counts, times and paths as people write them."""
 
 from __future__ import annotations
 
 
 def size(nbytes: float) -> str:
     """ "1.5 GiB"; nothing for nothing."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):,.1f} {unit}"
     return f"{nbytes:,.0f} B" if nbytes else ""
@@ -13,7 +13,7 @@ def size(nbytes: float) -> str:
 
 def count(num_params: int) -> str:
     """ "1.34B"."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if num_params >= scale:
             return f"{num_params / scale:.3g}{unit}"
     return str(num_params)
@@ -30,6 +30,11 @@ def duration(value: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def short(path: str, most: int = 24) -> str:
+    """The end of a long path: ".../runs/mine"."""
+    return path if len(path) <= most else f"...{path[3 - most :]}"
 
 
 def bar(share: float, width: int = 8) -> str:

@@ -1,21 +1,15 @@
-"""The console output of a run: progress while it trains, tables and samples at its end."""
+"""The console output of a run: tables and samples at its end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import zk
 from zk.memory import peak_nbytes
-from zk.monitor.progress import EVERY_S, rates_line
-from zk.monitor.runfile import RunFile
 from zk.monitor.summary import nbytes_of
 from zk.offload.tiers import readable
 from zk.timeline import Timeline
@@ -23,33 +17,6 @@ from zk.train.picture import ROWS
 from zk.train.record import Record
 
 _FIRST = ("forward", "backward", "update")  # of the training thread's time
-
-
-@contextlib.contextmanager
-def progress(console: Console, optimizer: zk.ZeroOptimizer, steps: int, run: RunFile) -> Iterator[Callable[[Record, int], None]]:
-    """A live bar on a terminal; elsewhere a line for every twentieth of the steps, and every ten seconds. ``run`` is told of each step."""
-    first = run.done
-    columns = ("training", BarColumn(bar_width=24), MofNCompleteColumn(), "{task.fields[status]}", TimeElapsedColumn(), "<", TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=steps, completed=first, status="")
-        counts, shown_at = zk.Progress(optimizer, steps, done=first), -EVERY_S
-
-        def advance(record: Record, tokens: int) -> None:
-            nonlocal shown_at
-            run.step(record.losses[-1], tokens)
-            counts.rates.tokens += tokens
-            done = counts.done = len(record.losses)
-            loss, since = f"loss {record.losses[-1]:.3f}", time.monotonic() - shown_at
-            if console.is_terminal:
-                if since > 1 or done == steps:
-                    shown_at = time.monotonic()
-                    bar.update(task, status=f"{loss}  {rates_line(counts.rates.take())}")
-                bar.update(task, advance=1)
-            elif done == first + 1 or done % max(1, steps // 20) == 0 or since > EVERY_S:
-                shown_at = time.monotonic()
-                console.print(f"step {done:5d}/{steps}  {loss}  {counts.line().partition(' | ')[2]}", soft_wrap=True)
-
-        yield advance
 
 
 def _table(title: str, *headings: str, left: int) -> Table:

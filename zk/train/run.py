@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import zk
 from zk.config import check_order, parse_device, parse_dtype
 from zk.monitor.report import write as write_report
-from zk.monitor.runfile import RunFile
 from zk.offload.tiers import readable
 from zk.precision import has_fast_products
 from zk.timeline import phase, write_chrome_trace
@@ -168,32 +167,32 @@ def train(job: Job) -> Record:
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
     about = {"model": repr(job.model), "batch": job.batch, "accumulate": job.accumulate, "lr": job.lr, "seed": job.seed, "text": source}
-    with resume.termination() as asked, RunFile(optimizer, job.out, job.steps, done=first, about=about) as run:
-        with report.progress(console, optimizer, job.steps, run) as advance:
-            for step in range(first, job.steps):
-                start = time.perf_counter()
-                everyones = [Text.draw(text.train, job.batch * world, job.model.context, position.draws) for _ in range(job.accumulate)]
-                mine = slice(rank * job.batch, (rank + 1) * job.batch)
-                batches = [(ids[mine].to(device), targets[mine].to(device)) for ids, targets in everyones]
-                traces = job.profile and step == max(0, job.steps - 2)  # late
-                with (
-                    profiled(model, device, record, step + 1) if traces else contextlib.nullcontext(),
-                    routed(model, optimizer, record),
-                ):
-                    loss = train_step(model, optimizer, batches, vertical)
-                scheduler.step()
-                both = torch.tensor([loss, float(bool(asked))], dtype=torch.float64)
-                optimizer.comm.all_reduce(both)
-                record.losses.append(both[0].item() / world)
-                record.step_ms.append((time.perf_counter() - start) * 1e3)
-                if plain is not None:
-                    record.check_losses.append(plain.step([(ids.to(device), targets.to(device)) for ids, targets in everyones]))
-                advance(record, job.batch * world * job.accumulate * job.model.context)
-                if both[1]:
-                    break
-                if job.save_every and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):
-                    resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=True)
+    with resume.termination() as asked, zk.Progress(optimizer, job.steps, done=first, file=console.file, run=job.out, about=about) as progress:
+        for step in range(first, job.steps):
+            start = time.perf_counter()
+            everyones = [Text.draw(text.train, job.batch * world, job.model.context, position.draws) for _ in range(job.accumulate)]
+            mine = slice(rank * job.batch, (rank + 1) * job.batch)
+            batches = [(ids[mine].to(device), targets[mine].to(device)) for ids, targets in everyones]
+            traces = job.profile and step == max(0, job.steps - 2)  # late
+            with (
+                profiled(model, device, record, step + 1) if traces else contextlib.nullcontext(),
+                routed(model, optimizer, record),
+            ):
+                loss = train_step(model, optimizer, batches, vertical)
+            scheduler.step()
+            both = torch.tensor([loss, float(bool(asked))], dtype=torch.float64)
+            optimizer.comm.all_reduce(both)
+            record.losses.append(both[0].item() / world)
+            record.step_ms.append((time.perf_counter() - start) * 1e3)
+            if plain is not None:
+                record.check_losses.append(plain.step([(ids.to(device), targets.to(device)) for ids, targets in everyones]))
+            progress.step(record.losses[-1], job.batch * job.accumulate * job.model.context)
+            if both[1]:
+                break
+            if job.save_every and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):
+                resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=True)
         if len(record.losses) < job.steps:
+            progress.close(KeyboardInterrupt())
             start = time.perf_counter()
             saved = resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=False)
             took = f"{time.perf_counter() - start:.1f} s"
@@ -206,7 +205,8 @@ def train(job: Job) -> Record:
             written = save_model(optimizer, job.out, {"gpt": repr(dataclasses.asdict(job.model))})
             record.valid[job.steps] = validate(model, text, job, device)
             samples = {"before": position.sample, "after": sample(model, text, job, device)} if job.sample else {}
-            finish(console, job, record, optimizer, samples, written, run)
+            progress.close(results={"validation loss": f"{record.valid[0]:.4f} before, {record.valid[job.steps]:.4f} after; nats per byte"})
+            finish(console, job, record, optimizer, samples, written)
         optimizer.close()
         if world > 1:
             torch.distributed.destroy_process_group()
@@ -256,9 +256,7 @@ def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
     return bytes(number for number in ids[0, prompt.shape[1] :].tolist() if number < 256).decode("utf-8", errors="replace")
 
 
-def finish(
-    console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, samples: dict[str, str], model: Path, run: RunFile
-) -> None:
+def finish(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, samples: dict[str, str], model: Path) -> None:
     """Print the summary, and write the trace, its picture, and the report."""
     rank, metrics = optimizer.comm.rank, optimizer.metrics()
     report.print_state(console, optimizer, sum(p.numel() for p in optimizer.model.parameters()))
@@ -270,8 +268,6 @@ def finish(
         drawn = picture.draw_timeline(timeline, job.out / "timeline.png", step) if rank == 0 else None
         files += [trace, drawn] if drawn is not None else [trace]
         more = f"{' (no picture: matplotlib is not installed)' * (drawn is None)}\n{'':17}open {trace} in https://ui.perfetto.dev"
-    run.content["results"] = {"validation loss": f"{record.valid[0]:.4f} before, {record.valid[job.steps]:.4f} after; nats per byte"}
-    run.close()
     if rank == 0:
         files.append(write_report(job.out))
     for when, text in samples.items():
