@@ -72,7 +72,7 @@ COMPLETED = "__import__('zk.events', fromlist=['COMPLETED']).COMPLETED"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         *("zk/offload/section.py", "Shadow.update"),
-        "self.param.readers[chunk.start] = section.transfer.upload(section.part_of(self.near, chunk), updated, mark)",
+        "self.param.copies[chunk.start] = section.transfer.upload(section.part_of(self.near, chunk), updated, mark)",
     ): (
         "the shadow is written next a step later, by a gradient that compute made after parameters of the same stream had come"
     ),
@@ -347,7 +347,7 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         return
     else:
         yield from _grid(file)
-    if file in ("zk/offload/section.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
+    if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_update_on.py")
     if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/speculation.py"):
         yield _pytest("tests/test_speculation.py")

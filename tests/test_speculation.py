@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.world import run_world
 from zk.config import DynamicLossScale
 from zk.offload import spill, transfer
 from zk.offload.attempt import Attempt
+from zk.offload.section import Shadow
 from zk.testing.devices import ThrottledLink, pretend
 
 STEPS = 6
@@ -264,6 +266,35 @@ def test_what_happens_between_backward_and_step_counts(name: str, program: Progr
     options = place(name, tmp_path)  # (where the upper half of a master is the parameter, the lower one stays as it was when that is written)
     found, _ = differing(program, **options) if program is write_parameters else differing(program, options)
     assert found == []
+
+
+def test_gradients_stay_until_nothing_reads_them_ahead() -> None:
+    """An update that is given up has its gradient until it has stopped: nobody clears it, or gives its memory back, before."""
+    begun, goes_on = threading.Event(), threading.Event()
+    update = Shadow.update
+
+    def held_up(self: Shadow, *arguments: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        update(self, *arguments)
+
+    with small_pieces(), mock.patch.object(Shadow, "update", held_up):
+        model = GPT()
+        options = {"stage": 2, "dtype": "bf16", "optimizer_tier": "host", "overlap_step": "backward"}
+        with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
+            for step in range(2):  # from the second on
+                optimizer.zero_grad()
+                optimizer.backward(loss_of(model, batch(step)))
+                if step == 0:
+                    optimizer.step()
+            assert begun.wait(60)
+            clearing = threading.Thread(target=optimizer.zero_grad)
+            clearing.start()
+            clearing.join(0.3)
+            is_waiting = clearing.is_alive()
+            goes_on.set()
+            clearing.join(60)
+            assert is_waiting and not clearing.is_alive()
 
 
 @pytest.mark.parametrize("name", ("2 host", "3 nvme"))
