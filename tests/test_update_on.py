@@ -26,6 +26,9 @@ from zk.monitor.summary import placed_of, sizes_of, traffic_of
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
 from zk.offload.transfer import Transfer
+from zk.plan import choose
+from zk.plan.shape import shape_of
+from zk.plan.speed import Machine
 
 STEPS = 4
 Program = Callable[[GPT, zk.ZeroOptimizer, int], None]
@@ -297,6 +300,23 @@ def test_the_share_takes_the_time_of_the_slowest_resource_into_account() -> None
     assert near == pytest.approx(48 / 60, abs=1 / 32) and far == pytest.approx(50 / 64, abs=1 / 32)
     assert best_share({**fast, "cpu": 1e11}, 10, 2, True) == 0.0, "what host threads do faster"
     assert best_share({**fast, "up": 1e12, "down": 1e12, "cpu": 1e8}, 10, 2, True) > 0.9
+
+
+def test_plans_divide_the_update_where_that_is_faster() -> None:
+    machine = Machine(gpu_nbytes=139 << 30, ram_nbytes=256 << 30, nvme_nbytes=0, tflops=600, link_gbps=50, cpu_adam=2.5, memory_gbps=300)
+    config, shape = zk.ZeroConfig(dtype="bf16", optimizer_tier="host"), shape_of("gpt:7.6b")
+    times = {}
+    for side in ("host", "device"):
+        one = dataclasses.replace(config, update_on=side)
+        found = choose.footprint(shape, one, machine, 8192)
+        times[side] = choose.step_of(shape, found, one, machine, 8192).phases["update"]
+        assert (found.sizes["host", "param_copy"] == 0) == (found.sizes["device", "buffer"] > 0) == (side == "device")
+    numel = shape.num_params
+    assert times == pytest.approx({"host": numel / 2.5e9, "device": 12 * numel / 50e9}, rel=0.05)
+    best = choose.consider(shape, config, machine, 8192)
+    assert best is not None and 0.5 < best.config.streamed_share < 0.7
+    full = choose.consider(shape, config, dataclasses.replace(machine, memory_gbps=None, cpu_adam=10.0), 8192)
+    assert full is not None and full.config.update_on == "host", "threads that use all of the host's memory already"
 
 
 def test_a_side_that_cannot_update_is_refused() -> None:

@@ -58,6 +58,7 @@ SIZES = {
     # 25 and 135 for waits that are always counted
     # 5 and 35 for Ctrl-C in commands
     # 20 and 70 for names of rows for people
+    # 5 and 30 for the rate of host memory
     # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
     # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
     "beside the core": (5_365, 41_820),
@@ -69,7 +70,8 @@ SIZES = {
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
     # 25 and 285 for what DeepSpeed's estimator says of the same
-    "plan": (1_997, 18_170),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 30 and 470 for updates on the device: their bytes, times and share
+    "plan": (2_024, 18_620),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from
@@ -91,7 +93,7 @@ SIZES = {
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream
-TOKENS_PER_LINE = 7.82
+TOKENS_PER_LINE = 7.83
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,

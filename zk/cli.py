@@ -130,6 +130,9 @@ def plan(
     ] = None,
     link: Annotated[float, typer.Option(help="GB/s between host and GPU, each way.")] = 20.0,
     cpu_adam: Annotated[float, typer.Option(help="CPU update of one machine, 1e9 parameters/s.")] = 2.5,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GB/s of one machine's memory, reads and writes together. Default: what --cpu-adam takes of it.")
+    ] = None,
     disk: Annotated[float, typer.Option(help="GB/s of one machine's drive, reads and writes together.")] = 3.0,
     fabric: Annotated[float, typer.Option(help="GB/s between ranks, for each.")] = 20.0,
     network: Annotated[float | None, typer.Option(help="GB/s between machines, for each rank. Default: as --fabric.")] = None,
@@ -150,7 +153,7 @@ def plan(
     from rich.console import Console
 
     from zk.config import parse_nbytes
-    from zk.memory import host_memory
+    from zk.memory import host_memory as ram_here
     from zk.offload.cpu_adam import default_threads
     from zk.plan import choose, picture, report
     from zk.plan import measure as rates
@@ -163,7 +166,8 @@ def plan(
             gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
         if tflops is None:
             tflops = 100.0 if gpu != "none" else 0.15 * default_threads()
-        for option, rate in (("tflops", tflops), ("link", link), ("cpu-adam", cpu_adam), ("disk", disk), ("fabric", fabric), ("network", network)):
+        given = {"tflops": tflops, "link": link, "cpu-adam": cpu_adam, "host-memory": host_memory, "disk": disk, "fabric": fabric, "network": network}
+        for option, rate in given.items():
             if rate is not None and not 0 < rate < float("inf"):
                 raise ValueError(f"--{option} must be a rate above 0; got {rate}")
         if measure:
@@ -171,13 +175,14 @@ def plan(
             link = rates.measure_link() if gpu != "none" and torch.cuda.is_available() else link
         machine = Machine(
             gpu_nbytes=None if gpu == "none" else parse_nbytes(gpu, "--gpu"),
-            ram_nbytes=parse_nbytes(ram, "--ram") if ram is not None else host_memory()[0],
+            ram_nbytes=parse_nbytes(ram, "--ram") if ram is not None else ram_here()[0],
             nvme_nbytes=0 if nvme == "none" else parse_nbytes(nvme, "--nvme"),
             world=world,
             per_machine=per_machine or min(world, 8),
             tflops=tflops,
             link_gbps=link,
             cpu_adam=cpu_adam,
+            memory_gbps=host_memory,
             disk_gbps=disk,
             fabric_gbps=fabric,
             network_gbps=network,

@@ -13,6 +13,8 @@ from torch import nn
 from zk.config import ZeroConfig
 from zk.linear_loss import PIECE, PIECE_ON_DEVICE
 from zk.offload.rules import AdamRule
+from zk.offload.state import state_fields
+from zk.offload.streamed import best_share
 from zk.plan.check import changes
 from zk.plan.footprint import CPU, Footprint, footprint_of
 from zk.plan.shape import Shape, whole
@@ -138,7 +140,24 @@ def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch
 
 
 def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
-    """One choice, its update in the background where that is worth it. None if "auto" finds no room."""
+    """One choice, its update in the background, and on the device, where that is worth it. None if "auto" finds no room."""
+    by_host = _considered(shape, config, machine, tokens, micro_batches)
+    if by_host is None or machine.joined or config.optimizer_tier == "device":
+        return by_host
+    cpu, link = 1e9 * machine.cpu_adam / machine.per_machine, 1e9 * machine.link_gbps
+    memory = 1e9 * (machine.memory_gbps or 0) / machine.per_machine
+    assert isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
+    kept, size = state_fields(config.dtype, AdamRule(decoupled=True), ("exp_avg", "exp_avg_sq"), config.state_dtype).values(), config.dtype.itemsize
+    rates = {"cpu": cpu, "up": link, "down": link, "memory": memory}
+    share = best_share(rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
+    split = _considered(shape, dataclasses.replace(config, update_on=share), machine, tokens, micro_batches) if share else None
+    if split is None or split.fits < by_host.fits or split.step.seconds > _WORTH * by_host.step.seconds:
+        return by_host
+    return split
+
+
+def _considered(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int) -> Option | None:
+    """The same, by the sides that ``config`` says."""
     if "auto" in (config.param_tier, config.optimizer_tier):
         divided = _divided(shape, config, machine, tokens, micro_batches)
         if divided is None:

@@ -25,7 +25,7 @@ _KINDS = {
     "bucket": "gradients leaving",
     "fresh": "a gradient being made",
     "replicas": "gradients between replicas",
-    "buffer": "buffers of the drive",
+    "buffer": "buffers of the update",
     "staging": "gradients on their way to the drive",
     "spare": "room for fp32 gradients, pages",
     "activations": "activations (estimate)",
@@ -105,13 +105,14 @@ def _machine(machine: Machine, tokens: int, sequence: int) -> str:
     meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
     mesh = f" ({', '.join(f'{name} {extent}' for name, extent in meshes.items() if extent > 1)})" if machine.shards < machine.world else ""
     ranks = f"{machine.world} ranks{mesh}, {machine.per_machine} on each machine: " if machine.world > 1 else ""
+    memory = f", host memory {machine.memory_gbps:g} GB/s" if machine.memory_gbps is not None else ""
     network = f", between machines {machine.network_gbps:g} GB/s" if machine.network_gbps is not None else ""
     use = ", ".join(f"{share:.0%} of {what}" for what, share in zip(("GPU", "RAM", "drive"), USABLE.values(), strict=True))
     length = f", in sequences of {sequence:,} (zk.long_context)" if sequence else ""
     return (
         f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {size(machine.nvme_nbytes) or 'none'} of drive ({use} to be used); {tokens:,} tokens "
         f"a step and rank{length}\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
-        f"parameters/s, drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
+        f"parameters/s{memory}, drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
     )
 
 

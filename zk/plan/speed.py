@@ -18,7 +18,7 @@ USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Memory, ranks and rates. Rates of the CPU and the drive are a machine's, shared by its ranks; the others a rank's own."""
+    """Memory, ranks and rates. Rates of the CPU, of host memory and of the drive are a machine's, shared by its ranks; the others a rank's own."""
 
     gpu_nbytes: int | None  # of each rank; None: no accelerator, so that the device's memory is the host's
     ram_nbytes: int
@@ -28,6 +28,7 @@ class Machine:
     tflops: float = 100.0  # 1e12 operations/s that the model's matrix products reach
     link_gbps: float = 20.0  # 1e9 bytes/s between host and device, each way
     cpu_adam: float = 2.5  # 1e9 parameters/s; what two cores do (README)
+    memory_gbps: float | None = None  # 1e9 bytes/s of the host's memory, reads and writes together; None: what the CPU update takes of it
     disk_gbps: float = 3.0  # 1e9 bytes/s, reads and writes together
     fabric_gbps: float = 20.0  # 1e9 bytes/s between ranks
     network_gbps: float | None = None  # of them, between ranks of different machines; None: as fabric_gbps
@@ -92,9 +93,9 @@ def step_of(
 ) -> Step:
     """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
 
-    The device's own update, attention beyond its matrix products (unless sequences are long: ``shape.sequence``), and waits for a cold cache are
-    not counted. Compute waits for each sum over tensor parallel ranks: two of a block's activations in forward, two in backward, two where
-    forward is computed again, and one at either end.
+    The device's own arithmetic in the update, attention beyond its matrix products (unless sequences are long: ``shape.sequence``), and waits for
+    a cold cache are not counted. Compute waits for each sum over tensor parallel ranks: two of a block's activations in forward, two in
+    backward, two where forward is computed again, and one at either end.
 
     Args:
         tokens: that a rank computes in a step, its part of the model if ranks are tensor parallel.
@@ -116,6 +117,12 @@ def step_of(
         # what comes over the link for each use; parameters of the drive come through host memory
         uploaded = found.sizes["host", "param"] + drive if found.sizes["device", "gathered"] else 0
     updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
+    # of an element that streams through the device: what goes up, what the host's memory moves, and what it moves for an update there
+    share, kept = config.streamed_share * (not machine.joined), found.sizes["host", "master"] + found.sizes["host", "moments"] + state
+    back = kept // max(1, updated) + size * bool(found.sizes["host", "param"] + drive)
+    passing, touched = 2 * back + size, 2 * kept // max(1, updated) + 3 * size
+    memory = 1e9 * (machine.memory_gbps or 0)
+    both = (share * passing + (1 - share) * touched) / max(memory / (1e9 * machine.cpu_adam), touched, 1)  # of updates of an element
     stored, changed = (sum(units.stored_nbytes(size) for units in shape.units if units.trained or not only) for only in (False, True))
 
     def exchanged(gathers: int, reductions: int, is_averaged: bool, sums: int) -> dict[str, int]:
@@ -154,8 +161,8 @@ def step_of(
         **exchanged(passes * (stage == 3), (early + (stage == 0)) * (wide if vertical else passes), early, 4 * shape.layers + 1),
     )
     update = Counter(
-        link=max(returned, away * (not early)),
-        cpu=updated,
+        link=max(returned + int(share * updated) * (back + size * wide), away * (not early)),
+        cpu=int(updated * max(1 - share, both)),
         disk=written * (1 + (not early)) + 2 * drive * changed // stored + 2 * state,
         **exchanged(False, (not early) + (stage in (1, 2)), not early, 0),
     )
