@@ -326,6 +326,26 @@ def test_adam_gives_the_bits_of_the_cpu_kernel(layout, state_dtype, grad_dtype, 
                 assert torch.equal(a.cpu().view(bits), b.view(bits)), f"{name} differs after step {number}"
 
 
+@pytest.mark.parametrize("param_dtype", (F32, BF16))
+def test_adam_with_eight_bit_state_gives_the_bits_of_the_cpu_kernel(param_dtype):
+    numel = BLOCK + 37
+    draws = torch.Generator().manual_seed(2)
+    start = torch.randn(numel, generator=draws).to(param_dtype)
+    start[:4] = torch.tensor([0.0, -0.0, 1e-38, 3e38])
+    codes = [torch.randint(0, 256, (numel,), generator=draws, dtype=torch.uint8) for _ in range(3)]
+    there = [start.clone(), codes[0] if param_dtype == BF16 else None, codes[1], codes[2]]
+    here = [None if t is None else t.clone().to(DEVICE) for t in there]
+    for number in (1, 2, 16, 70_000):
+        grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-9, 7, generator=draws)).to(param_dtype)
+        grad[::11] = 0
+        step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, number % 2 == 0, number, 0.37)
+        fields = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.decoupled, number, step.grad_scale, step.maximize)
+        launch_adam(here[0], grad.to(DEVICE), here[1], here[2], here[3], *fields)
+        adam_(there[0], grad, there[1], there[2], there[3], step, engine="numba")
+        for name, a, b in zip(("param", "master", "exp_avg", "exp_avg_sq"), here, there, strict=True):
+            assert a is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), f"{name} differs after step {number}"
+
+
 @pytest.mark.parametrize("numel", SIZES)
 def test_adam_of_any_size_touches_nothing_else(numel):
     whole = [poisoned(numel + 8) for _ in range(3)]

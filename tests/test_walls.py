@@ -49,7 +49,8 @@ SIZES = {
     # 300 and 2,900 for optimizers that run their own step(), and the trial of unknown ones; 60 and 790 for lists of optimizers;
     # 60 and 870 for whole matrices
     # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
-    "core": (13_565, 102_700),
+    # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
+    "core": (13_920, 106_900),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -82,7 +83,7 @@ SIZES = {
     "integrations": (3_195, 21_900),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     "train": (1_055, 9_030),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
-    "bench": (750, 6_910),  # 20 for the reduction over several ranks
+    "bench": (750, 6_945),  # 35 for 8-bit state; 20 for the reduction over several ranks
     "testing": (113, 680),
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
@@ -92,14 +93,16 @@ SIZES = {
     "monitor": (1_605, 13_530),  # summaries, and what is said at the start; rates, and progress
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
-# optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream
-TOKENS_PER_LINE = 7.83
+# optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
+# 7.83 without codes in 8 bits
+TOKENS_PER_LINE = 7.90
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
 # one asks the rule for the numbers of a parameter, one for the rule of each group
-STEPS = {2: (28, 141, 12, 8), 3: (28, 140, 12, 8)}
+# one has the scalars of Adam, which are also checked before training
+STEPS = {2: (28, 142, 12, 8), 3: (28, 141, 12, 8)}
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early, four for states that stream
 CLASSES = 74  # in zk/offload and zk/parallel

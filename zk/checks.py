@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.materialize import can_make, device_of
-from zk.offload.rules import OwnStep, Rule
+from zk.offload.rules import AdamRule, OwnStep, Rule
 from zk.owners import inner_tensors, is_coded, is_dtensor, is_wrapper, owner_of
 from zk.parallel.dtensors import check_dtensor
 from zk.parallel.released import is_released
@@ -222,8 +222,17 @@ def check_whole(units: Sequence[Unit], rule_of: Callable[[Unit], Rule], pieces: 
                 )
 
 
-def check_state_dtype(dtype: object, rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]]) -> None:
-    """That there is state which another dtype than fp32 is for."""
+def check_state_dtype(dtype: object, rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]], stored: Mapping[Tensor, torch.dtype]) -> None:
+    """That there is state which another dtype than fp32 is for; ``stored``: the dtypes of parameters."""
+    if dtype == torch.uint8:
+        for rule, group in zip(rules, groups, strict=True):
+            if not isinstance(rule, AdamRule):
+                name = getattr(rule, "name", "SGD")
+                raise ValueError(f"state_dtype='8bit' is for AdamW and Adam, whose second moment bounds the first one; got {name}: remove it")
+            rule.step(group, 1).check_coded()
+            if any(stored.get(param) == torch.float16 for param in group["params"] if param.requires_grad):
+                raise ValueError("state_dtype='8bit' is for parameters in bf16 and fp32: fp16 has no 24-bit master; use dtype='bf16', or remove it")
+        return
     own = next((rule for rule in rules if isinstance(rule, OwnStep)), None)
     if own is not None:
         raise ValueError(f"state_dtype={dtype} is for AdamW, Adam and SGD; {own.name} updates by its own step(), with state in fp32: remove it")

@@ -60,7 +60,7 @@ def train(
     ] = None,
     device_budget: Annotated[str | None, typer.Option(help="Device memory that training state may take; tiers that are auto fill it first.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory that training state may take, such as 4GiB.")] = None,
-    state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32, or bf16, which halves them.")] = "fp32",
+    state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32; bf16, which halves them; or 8bit.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
@@ -117,7 +117,7 @@ def plan(
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
+    state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32, bf16 or 8bit.")] = "fp32",
     adapters: Annotated[
         str | None, typer.Option(help="Train adapters over the frozen model: rank=16, of LoRA on all linear layers of its blocks.")
     ] = None,

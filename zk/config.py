@@ -190,7 +190,8 @@ class ZeroConfig:
     loss_scale: str | float | DynamicLossScale | None = "auto"
     """With "auto" dynamic for fp16, none otherwise; "dynamic" or DynamicLossScale(...); a number: static; None: none."""
     state_dtype: str | torch.dtype = "fp32"
-    """Dtype of Adam's moments; "bf16" halves them, and changes results."""
+    """Dtype of Adam's moments; "bf16" halves them, and changes results. "8bit": moments in 8 bits each, and of the masters of bf16 parameters 8 bits
+    beside them: 3 bytes where there are 10. Changes results: rounding is up or down by chance, drawn from the gradients."""
     elementwise: bool = False
     """For an optimizer that zk does not know: what its ``step()`` makes of an element depends on no other element. It then runs over slices. That is
     tried on a small tensor, whole, in halves and in another order: a TypeError says what differs."""
@@ -251,9 +252,12 @@ class ZeroConfig:
             normalize("dtype", parse_dtype(self.dtype, "dtype"))
         if self.device is not None:
             normalize("device", parse_device(self.device))
-        normalize("state_dtype", parse_dtype(self.state_dtype, "state_dtype"))
-        if self.state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype must be 'fp32' or 'bf16' (fp16 cannot hold second moments); got {self.state_dtype!r}")
+        if self.state_dtype in ("8bit", torch.uint8):
+            normalize("state_dtype", torch.uint8)
+        else:
+            normalize("state_dtype", parse_dtype(self.state_dtype, "state_dtype"))
+        if self.state_dtype not in (torch.float32, torch.bfloat16, torch.uint8):
+            raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit' (fp16 cannot hold second moments); got {self.state_dtype!r}")
         self._check_tiers()
         if self.overlap_step not in (False, True, "backward", "auto") or not isinstance(self.overlap_step, (bool, str)):
             raise ValueError(f"overlap_step must be True, False, 'backward' or 'auto'; got {self.overlap_step!r}")

@@ -142,8 +142,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
-            if self.config.state_dtype != torch.float32:
-                check_state_dtype(self.config.state_dtype, self.rules, self.param_groups)
 
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
@@ -341,6 +339,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"update_on={self.config.update_on!r} needs Adam or AdamW without amsgrad, whose kernel on the device has the bits of the update "
                     f"in host memory; {type(inner).__name__} has none, so use update_on='host'"
                 )
+        if self.config.state_dtype != torch.float32:
+            check_state_dtype(self.config.state_dtype, self.rules, self.param_groups, stored)
         return stored
 
     def _found(self) -> list[Unit]:

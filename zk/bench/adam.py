@@ -20,7 +20,7 @@ from zk.offload.cpu_adam import CPUAdam
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Make = Callable[[Tensor, Tensor], Work]  # parameter and gradient, bf16 -> the update
 # bytes that one parameter's update must move: gradient in; master, both moments in and out; parameter out
-FP32_STATE, SPLIT, BF16_MOMENTS = 2 + 12 + 12 + 2, 2 + (2 + 2 + 8) * 2, 2 + (2 + 2 + 4) * 2
+FP32_STATE, SPLIT, BF16_MOMENTS, EIGHT_BIT = 2 + 12 + 12 + 2, 2 + (2 + 2 + 8) * 2, 2 + (2 + 2 + 4) * 2, 2 + (2 + 1 + 2) * 2
 
 
 def by_zk(param: Tensor, grad: Tensor, **options: Any) -> Work:
@@ -54,6 +54,7 @@ SYSTEMS: dict[str, tuple[int, Make]] = {
     "zk_split_master": (SPLIT, by_zk),
     "zk_fp32_master": (FP32_STATE, functools.partial(by_zk, split_master=False)),
     "zk_split_bf16_moments": (BF16_MOMENTS, functools.partial(by_zk, state_dtype=torch.bfloat16)),
+    "zk_8bit_moments": (EIGHT_BIT, functools.partial(by_zk, state_dtype="8bit")),
     "zk_torch_engine": (SPLIT, functools.partial(by_zk, engine="torch")),
     "torch_fused": (FP32_STATE, functools.partial(by_torch, fused=True)),
     "torch_foreach": (FP32_STATE, functools.partial(by_torch, foreach=True)),
@@ -61,7 +62,7 @@ SYSTEMS: dict[str, tuple[int, Make]] = {
 
 
 def check(make: Make, loose: bool, device: torch.device = CPU) -> None:
-    """Compare three updates of a small case with plain AdamW's; ``loose`` for moments in 16 bits. RuntimeError if they differ."""
+    """Compare three updates of a small case with plain AdamW's; ``loose`` for moments in fewer bits than 32. RuntimeError if they differ."""
     generator = torch.Generator().manual_seed(0)
     param, grad = (torch.randn(10_007, generator=generator).bfloat16().to(device) for _ in range(2))
     reference = nn.Parameter(param.float())
@@ -79,7 +80,7 @@ def check(make: Make, loose: bool, device: torch.device = CPU) -> None:
 def case(name: str, system: tuple[int, Make], numel: int, device: torch.device = CPU) -> Case:
     """The update of ``numel`` parameters by a system, which is checked first."""
     nbytes, make = system
-    check(make, "bf16_moments" in name, device)
+    check(make, "_moments" in name, device)
     param, grad = (torch.randn(numel, device=device).bfloat16() for _ in range(2))
     return Case(name, make(param, grad), {"gbps": nbytes * numel / 1e9})
 

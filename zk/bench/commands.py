@@ -134,7 +134,7 @@ def step(
     nvme_path: Annotated[list[Path] | None, typer.Option(help="Folder on the drive, for the nvme tier; may be repeated.")] = None,
     device_budget: Annotated[str | None, typer.Option(help="Device memory for training state.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory for training state.")] = None,
-    state_dtype: Annotated[str, typer.Option(help="Precision of Adam's moments: fp32 or bf16.")] = "fp32",
+    state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32, bf16 or 8bit.")] = "fp32",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update in the background.")] = False,
     plain: Annotated[bool, typer.Option(help="Train plain torch too, to compare with; not for models that it cannot hold.")] = True,

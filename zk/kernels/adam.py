@@ -8,7 +8,7 @@
 
 The same operations in the same order, each with one correct rounding, as the CPU kernel (zk.offload.cpu_adam_numba): which of the two
 updates an element does not change a bit of it. Bytes per element, bf16 gradient and parameter: 28 with an fp32 master (2 grad, 4 + 4
-master, 8 + 8 moments, 2 param), 26 with a split master, 18 with bf16 moments too.
+master, 8 + 8 moments, 2 param), 26 with a split master, 18 with bf16 moments too, 12 in 8 bits (eight_bit.py).
 Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101.
 """
 
@@ -19,18 +19,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.kernels import reference
+from zk.kernels import eight_bit, reference
 from zk.kernels.launch import BLOCK, cdiv, grid, op
 from zk.kernels.numerics import jit, product, rounded, rounded_bits, tl, widened
 from zk.kernels.step import AdamStep, check_adam
+
+# numbers of eight_bit.py, as kernels take them
+_NUMBERS = (eight_bit.GOLDEN, eight_bit.FIRST, eight_bit.SECOND, eight_bit.SMALLEST, 2.0**35)
+GOLDEN, FIRST, SECOND, SMALLEST, V_MOST = (tl.constexpr(value) if tl else value for value in _NUMBERS)
+
+
+@jit
+def _mixed(g, x, step):
+    bits = ((g + 0.0).to(tl.uint32, bitcast=True) + tl.cast(step, tl.uint32) * GOLDEN) ^ x.to(tl.uint32, bitcast=True)
+    bits = (bits ^ (bits >> 16)) * FIRST
+    bits = (bits ^ (bits >> 13)) * SECOND
+    return bits ^ (bits >> 16)
+
+
+@jit
+def _exponent(code):
+    return tl.where(code < 224, code >> 2, code - 168)
+
+
+@jit
+def _second_moment(code):
+    bits = ((_exponent(code) + 75) << 23) | tl.where(code < 224, (code & 3) << 21, 0)
+    return bits.to(tl.float32, bitcast=True) - SMALLEST
+
+
+@jit
+def _first_moment(own, code):
+    size = (((own & 127) << 19) + (123 << 23)).to(tl.float32, bitcast=True) - 0.0625
+    unit = ((101 + (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
+    return ((size * unit).to(tl.uint32, bitcast=True) | ((own >> 7) << 31)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _second_code(v, mix):
+    bits = tl.minimum(v + SMALLEST, V_MOST).to(tl.uint32, bitcast=True)
+    fine = ((bits + (mix >> 11)) >> 21) - 300
+    whole = ((bits + (mix >> 9)) >> 23) + 93
+    return tl.where(fine < 224, fine, tl.minimum(whole, 255))
+
+
+@jit
+def _first_code(m, code, mix):
+    sign = (m.to(tl.uint32, bitcast=True) >> 31) << 7
+    unit = ((153 - (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
+    size = tl.minimum(product(tl.abs(m), unit) + 0.0625, 15.5).to(tl.uint32, bitcast=True)
+    return tl.minimum(((size + (mix & 0x7FFFF)) >> 19) - (123 << 4), 127) | sign
 
 
 @jit
 def _adam_kernel(
     param,  # (numel,) fp32, bf16 or fp16
     grad,  # (numel,) fp32, bf16 or fp16
-    master,  # (numel,) fp32, or int16 (split: the lower half), or None (param is fp32)
-    exp_avg,  # (numel,) fp32 or bf16
+    master,  # (numel,) fp32, or int16 (split: the lower half), or uint8 (24 bits), or None (param is fp32)
+    exp_avg,  # (numel,) fp32 or bf16, or uint8 codes
     exp_avg_sq,  # (numel,) likewise; its sign carries a bit of a split master
     scale,
     l2,
@@ -41,36 +87,44 @@ def _adam_kernel(
     bc2_sqrt,
     eps,
     step_size,
+    step,  # the number of the update, as a float: no kernel is compiled for its value
     numel,
     FROM_GRAD: tl.constexpr,
     L2: tl.constexpr,
     SPLIT: tl.constexpr,
+    CODED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start + BLOCK <= numel:  # no mask: 16 bytes at a time
         _adam_block(
             param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
-            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, None, FROM_GRAD, L2, SPLIT, BLOCK,
+            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step, None, FROM_GRAD, L2, SPLIT, CODED, BLOCK,
         )  # fmt: skip
     else:
         _adam_block(
             param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
-            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, (numel - start).to(tl.int32), FROM_GRAD, L2, SPLIT, BLOCK,
+            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step,
+            (numel - start).to(tl.int32), FROM_GRAD, L2, SPLIT, CODED, BLOCK,
         )  # fmt: skip
 
 
 @jit
 def _adam_block(
     param, grad, master, exp_avg, exp_avg_sq, scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size,
-    count, FROM_GRAD: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    step, count, FROM_GRAD: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     mask = None if count is None else at < count
     other = None if count is None else 0
     p = tl.load(param + at, mask=mask, other=other)
-    m = widened(tl.load(exp_avg + at, mask=mask, other=other))
-    v = widened(tl.load(exp_avg_sq + at, mask=mask, other=other))
+    if CODED:
+        code = tl.load(exp_avg_sq + at, mask=mask, other=other).to(tl.uint32)
+        v = _second_moment(code)
+        m = _first_moment(tl.load(exp_avg + at, mask=mask, other=other).to(tl.uint32), code)
+    else:
+        m = widened(tl.load(exp_avg + at, mask=mask, other=other))
+        v = widened(tl.load(exp_avg_sq + at, mask=mask, other=other))
     g = product(widened(tl.load(grad + at, mask=mask, other=other)), scale)
     if SPLIT:
         v_bits = v.to(tl.uint32, bitcast=True)
@@ -80,12 +134,19 @@ def _adam_block(
         rounded_up = (lower >> 15) & (1 ^ (v_bits >> 31))
         is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)  # no master is rounded up to zero
         x = tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | lower).to(tl.float32, bitcast=True)
+    elif CODED and master is not None:
+        lower = tl.load(master + at, mask=mask, other=other).to(tl.uint32)
+        upper = p.to(tl.uint16, bitcast=True).to(tl.uint32)
+        is_written = (lower >= 128) & (upper & 0x7FFF == 0)
+        x = tl.where(is_written, upper << 16, ((upper - (lower >> 7)) << 16) | (lower << 8)).to(tl.float32, bitcast=True)
     elif master is not None:
         # a parameter that is not its master rounded was written from outside: the master follows
         x = tl.load(master + at, mask=mask, other=other)
         x = tl.where(widened(rounded(x, p.dtype)) == widened(p), x, widened(p))
     else:
         x = p
+    if CODED:
+        mix = _mixed(g, x, step)
     if L2:
         g = tl.fma(l2, x, g)
     x = product(x, decay)
@@ -95,7 +156,18 @@ def _adam_block(
         m = tl.fma(lerp, g - m, m)
     v = tl.fma(product(g, one_minus_beta2), g, product(v, beta2))
     x = x + tl.div_rn(product(m, step_size), tl.div_rn(tl.sqrt_rn(v), bc2_sqrt) + eps)
-    tl.store(exp_avg + at, rounded(m, exp_avg.dtype.element_ty), mask=mask)
+    if CODED:
+        code = _second_code(v, mix)
+        tl.store(exp_avg_sq + at, code.to(tl.uint8), mask=mask)
+        tl.store(exp_avg + at, _first_code(m, code, mix).to(tl.uint8), mask=mask)
+        if master is None:
+            tl.store(param + at, x, mask=mask)
+        else:
+            bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + ((mix * GOLDEN) >> 24), 0x7FC00000)
+            tl.store(param + at, (((bits & 0xFFFFFF00) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+            tl.store(master + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=mask)
+    else:
+        tl.store(exp_avg + at, rounded(m, exp_avg.dtype.element_ty), mask=mask)
     if SPLIT:
         bits = x.to(tl.uint32, bitcast=True)
         upper = rounded_bits(x)
@@ -108,7 +180,7 @@ def _adam_block(
         else:
             v_bits = (rounded_bits(v) | (tie_down << 15)).to(tl.uint16)
             tl.store(exp_avg_sq + at, v_bits.to(tl.bfloat16, bitcast=True), mask=mask)
-    else:
+    elif not CODED:
         if master is not None:
             tl.store(master + at, x, mask=mask)
         tl.store(param + at, rounded(x, param.dtype.element_ty), mask=mask)
@@ -133,10 +205,11 @@ def _launch(
 ) -> None:
     if not param.numel():
         return
-    scale, l2, decay, lerp, from_grad, *rest = AdamStep(lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize).scalars()
+    scale, l2, decay, lerp, from_grad, *rest, _ = AdamStep(lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize).scalars()
     grid(_adam_kernel, cdiv(param.numel(), BLOCK))(
-        param, grad, master, exp_avg, exp_avg_sq, float(scale), float(l2), float(decay), float(lerp), *map(float, rest), param.numel(),
-        FROM_GRAD=bool(from_grad), L2=bool(l2 != 0), SPLIT=master is not None and master.dtype == torch.int16, BLOCK=BLOCK, num_warps=8,
+        param, grad, master, exp_avg, exp_avg_sq, float(scale), float(l2), float(decay), float(lerp), *map(float, rest), float(step), param.numel(),
+        FROM_GRAD=bool(from_grad), L2=bool(l2 != 0), SPLIT=master is not None and master.dtype == torch.int16,
+        CODED=exp_avg.dtype == eight_bit.CODES, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zk.kernels import eight_bit
 from zk.kernels.split import join, split_
 from zk.kernels.step import AdamStep
 
@@ -67,12 +68,13 @@ def update_chunks(
     master: Tensor | None,
     exp_avg_sq: Tensor | None,
     scale: float,
-    update: Callable[[Tensor, Tensor, slice], None],
+    update: Callable[[Tensor, Tensor, slice], Tensor | None],
     chunk: int = CHUNK,
 ) -> None:
     """Call ``update(x, g, piece)`` for each piece of ``chunk`` elements: x the fp32 master, changed in place, g the scaled fp32 gradient.
 
-    Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master.
+    Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master. What is
+    returned are bits for the rounding of a 24-bit one.
     Where a parameter is not its master rounded, somebody wrote it, and the master follows.
     """
     chunk = chunk if param.device.type == "cpu" else chunk << 8  # an accelerator wants few, long launches
@@ -89,6 +91,9 @@ def update_chunks(
             x.copy_(torch.where(written, param[piece].float(), x))
             update(x, g, piece)
             param[piece] = x
+        elif master.dtype == eight_bit.CODES:
+            x = eight_bit.join24(param[piece], master[piece])
+            eight_bit.split24_(x, param[piece], master[piece], update(x, g, piece))
         else:
             assert exp_avg_sq is not None
             x = join(param[piece], master[piece], exp_avg_sq[piece])
@@ -103,12 +108,18 @@ def adam(
     """torch.optim.Adam and AdamW, operation for operation; ``max_exp_avg_sq`` (n,) fp32 goes with amsgrad, which only this one has."""
     bc2_sqrt = step.bias_corrections[1] ** 0.5
 
-    def update(x: Tensor, g: Tensor, piece: slice) -> None:
+    coded = exp_avg.dtype == eight_bit.CODES
+
+    def update(x: Tensor, g: Tensor, piece: slice) -> Tensor | None:
+        mix = eight_bit.mixed(g, x, step.step) if coded else None
         if step.weight_decay != 0 and step.decoupled:
             x.mul_(1 - step.lr * step.weight_decay)
         elif step.weight_decay != 0:
             g = g.add(x, alpha=step.weight_decay)
-        m, v = exp_avg[piece].float(), exp_avg_sq[piece].float()
+        if coded:
+            m, v = eight_bit.first_moment(exp_avg[piece], exp_avg_sq[piece]), eight_bit.second_moment(exp_avg_sq[piece])
+        else:
+            m, v = exp_avg[piece].float(), exp_avg_sq[piece].float()
         m.lerp_(g, 1 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         largest = v
@@ -117,8 +128,11 @@ def adam(
             largest = max_exp_avg_sq[piece]
             torch.maximum(largest, v, out=largest)
         x.addcdiv_(m, (largest.sqrt() / bc2_sqrt).add_(step.eps), value=step.step_size)
-        if exp_avg.dtype != torch.float32:
+        if coded:
+            eight_bit.encode_(m, v, exp_avg[piece], exp_avg_sq[piece], mix)
+        elif exp_avg.dtype != torch.float32:
             exp_avg[piece], exp_avg_sq[piece] = m, v
+        return mix
 
     update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
 

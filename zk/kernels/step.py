@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zk.kernels.eight_bit import CODES, GOLDEN
 from zk.kernels.launch import check_floats
 
 
@@ -49,7 +50,8 @@ class AdamStep:
         return -self.grad_scale if self.maximize else self.grad_scale
 
     def scalars(self) -> tuple[Any, ...]:
-        """The scalars of the one-pass kernels, as fp32: scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size.
+        """The scalars of the one-pass kernels, as fp32: scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size;
+        and what rounding to 8-bit codes mixes in.
 
         With a beta1 of at most 0.5, torch interpolates from the gradient's side: m = fma(-beta1, g - m, g).
         """
@@ -65,7 +67,22 @@ class AdamStep:
             np.float32(math.sqrt(self.bias_corrections[1])),
             np.float32(self.eps),
             np.float32(self.step_size),
+            np.uint32(self.step * GOLDEN & 0xFFFFFFFF),
         )
+
+    def check_coded(self) -> None:
+        """Raise ValueError if moments in 8 bits cannot be held for these options."""
+        if self.amsgrad:
+            raise ValueError("8-bit moments have no amsgrad: remove it, or keep moments in fp32 or bf16")
+        if not self.eps >= 0.99e-8:
+            raise ValueError(f"8-bit moments need an eps of at least 1e-8, as smaller second moments are not told apart; got {self.eps}")
+        carried = self.beta1**2 / self.beta2 if self.beta2 else 1.0
+        most = math.inf if carried >= 1 else self.beta1 * (1 - self.beta1) / math.sqrt((1 - self.beta2) * (1 - carried))
+        if not most <= 15:
+            raise ValueError(
+                f"8-bit first moments hold up to 15 times the root of the second one, and betas ({self.beta1}, {self.beta2}) may make it {most:.3g} "
+                "times that; lower the second one, raise the first, or keep moments in fp32 or bf16"
+            )
 
 
 def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
@@ -78,11 +95,13 @@ def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tens
         if tensor is not None and tensor.device != param.device:
             raise ValueError(f"{name} is on {tensor.device}, param on {param.device}")
     check_floats(param=param, grad=grad)
-    if master is not None and master.dtype not in (torch.float32, torch.int16):
-        raise ValueError(f"master must be fp32, or int16 (split); got {master.dtype}")
+    if master is not None and master.dtype not in (torch.float32, torch.int16, CODES):
+        raise ValueError(f"master must be fp32, int16 (split), or uint8 (24 bits); got {master.dtype}")
     if (master is None) != (param.dtype == torch.float32):
         raise ValueError(f"a master goes with a 16-bit parameter, and only with one; got param {param.dtype}, master {master is not None}")
-    if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
+    if master is not None and (master.dtype == CODES) != (exp_avg.dtype == CODES):
+        raise ValueError(f"a master of 24 bits goes with moments in 8 bits, and only with them; got {master.dtype} and {exp_avg.dtype}")
+    if master is not None and master.dtype != torch.float32 and param.dtype != torch.bfloat16:
         raise ValueError(f"a split master needs a bf16 parameter; got {param.dtype}")
-    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"moments must both be fp32 or both bf16; got {exp_avg.dtype} and {exp_avg_sq.dtype}")
+    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (torch.float32, torch.bfloat16, CODES):
+        raise ValueError(f"moments must both be fp32, bf16 or uint8 (codes); got {exp_avg.dtype} and {exp_avg_sq.dtype}")

@@ -4,7 +4,7 @@ Two engines under one function, ``adam_``: "numba", one pass over memory (cpu_ad
 chunks that fit the cache, which runs wherever torch does (any device) and is bitwise equal to torch.optim.Adam and AdamW. State on a GPU
 goes to the kernel in zk.kernels.adam.
 Layouts of the fp32 master, told apart by what is passed as ``master``: None (the parameter is fp32 and is the master), fp32
-(a separate master), int16 (a split master: see split.py). Moments are fp32, or bf16 by choice.
+(a separate master), int16 (a split master: see split.py), uint8 (24 bits: see eight_bit.py). Moments are fp32, or bf16 or in 8 bits by choice.
 Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101; the CPU update of ZeRO-Offload, arXiv 2101.06840, section 5.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zk import kernels
-from zk.kernels import reference
+from zk.kernels import eight_bit, reference
 from zk.kernels.split import join, split_
 from zk.kernels.step import AdamStep, check_adam
 
@@ -66,8 +66,8 @@ def adam_(
     Args:
         param: (n,) fp32, bf16 or fp16, contiguous. fp32 if and only if ``master`` is None.
         grad: (n,) fp32, bf16 or fp16.
-        master: None, (n,) fp32, or (n,) int16 (split master, with a bf16 parameter).
-        exp_avg: (n,) fp32 or bf16.
+        master: None, (n,) fp32, or with a bf16 parameter (n,) int16 (split master) or uint8 (24 bits).
+        exp_avg: (n,) fp32 or bf16, or uint8 codes.
         exp_avg_sq: (n,), as exp_avg. With a split master its sign carries a bit.
         step: the scalars.
         max_exp_avg_sq: (n,) fp32, for amsgrad; it runs on the torch engine.
@@ -78,6 +78,8 @@ def adam_(
         ValueError: for sizes, devices or dtypes that do not fit together.
     """
     check_adam(param, grad, master, exp_avg, exp_avg_sq)
+    if exp_avg.dtype == torch.uint8:
+        step.check_coded()
     if param.numel() == 0:
         return
     if engine is None:
@@ -117,8 +119,8 @@ def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    """The same memory as numpy: fp32 as float32, the bits of bf16 (and of a split master) as uint16, of fp16 as int16."""
-    if tensor.dtype == torch.float32:
+    """The same memory as numpy: fp32 as float32, codes as uint8, the bits of bf16 (and of a split master) as uint16, of fp16 as int16."""
+    if tensor.dtype in (torch.float32, torch.uint8):
         return tensor.numpy()
     bits: np.ndarray = tensor.view(torch.int16).numpy()
     return bits if tensor.dtype == torch.float16 else bits.view(np.uint16)
@@ -150,7 +152,7 @@ class CPUAdam(torch.optim.Optimizer):
         maximize: climb instead of descending.
         decoupled: True for AdamW, False for Adam.
         split_master: bf16 parameters keep the lower half of their master only: 2 bytes per parameter less, bitwise the same results.
-        state_dtype: torch.float32, or torch.bfloat16 to halve the moments, which changes results.
+        state_dtype: torch.float32; torch.bfloat16 to halve the moments, or "8bit" for 8-bit moments and 24-bit masters, which change results.
         engine: "numba" or "torch"; None takes the faster one that is there.
         num_threads: None takes the cores of this process.
 
@@ -171,12 +173,15 @@ class CPUAdam(torch.optim.Optimizer):
         maximize: bool = False,
         decoupled: bool = True,
         split_master: bool = True,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         engine: Engine | None = None,
         num_threads: int | None = None,
     ) -> None:
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16; got {state_dtype!r}")
+        state_dtype = eight_bit.CODES if state_dtype == "8bit" else state_dtype
+        if not isinstance(state_dtype, torch.dtype) or state_dtype not in (torch.float32, torch.bfloat16, eight_bit.CODES):
+            raise ValueError(f"state_dtype must be torch.float32, torch.bfloat16 or '8bit'; got {state_dtype!r}")
+        if state_dtype == eight_bit.CODES and not split_master:
+            raise ValueError("split_master=False does not go with state_dtype='8bit', whose masters are split; remove one of them")
         if engine not in (None, "numba", "torch"):
             raise ValueError(f"engine must be 'numba', 'torch' or None; got {engine!r}")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -194,6 +199,9 @@ class CPUAdam(torch.optim.Optimizer):
         """Add a group; ValueError for parameters that are not as ``params`` must be."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
+            if self.state_dtype == eight_bit.CODES and param.dtype == torch.float16:
+                self.param_groups.pop()
+                raise ValueError("state_dtype='8bit' is for parameters in bf16 and fp32; got one in fp16, which has no 24-bit master")
             if param.device.type != "cpu" or not param.is_contiguous() or param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 self.param_groups.pop()
                 raise ValueError(
@@ -206,7 +214,7 @@ class CPUAdam(torch.optim.Optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(param, dtype=self.state_dtype)
         if param.dtype == torch.bfloat16 and self.split_master:
-            state["low"] = torch.zeros_like(param, dtype=torch.int16)
+            state["low"] = torch.zeros_like(param, dtype=eight_bit.CODES if self.state_dtype == eight_bit.CODES else torch.int16)
         elif param.dtype != torch.float32:
             state["master"] = param.detach().float()
         return state
@@ -262,7 +270,12 @@ class CPUAdam(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for index, state in plain["state"].items():
             plain["state"][index] = entry = dict(state)
-            if "low" in entry:
+            if self.state_dtype == eight_bit.CODES:
+                if "low" in entry:
+                    entry["master"] = eight_bit.join24(params[index].detach(), entry.pop("low"))
+                entry["exp_avg"] = eight_bit.first_moment(entry["exp_avg"], entry["exp_avg_sq"])
+                entry["exp_avg_sq"] = eight_bit.second_moment(entry["exp_avg_sq"])
+            elif "low" in entry:
                 flat = join(params[index].detach().view(-1), entry.pop("low").view(-1), entry["exp_avg_sq"].view(-1))
                 entry["master"] = flat.view_as(params[index])
                 entry["exp_avg_sq"] = entry["exp_avg_sq"].abs()
@@ -278,10 +291,15 @@ class CPUAdam(torch.optim.Optimizer):
             param = params[index]
             state = self._start(param)
             state["step"] += float(saved["step"])
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(saved[name])
+            if self.state_dtype == eight_bit.CODES:
+                eight_bit.encode_(saved["exp_avg"].float(), saved["exp_avg_sq"].float(), state["exp_avg"], state["exp_avg_sq"])
+            else:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].copy_(saved[name])
             master = saved.get("master", param.detach().float())
-            if "low" in state:
+            if "low" in state and self.state_dtype == eight_bit.CODES:
+                eight_bit.split24_(master.float(), param.detach(), state["low"])
+            elif "low" in state:
                 split_(master.reshape(-1), param.detach().view(-1), state["low"].view(-1), state["exp_avg_sq"].view(-1))
             elif "master" in state:
                 state["master"].copy_(master)

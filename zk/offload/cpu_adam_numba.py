@@ -9,7 +9,7 @@ Formulas are those of torch.optim.AdamW, operation for operation, fused multiply
 Bytes per parameter, bf16 gradient and parameter: 28 with an fp32 master (2 grad, 4 + 4 master, 8 + 8 moments, 2 param), 26 with a
 split master. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
 
-Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of fp16.
+Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of fp16, uint8 codes (eight_bit.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from numba import prange, types
 from numba.extending import intrinsic, overload
 
 from zk.cache import cache_folder
+from zk.kernels import eight_bit
 
-F32, U16, U32 = np.float32, np.uint16, np.uint32
+F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
 # elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
 BLOCK = 1 << 14
-SECOND_HALF = U32(0x8000)
+SMALLEST, V_MOST, M_ADDED, M_MOST = F32(eight_bit.SMALLEST), F32(2.0**35), F32(eight_bit.M_ADDED), F32(eight_bit.M_MOST)
+V_SHIFT, V_FIRST, V_WHOLE = U32(eight_bit.V_SHIFT), U32(eight_bit.V_FIRST), U32(eight_bit.V_WHOLE)
+M_SHIFT, M_FIRST = U32(eight_bit.M_SHIFT), U32(eight_bit.M_FIRST)
+GOLDEN, FIRST, SECOND = U32(eight_bit.GOLDEN), U32(eight_bit.FIRST), U32(eight_bit.SECOND)
 
 
 @intrinsic
@@ -83,10 +87,13 @@ def _round_to_bf16(x):
 def _load(array, i): ...
 def _store(array, i, x): ...
 def _rounded_as(array, x): ...
+def _load_first(array, i, code): ...
+def _store_first(array, i, m, code, mix): ...
 def _load_second(array, i): ...
-def _store_second(array, i, v, flag): ...
+def _store_second(array, i, v, flag, mix): ...
 def _load_master(param, master, i, flag): ...
-def _store_master(param, master, i, x): ...
+def _store_master(param, master, i, x, mix): ...
+def _mixed(array, g, x, seed): ...
 
 
 @overload(_load, inline="always")
@@ -122,7 +129,7 @@ def _(array, x):
 
 @overload(_load_second, inline="always")
 def _(array, i):
-    """The second moment and the bit that its sign carries (see split.py)."""
+    """The second moment, and the bit that its sign carries (see split.py) or its code."""
 
     def load_float(array, i):
         bits = _as_bits(array[i])
@@ -132,18 +139,78 @@ def _(array, i):
         bits = U32(array[i])
         return _as_float((bits & U32(0x7FFF)) << U32(16)), bits >> U32(15)
 
-    return load_float if array.dtype == types.float32 else load_bf16
+    def load_code(array, i):
+        code = U32(array[i])
+        bits = U32(U32(U32(_exponent(code) + V_FIRST) << U32(23)) | U32(U32(code & U32(3)) << V_SHIFT if code < V_WHOLE else U32(0)))
+        return _as_float(bits) - SMALLEST, code
+
+    return {types.float32: load_float, types.uint16: load_bf16}.get(array.dtype, load_code)
+
+
+@numba.njit(inline="always")
+def _exponent(code):
+    return U32(code >> U32(2)) if code < V_WHOLE else U32(code - U32(168))
+
+
+@overload(_mixed, inline="always")
+def _(array, g, x, seed):
+    """The bits that rounding to codes goes by; zero where ``array`` holds none."""
+
+    def mix(array, g, x, seed):
+        bits = U32(U32(_as_bits(g + F32(0)) + seed) ^ _as_bits(x))
+        bits = U32(U32(bits ^ (bits >> U32(16))) * FIRST)
+        bits = U32(U32(bits ^ (bits >> U32(13))) * SECOND)
+        return U32(bits ^ (bits >> U32(16)))
+
+    return mix if array.dtype == types.uint8 else lambda array, g, x, seed: U32(0)
+
+
+@overload(_load_first, inline="always")
+def _(array, i, code):
+    """The first moment, beside the code of the second one."""
+
+    def load_code(array, i, code):
+        own = U32(array[i])
+        size = _as_float(U32(U32((own & U32(127)) << M_SHIFT) + U32(M_FIRST << U32(23)))) - M_ADDED
+        unit = _as_float(U32((U32(101) + U32(_exponent(code) >> U32(1))) << U32(23)))
+        return _as_float(U32(_as_bits(size * unit) | U32((own >> U32(7)) << U32(31))))
+
+    return load_code if array.dtype == types.uint8 else lambda array, i, code: _load(array, i)
+
+
+@overload(_store_first, inline="always")
+def _(array, i, m, code, mix):
+    def store_code(array, i, m, code, mix):
+        unit = _as_float(U32((U32(153) - U32(_exponent(code) >> U32(1))) << U32(23)))
+        size = _as_float(U32(_as_bits(m) & U32(0x7FFFFFFF))) * unit + M_ADDED
+        size = size if size < M_MOST else M_MOST
+        own = U32(U32(U32(_as_bits(size) + U32(mix & U32(0x7FFFF))) >> M_SHIFT) - U32(M_FIRST << U32(4)))
+        array[i] = U8(U32(own if own < U32(127) else U32(127)) | U32((_as_bits(m) >> U32(31)) << U32(7)))
+
+    return store_code if array.dtype == types.uint8 else lambda array, i, m, code, mix: _store(array, i, m)
 
 
 @overload(_store_second, inline="always")
-def _(array, i, v, flag):
-    def store_float(array, i, v, flag):
+def _(array, i, v, flag, mix):
+    def store_float(array, i, v, flag, mix):
         array[i] = _as_float(_as_bits(v) | (flag << U32(31)))
+        return flag
 
-    def store_bf16(array, i, v, flag):
+    def store_bf16(array, i, v, flag, mix):
         array[i] = U16(_round_to_bf16(v) | (flag << U32(15)))
+        return flag
 
-    return store_float if array.dtype == types.float32 else store_bf16
+    def store_code(array, i, v, flag, mix):
+        v = v + SMALLEST
+        bits = _as_bits(v if v < V_MOST else V_MOST)
+        fine = U32(U32(U32(bits + U32(mix >> U32(11))) >> V_SHIFT) - U32(V_FIRST << U32(2)))
+        whole = U32(U32(U32(bits + U32(mix >> U32(9))) >> U32(23)) + U32(V_WHOLE - V_FIRST - (V_WHOLE >> U32(2))))
+        whole = whole if whole < U32(255) else U32(255)
+        code = fine if fine < V_WHOLE else whole
+        array[i] = U8(code)
+        return code
+
+    return {types.float32: store_float, types.uint16: store_bf16}.get(array.dtype, store_code)
 
 
 @overload(_load_master, inline="always")
@@ -154,6 +221,12 @@ def _(param, master, i, flag):
         written = rounded_up & U32(upper & U32(0x7FFF) == 0)  # no master is rounded up to zero
         return _as_float(((upper - (rounded_up ^ written)) << U32(16)) | (lower & (written - U32(1))))
 
+    def load_24(param, master, i, flag):
+        lower, upper = U32(master[i]), U32(param[i])
+        rounded_up = lower >> U32(7)
+        written = rounded_up & U32(upper & U32(0x7FFF) == 0)
+        return _as_float(U32(((upper - (rounded_up ^ written)) << U32(16)) | ((lower << U32(8)) & (written - U32(1)))))
+
     def load_separate(param, master, i, flag):
         # a parameter that is not its master rounded was written from outside: the master follows
         x, p = master[i], _load(param, i)
@@ -161,23 +234,29 @@ def _(param, master, i, flag):
 
     if isinstance(master, types.NoneType):
         return lambda param, master, i, flag: param[i]
-    return load_separate if master.dtype == types.float32 else load_split
+    return {types.float32: load_separate, types.uint8: load_24}.get(master.dtype, load_split)
 
 
 @overload(_store_master, inline="always")
-def _(param, master, i, x):
+def _(param, master, i, x, mix):
     """Writes master and parameter; returns the bit for the sign of the second moment."""
 
-    def store_param(param, master, i, x):
+    def store_param(param, master, i, x, mix):
         param[i] = x
         return U32(0)
 
-    def store_both(param, master, i, x):
+    def store_both(param, master, i, x, mix):
         master[i] = x
         _store(param, i, x)
         return U32(0)
 
-    def store_split(param, master, i, x):
+    def store_24(param, master, i, x, mix):
+        bits = U32(_as_bits(x) + (U32(mix * GOLDEN) >> U32(24))) if x == x else U32(0x7FC00000)
+        param[i] = U16(U32((bits & U32(0xFFFFFF00)) + U32(0x8000)) >> U32(16))
+        master[i] = U8((bits >> U32(8)) & U32(0xFF))
+        return U32(0)
+
+    def store_split(param, master, i, x, mix):
         bits = _as_bits(x)
         rounded = _round_to_bf16(x)
         param[i] = U16(rounded)
@@ -186,7 +265,7 @@ def _(param, master, i, x):
 
     if isinstance(master, types.NoneType):
         return store_param
-    return store_both if master.dtype == types.float32 else store_split
+    return {types.float32: store_both, types.uint8: store_24}.get(master.dtype, store_split)
 
 
 def _jit(**options):
@@ -206,30 +285,32 @@ def _jit(**options):
 
 
 @_jit()
-def _adam_block(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
+def _adam_block(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed):
     for i in range(param.size):
         v_i, flag = _load_second(v, i)
         x = _load_master(param, master, i, flag)
         g = _load(grad, i) * scale
+        mix = _mixed(v, g, x, seed)
         if l2 != F32(0):
             g = _fma(l2, x, g)
         x = x * decay
-        m_i = _load(m, i)
+        m_i = _load_first(m, i, flag)
         m_i = _fma(lerp, g - m_i, g if from_grad else m_i)
         v_i = _fma(one_minus_beta2 * g, g, v_i * beta2)
         x = x + (step_size * m_i) / (np.sqrt(v_i) / bc2_sqrt + eps)
-        _store(m, i, m_i)
-        flag = _store_master(param, master, i, x)
-        _store_second(v, i, v_i, flag)
+        flag = _store_master(param, master, i, x, mix)
+        code = _store_second(v, i, v_i, flag, mix)
+        _store_first(m, i, m_i, code, mix)
 
 
 @_jit(parallel=True)
-def _adam_parallel(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size):
+def _adam_parallel(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed):
     for block in prange((param.size + BLOCK - 1) // BLOCK):
         a = block * BLOCK
         b = min(param.size, a + BLOCK)
         x, g = param[a:b], grad[a:b]
-        _adam_block(x, g, _cut(master, a, b), m[a:b], v[a:b], scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size)
+        own = _cut(master, a, b)
+        _adam_block(x, g, own, m[a:b], v[a:b], scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed)
 
 
 def _cut(array, a, b): ...

@@ -87,21 +87,24 @@ class AdamRule(Rule):
     def has_kernel(self, group: Mapping[str, Any]) -> bool:
         return not group.get("amsgrad")
 
-    def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
-        group = run.group
+    def step(self, group: Mapping[str, Any], number: int, grad_scale: float = 1.0) -> AdamStep:
+        """The scalars of an update, by the options of ``group``."""
         beta1, beta2 = group["betas"]
-        scalars = AdamStep(
+        return AdamStep(
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             decoupled=bool(group.get("decoupled_weight_decay", self.decoupled)),
-            step=run.step,
+            step=number,
             grad_scale=grad_scale,
             maximize=bool(group.get("maximize")),
             amsgrad=bool(group.get("amsgrad")),
         )
+
+    def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
+        scalars = self.step(run.group, run.step, grad_scale)
         param, grad, exp_avg, exp_avg_sq = flat["param"], flat["grad"], flat["exp_avg"], flat["exp_avg_sq"]
         assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
         adam_(param, grad, flat["master"], exp_avg, exp_avg_sq, scalars, max_exp_avg_sq=flat.get("max_exp_avg_sq"), num_threads=num_threads)

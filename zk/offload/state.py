@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
+from zk.kernels import eight_bit
 from zk.kernels.split import join, split_
 from zk.offload.attempt import Attempt
 from zk.offload.rules import Rule, Run, apply
@@ -18,9 +19,11 @@ from zk.offload.tiers import Grads
 
 
 def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Name -> dtype of what is kept for each element of a ``dtype`` parameter: the master (its lower half where that is enough), moments."""
+    """Name -> dtype of what is kept for each element of a ``dtype`` parameter: the master (its lower half or bits where that is enough), moments."""
     fields: dict[str, torch.dtype] = {}
-    if dtype == torch.bfloat16 and rule.splits_master and "exp_avg_sq" in names:
+    if state_dtype == eight_bit.CODES and dtype == torch.bfloat16:
+        fields["master"] = eight_bit.CODES
+    elif dtype == torch.bfloat16 and rule.splits_master and "exp_avg_sq" in names:
         fields["master"] = torch.int16
     elif dtype != torch.float32:
         fields["master"] = torch.float32
@@ -42,7 +45,7 @@ class OptimizerShard:
         self.rule, self.sections, self.names = rule, sections, tuple(names)
         self.places = [(section, chunk) for section in sections for chunk in section.state.chunks]
         self.chunks = [chunk for _, chunk in self.places]
-        self.split = self.has_master = False  # known with the first fields
+        self.split = self.has_master = self.coded = False  # known with the first fields; split: the master is made with the parameter
         self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
         self.arriving: Event = COMPLETED  # the last copy home
         self.unread: Unread | None = None  # by a save in progress
@@ -56,8 +59,11 @@ class OptimizerShard:
                     if name != "param":
                         field.zero_()
                 self.has_master = "master" in fields
-                self.split = self.has_master and fields["master"].dtype == torch.int16
+                self.split = self.has_master and fields["master"].dtype != torch.float32
+                self.coded = "exp_avg" in fields and fields["exp_avg"].dtype == eight_bit.CODES
                 self._set_master(fields, slice(0, chunk.stop - chunk.start), initial[chunk])
+                if self.coded and self.split:  # compute has the parameters as torch casts them
+                    eight_bit.cast24_(initial[chunk].to(fields["param"].device), fields["param"], fields["master"])
         self.upload()
 
     # ---- chunks --------------------------------------------------------------------------------------------------------------
@@ -213,18 +219,22 @@ class OptimizerShard:
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """The dtype of what ``exact`` returns."""
-        return torch.float32 if kind == "master" else self.sections[0].state.dtypes[kind]
+        return torch.float32 if kind == "master" else torch.bfloat16 if self.coded else self.sections[0].state.dtypes[kind]
 
     def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:
-        """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk."""
+        """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk; codes as bf16, which tells them apart."""
         if kind == "master":
             return self._master(fields, here).float()
+        if self.coded:
+            return self._moment(kind, fields, here).bfloat16()
         state = fields[kind][here]
         return state.abs() if self.split and kind == "exp_avg_sq" else state
 
     def put(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
         """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
-        for name in self.names:
+        if self.coded:
+            self._encode(fields, here, values)
+        for name in self.names if not self.coded else ():
             fields[name][here].copy_(values[name])
         self._set_master(fields, here, values["master"])
 
@@ -236,7 +246,14 @@ class OptimizerShard:
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
 
+    def _encode(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
+        """Both moments, of which the first one is held in units of the second one."""
+        first, second = fields["exp_avg"][here], fields["exp_avg_sq"][here]
+        eight_bit.encode_(values["exp_avg"].to(first.device), values["exp_avg_sq"].to(first.device), first, second)
+
     def _master(self, fields: Opened, here: slice) -> Tensor:
+        if self.coded and self.split:
+            return eight_bit.join24(fields["param"][here], fields["master"][here])
         if self.split:
             return join(fields["param"][here], fields["master"][here], fields["exp_avg_sq"][here])
         return fields["master" if self.has_master else "param"][here]
@@ -244,6 +261,9 @@ class OptimizerShard:
     def _set_master(self, fields: Opened, here: slice, values: Tensor) -> None:
         param = fields["param"][here]
         values = values.to(param.device)
+        if self.coded and self.split:
+            eight_bit.split24_(values.float(), param, fields["master"][here])
+            return
         if self.split:
             split_(values.float(), param, fields["master"][here], fields["exp_avg_sq"][here])
             return
@@ -281,10 +301,14 @@ class OptimizerShard:
                 with self.changed(index, self.unread) as fields:
                     master = self._master(fields, here)
                     written = fields["param"][here].clone() if home is None else home.whole()[part][there].to(master.device, copy=True)
-                    self._set_master(fields, here, torch.where(master.to(written.dtype) == written, master, written.float()))
+                    held = master.to(written.dtype) if home is None else fields["param"][here]  # a 24-bit master rounds in its own way
+                    self._set_master(fields, here, torch.where(held == written, master, written.float()))
         self.upload()
 
     def _moment(self, name: str, fields: Opened, here: slice) -> Tensor:
+        if self.coded:
+            second = fields["exp_avg_sq"][here]
+            return eight_bit.second_moment(second) if name == "exp_avg_sq" else eight_bit.first_moment(fields["exp_avg"][here], second)
         state = fields[name][here].float()
         return state.abs() if self.split and name == "exp_avg_sq" else state
 
@@ -296,7 +320,10 @@ class OptimizerShard:
         """Overwrite the state ``name`` of ``part``; the master keeps its value."""
 
         def write(fields: Opened, here: slice, there: slice) -> None:
-            if self.split and name == "exp_avg_sq":
+            if self.coded:
+                both = {each: self._moment(each, fields, here) for each in self.names}
+                self._encode(fields, here, {**both, name: values[there].float()})
+            elif self.split and name == "exp_avg_sq":
                 master = self._master(fields, here)
                 fields[name][here].copy_(values[there])
                 self._set_master(fields, here, master)
