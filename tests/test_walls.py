@@ -50,7 +50,7 @@ SIZES = {
     # 60 and 870 for whole matrices
     # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
     # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
-    "core": (13_920, 106_900),
+    "core": (13_920, 106_950),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -62,7 +62,7 @@ SIZES = {
     # 5 and 30 for the rate of host memory
     # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
     # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
-    "beside the core": (5_365, 41_820),
+    "beside the core": (5_370, 41_840),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
