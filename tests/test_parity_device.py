@@ -35,7 +35,10 @@ OVERLAPPED = [
         ((1, "experts", "host", True), (3, "elsewhere", "host", True), (1, "plain", "host", False), (1, "unfreezing", "nvme", True)),
     )
 ] + [
-    Case(stage=stage, dtype="bf16", tier="auto", params="host" * (stage == 3), overlap_step=True, budgets=(("device_budget", budget),), steps=5)
+    Case(
+        stage=stage, dtype="bf16", tier="auto", params="host" * (stage == 3), overlap_step=True, budgets=(("device_budget", budget),), steps=5,
+        update_on="device",
+    )
     for stage, budget in ((1, 60_000), (2, 60_000), (3, 20_000))
 ]
 
