@@ -288,6 +288,9 @@ def test_auto_is_a_share_by_measured_rates() -> None:
         known = mock.patch.object(measured, "_known", return_value={"up": 5e10, "down": 5e10, "memory": 3e11, "cpu": cpu})
         with known, optimizer_of(GPT(), update_on="auto") as optimizer:
             assert optimizer.config.update_on == share
+    model = GPT()
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), optimizer_tier="host", update_on="auto") as optimizer:
+        assert optimizer.config.update_on == "host"
     with optimizer_of(GPT(), update_on=0.4) as optimizer:
         assert [place.streams for place in placed_of(optimizer)] == [False, True, False]
         assert "of the optimizer state that is not in its memory, which streams through it, and" in optimizer.summary().text()

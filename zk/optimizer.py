@@ -314,10 +314,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "update_on='auto'"
             )
 
-    def _best_share(self) -> float:
-        """The share by measured rates, for what the first group has."""
-        rule, group = self.rules[0], self.param_groups[0]
-        dtype, names = self.stored[group["params"][0]], rule.state_names(group)
+    def _best_share(self) -> float | str:
+        """The share by measured rates, for what the first group has that the device can update; "host" if there is none."""
+        able = [(rule, group) for rule, group in zip(self.rules, self.param_groups, strict=True) if group["params"] and rule.has_kernel(group)]
+        if not able:
+            return "host"
+        rule, group = able[0]
+        dtype, names = self.stored.get(group["params"][0], group["params"][0].dtype), rule.state_names(group)
         assert isinstance(self.config.state_dtype, torch.dtype)
         nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule, names, self.config.state_dtype).values())
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
