@@ -61,6 +61,7 @@ REAL = [
     (3, "device", "device", WIDE, "fp32", "fp32", False),
     (3, "host", "host", WIDE, "bf16", "fp32", False),
     (3, "host", "nvme", SMALL, "fp16", "bf16", False),
+    (3, "host", "nvme", SMALL, "bf16", "8bit", False),
     (3, "nvme", "nvme", WIDE, "bf16", "fp32", False),
     (3, "nvme", "host", SMALL, "fp32", "fp32", False),
     (2, "device", "device", WIDE, "bf16", "fp32", True),
