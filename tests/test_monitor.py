@@ -124,6 +124,7 @@ def test_notebooks_show_a_bar_for_each_tier(tmp_path: Path) -> None:
         tags = Tags()
         tags.feed(optimizer._repr_html_())
         assert not tags.open and len(tags.widths) >= 5 and 0 < sum(tags.widths) <= 200
+        assert optimizer._repr_html_().count("text-align:left;background") == 2  # notebooks align numbers, and what is in cells, to the right
         assert str(tmp_path)[-21:] in optimizer._repr_html_()
         tags.feed(optimizer.config._repr_html_())
         assert not tags.open and "param_tier" in optimizer.config._repr_html_() and "prefetch" not in optimizer.config._repr_html_()

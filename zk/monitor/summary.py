@@ -71,12 +71,12 @@ class Summary:
         for tier, (label, whole) in self.capacity.items():
             total = self.total(tier)
             cells = "".join(
-                f"<span title='{kind} {size(row[tier])}' style='display:inline-block;height:14px;background:{COLORS[kind]};"
+                f"<span title='{kind} {size(row[tier])}' style='display:inline-block;height:14px;min-width:2px;background:{COLORS[kind]};"
                 f"width:{100 * row[tier] / max(whole, total, 1):.2f}%'></span>"
                 for kind, row in self.nbytes.items()
                 if row.get(tier)
             )
-            bar = f"<div style='width:320px;line-height:0;background:#eee'>{cells}</div>"
+            bar = f"<div style='width:320px;line-height:0;text-align:left;background:#eee'>{cells}</div>"
             parts.append(f"<tr><td style='text-align:left'>{html.escape(label)}</td><td>{bar}</td><td>{size(total) or '-'}</td></tr>")
         kinds = (f"<span style='color:{COLORS[kind]}'>&#9632;</span> {kind} {size(sum(row.values()))}" for kind, row in self.nbytes.items())
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
