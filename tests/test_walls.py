@@ -73,6 +73,7 @@ SIZES = {
     # 25 and 285 for what DeepSpeed's estimator says of the same
     # 30 and 470 for updates on the device: their bytes, times and share
     "plan": (2_024, 18_620),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs
     # 10 and 50 for what to resume from

@@ -58,12 +58,13 @@ def print_plan(console: Console, plan: Plan) -> None:
             console.print(f"The least is missing at stage {nearest.config.stage}, {tiers}: {lacks}.", highlight=False)
     else:
         _recommend(console, plan)
-    table = _table("\nlargest model of this shape", ("with nothing beyond", "parameters", "blocks", "width"))
-    table.add_column("choice")
-    for tier, (found, config) in plan.largest.items():
-        choice = f"stage {config.stage}, parameters {config.param_tier}, optimizer {config.optimizer_tier}"
-        table.add_row(tier, count(found.num_params), str(found.layers), str(found.width), choice)
-    console.print(table)
+    if plan.largest:
+        table = _table("\nlargest model of this shape", ("with nothing beyond", "parameters", "blocks", "width"))
+        table.add_column("choice")
+        for tier, (found, config) in plan.largest.items():
+            choice = f"stage {config.stage}, parameters {config.param_tier}, optimizer {config.optimizer_tier}"
+            table.add_row(tier, count(found.num_params), str(found.layers), str(found.width), choice)
+        console.print(table)
     console.print(
         "Bytes are what the optimizer allocates; activations are an estimate, with every block checkpointed. Times are a model of what overlaps, "
         "from the rates above: not measured.",
@@ -107,10 +108,13 @@ def _machine(machine: Machine, tokens: int, sequence: int) -> str:
     ranks = f"{machine.world} ranks{mesh}, {machine.per_machine} on each machine: " if machine.world > 1 else ""
     memory = f", host memory {machine.memory_gbps:g} GB/s" if machine.memory_gbps is not None else ""
     network = f", between machines {machine.network_gbps:g} GB/s" if machine.network_gbps is not None else ""
-    use = ", ".join(f"{share:.0%} of {what}" for what, share in zip(("GPU", "RAM", "drive"), USABLE.values(), strict=True))
+    there = (not machine.joined, True, machine.nvme_nbytes > 0)
+    names = zip(("GPU", "RAM", "drive"), USABLE.values(), there, strict=True)
+    use = ", ".join(f"{share:.0%} of {what}" for what, share, is_there in names if is_there)
+    drive = f"{size(machine.nvme_nbytes)} of drive" if machine.nvme_nbytes else "no drive"
     length = f", in sequences of {sequence:,} (zk.long_context)" if sequence else ""
     return (
-        f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {size(machine.nvme_nbytes) or 'none'} of drive ({use} to be used); {tokens:,} tokens "
+        f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {drive} ({use} to be used); {tokens:,} tokens "
         f"a step and rank{length}\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
         f"parameters/s{memory}, drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
     )
