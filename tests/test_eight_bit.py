@@ -143,6 +143,7 @@ def bits(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
 def trained(case: tuple[str | None, int, tuple[str, str], str, dict[str, object]]) -> dict[str, Tensor]:
     dtype, stage, place, folder, options = case
     with made(dtype, stage, place, folder, **options) as optimizer:
+        assert ("24-bit master, " * bool(dtype) + "8-bit moments") in str(optimizer.summary())
         steps(optimizer, range(4))
         return bits(optimizer)
 

@@ -238,7 +238,8 @@ def test_what_nobody_closes_is_closed_at_the_end_and_what_comes_after_the_last_s
     assert sum(row[COLUMNS.index("seconds")] for row in run["rows"]) <= passed - 0.2
     shown = watch.text(watch.lines(run, state_of(run), "run"))
     assert "step 1/1 (1 skipped) | failed: ValueError('later')" in shown and "loss " in shown and shown.count("nan") == 1
-    Page(report.html(run, "ended", "run"))
+    page = report.html(run, "ended", "run")
+    assert not Page(page).series.get("training") and "nan after step 1; 1 of 1 are not finite" in page
     with pytest.raises(TypeError, match=r"must be a ZeroOptimizer, or what has one as \.optimizer; got a AdamW"):
         zk.Progress(torch.optim.AdamW(optimizer.model.parameters()))
 

@@ -144,7 +144,8 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
     uses = {USES[use]: (_USES[use], _stepped(starts, [row[use] / row["steps"] for row in rows], until)) for use in used}
     floors = [row["floor_s"] / row["steps"] for row in rows if row["floor_s"] is not None]
     floor = {"floor": ("#222", _stepped(starts, floors, until))} if len(floors) == len(rows) else {}
-    losses = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None and math.isfinite(row["loss"])]
+    given = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
+    losses = [point for point in given if math.isfinite(point[1])]
     shares = ", ".join(f"{USES[use]} {totals[use] / totals['seconds']:.0%}" for use in used)
     of = f" of {run['total']}" if run["total"] else ""
     facts = {"state": f"{state}, after step {run['done']}{of}", "time": duration(totals["seconds"])}
@@ -152,6 +153,9 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
         facts |= {"a step": f"{seconds(totals['seconds'] / totals['steps'])} on average: {shares}"}
     if totals["tokens"]:
         facts |= {"rate": f"{totals['tokens'] / totals['seconds']:,.0f} tokens/s"}
+    if len(losses) < len(given):
+        step, loss = next(point for point in given if not math.isfinite(point[1]))
+        facts |= {"loss": f"{loss} after step {step}; {len(given) - len(losses)} of {len(given)} are not finite, and not in the chart"}
     said = sentence(run["advice"], run["rates"])
     facts |= {"advice": said} if said else {}
     parts = [
