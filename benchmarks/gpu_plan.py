@@ -15,7 +15,7 @@ from gpu_model import SIZES, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
 from zk.config import ZeroConfig
-from zk.plan.choose import consider, shown
+from zk.plan.choose import as_given, shown
 from zk.plan.shape import Decoder, Shape
 from zk.plan.speed import USABLE, Machine, step_of
 
@@ -112,7 +112,7 @@ def _of_zk(job: Job, size: Decoder, machine: Machine, rows: Sequence[Row], nvme:
     given |= {"nvme_path": str(nvme)} if "nvme" in given.values() else {}
     option = None
     for state_dtype in ("fp32", "bf16") if job.system == "zk_auto" else (given.pop("state_dtype", "fp32"),):
-        option = consider(shape, ZeroConfig(**given, state_dtype=state_dtype), room, 0)
+        option = as_given(shape, ZeroConfig(**given, state_dtype=state_dtype), room, 0)
         if option is not None and option.fits:
             break
     if option is None:

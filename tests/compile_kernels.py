@@ -44,15 +44,17 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         types |= {"partials": "*fp64" if into else None, "scale": "fp32"}
         name = f"{'flatten' if into else 'unflatten'} {tensor}, flat {flat}"
         found.append((name, _move_kernel, types, {"INTO_FLAT": into, "ALIGNED": True, "BLOCK": BLOCK}, {"num_warps": 4}))
-    scalars = dict.fromkeys(("scale", "l2", "decay", "lerp", "beta2", "one_minus_beta2", "bc2_sqrt", "eps", "step_size"), "fp32")
+    scalars = dict.fromkeys(("scale", "l2", "decay", "lerp", "beta2", "one_minus_beta2", "bc2_sqrt", "eps", "step_size", "step"), "fp32")
     for param, grad, master, moments in (
         ("fp32", "fp32", None, "fp32"),
         ("bf16", "bf16", "*fp32", "fp32"),
         ("bf16", "bf16", "*i16", "fp32"),
         ("bf16", "fp32", "*i16", "bf16"),
+        ("bf16", "bf16", "*u8", "u8"),
+        ("fp32", "bf16", None, "u8"),
     ):
         types = {"param": f"*{param}", "grad": f"*{grad}", "master": master, "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", **scalars}
-        constants = {"FROM_GRAD": False, "L2": False, "SPLIT": master == "*i16", "BLOCK": BLOCK}
+        constants = {"FROM_GRAD": False, "L2": False, "SPLIT": master == "*i16", "CODED": moments == "u8", "BLOCK": BLOCK}
         name = f"adam {param}, gradient {grad}, master {master}, moments {moments}"
         found.append((name, _adam_kernel, {**types, "numel": "i64"}, constants, {"num_warps": 8}))
     strides = {"columns": "i32", "logits_stride": "i32", "grad_stride": "i32", "state_stride": "i32", "first": "i32", "ignored": "i32"}

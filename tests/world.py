@@ -40,6 +40,8 @@ def _join(rank: int, world: int, rendezvous: str, backend: str, timeout: float) 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    if backend == "gloo":
+        dist.barrier()  # a rank that ends before another has connected to it would end that one too
 
 
 def _rank_main(

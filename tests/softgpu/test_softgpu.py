@@ -189,10 +189,13 @@ def test_a_host_tensor_in_a_kernel_is_reported_with_the_line_of_zk() -> None:
     reported("a host tensor is given to a triton kernel", "zk/kernels/adam.py")
 
 
+CONSTANTS = {"FROM_GRAD": False, "L2": False, "SPLIT": False, "CODED": False, "BLOCK": 2048}
+
+
 def test_a_kernel_that_leaves_its_tensors_is_reported() -> None:
     values = [torch.ones(64, device="cuda") for _ in range(4)]
     with pytest.raises(Exception, match="illegal memory access"):
-        grid(_adam_kernel, 1)(*values[:2], None, *values[2:], *[1.0] * 9, 1 << 20, FROM_GRAD=False, L2=False, SPLIT=False, BLOCK=2048)
+        grid(_adam_kernel, 1)(*values[:2], None, *values[2:], *[1.0] * 10, 1 << 20, **CONSTANTS)
     reported("which is not memory of the device")
 
 
@@ -226,7 +229,7 @@ class FakeDeque(list[object]):
 def test_another_device_is_reported_with_the_line_of_zk() -> None:
     far = torch.ones(4096, device="cuda:1")
     with pytest.raises(Exception, match="illegal memory access"):
-        _adam_kernel[(1,)](far, far, None, far, far, *[1.0] * 9, 4096, FROM_GRAD=False, L2=False, SPLIT=False, BLOCK=2048)  # the current device is 0
+        _adam_kernel[(1,)](far, far, None, far, far, *[1.0] * 10, 4096, **CONSTANTS)  # the current device is 0
     reported("runs on cuda:0 uses memory of cuda:1")
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         far + torch.ones(4096, device="cuda:0")

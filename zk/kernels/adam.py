@@ -52,7 +52,7 @@ def _second_moment(code):
 def _first_moment(own, code):
     size = (((own & 127) << 19) + (123 << 23)).to(tl.float32, bitcast=True) - 0.0625
     unit = ((101 + (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
-    return ((size * unit).to(tl.uint32, bitcast=True) | ((own >> 7) << 31)).to(tl.float32, bitcast=True)
+    return (product(size, unit).to(tl.uint32, bitcast=True) | ((own >> 7) << 31)).to(tl.float32, bitcast=True)
 
 
 @jit

@@ -141,7 +141,7 @@ def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch
 
 def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
     """One choice, its update in the background, and on the device, where that is worth it. None if "auto" finds no room."""
-    by_host = _considered(shape, config, machine, tokens, micro_batches)
+    by_host = as_given(shape, config, machine, tokens, micro_batches)
     if by_host is None or machine.joined or config.optimizer_tier == "device":
         return by_host
     cpu, link = 1e9 * machine.cpu_adam / machine.per_machine, 1e9 * machine.link_gbps
@@ -150,14 +150,14 @@ def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     kept, size = state_fields(config.dtype, AdamRule(decoupled=True), ("exp_avg", "exp_avg_sq"), config.state_dtype).values(), config.dtype.itemsize
     rates = {"cpu": cpu, "up": link, "down": link, "memory": memory}
     share = best_share(rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
-    split = _considered(shape, dataclasses.replace(config, update_on=share), machine, tokens, micro_batches) if share else None
+    split = as_given(shape, dataclasses.replace(config, update_on=share), machine, tokens, micro_batches) if share else None
     if split is None or split.fits < by_host.fits or split.step.seconds > _WORTH * by_host.step.seconds:
         return by_host
     return split
 
 
-def _considered(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int) -> Option | None:
-    """The same, by the sides that ``config`` says."""
+def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
+    """One choice, its update in the background where that is worth it, on the side that ``config`` says. None if "auto" finds no room."""
     if "auto" in (config.param_tier, config.optimizer_tier):
         divided = _divided(shape, config, machine, tokens, micro_batches)
         if divided is None:
