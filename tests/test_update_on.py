@@ -282,12 +282,18 @@ def test_bytes_are_those_of_the_summary_and_the_plan(options: dict[str, Any]) ->
             assert "the GPU updates 100% of the optimizer state" in optimizer.summary().text()
 
 
+def chosen(rates: tuple[float, ...]) -> float | str:
+    """The side of the update on ranks whose threads update so many elements a second."""
+    cpu = rates[dist.get_rank() if dist.is_initialized() else 0]
+    known = mock.patch.object(measured, "_known", return_value={"up": 5e10, "down": 5e10, "memory": 3e11, "cpu": cpu})
+    with known, optimizer_of(GPT(), update_on="auto") as optimizer:
+        return optimizer.config.update_on
+
+
 @pytest.mark.device_only
 def test_auto_is_a_share_by_measured_rates() -> None:
-    for cpu, share in ((1e12, 0.0), (1e6, 1.0)):
-        known = mock.patch.object(measured, "_known", return_value={"up": 5e10, "down": 5e10, "memory": 3e11, "cpu": cpu})
-        with known, optimizer_of(GPT(), update_on="auto") as optimizer:
-            assert optimizer.config.update_on == share
+    assert [chosen((cpu,)) for cpu in (1e12, 1e6)] == ["host", 1.0]
+    assert run_world(2, chosen, [(1e6, 1e6), (1e6, 1e12)]) == [[1.0, 1.0], ["host", "host"]], "the smallest share of all ranks"
     model = GPT()
     with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), optimizer_tier="host", update_on="auto") as optimizer:
         assert optimizer.config.update_on == "host"

@@ -82,7 +82,7 @@ _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product
 
 
 # fields of ZeroConfig that may differ from rank to rank
-_OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget", "update_on")
+_OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -146,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
             self._choose_overlap()
-            self._choose_side()
+            self._check_side()
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         try:
             self.parts = connect_parts(self.comm, self.config.model_parallel_group, self.config.replicated_params, model)
@@ -226,6 +226,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = self._found()
         self._name(list(enumerate(units)))
         self._agree()
+        if config.update_on == "auto":
+            self.config = config = dataclasses.replace(config, update_on=self._chosen_side())
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
@@ -303,28 +305,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
             is_elsewhere = bool(tiers - {"device", "host"}) if link_to(self.device).joined else self.config.optimizer_tier != "device"
             self.config = dataclasses.replace(self.config, overlap_step="backward" if is_elsewhere else False)
 
-    def _choose_side(self) -> None:
-        """Replace "auto" by the share of the update that the device does; refuse one that it cannot do."""
-        wanted, has_link = self.config.update_on, self.device.type == "cuda" and not link_to(self.device).joined
-        if wanted == "auto":
-            self.config = dataclasses.replace(self.config, update_on=self._best_share() if has_link else "host")
-        elif self.config.streamed_share and not has_link:
+    def _check_side(self) -> None:
+        if self.config.streamed_share and (self.device.type != "cuda" or link_to(self.device).joined):
             raise ValueError(
-                f"update_on={wanted!r} needs a CUDA device, and the model is on {self.device}, whose memory is the host's; remove it, or use "
-                "update_on='auto'"
+                f"update_on={self.config.update_on!r} needs a CUDA device, and the model is on {self.device}, whose memory is the host's; remove it, "
+                "or use update_on='auto'"
             )
 
-    def _best_share(self) -> float | str:
-        """The share by measured rates, for what the first group has that the device can update; "host" if there is none."""
+    def _chosen_side(self) -> float | str:
+        """The share of the update that the device does, for "auto": the smallest of all ranks, which divide their state alike."""
+        share = 0.0 if self.transfer.joined or self.device.type != "cuda" else self._best_share()
+        return min(map(float, self.comm.exchange(str(share), "choosing the side of the update"))) or "host"
+
+    def _best_share(self) -> float:
+        """The share by measured rates, for what the first group has that the device can update; 0 if there is none."""
         able = [(rule, group) for rule, group in zip(self.rules, self.param_groups, strict=True) if group["params"] and rule.has_kernel(group)]
         if not able:
-            return "host"
+            return 0.0
         rule, group = able[0]
         dtype, names = self.stored.get(group["params"][0], group["params"][0].dtype), rule.state_names(group)
         assert isinstance(self.config.state_dtype, torch.dtype)
         nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule, names, self.config.state_dtype).values())
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        rates = measure_update(self.device, self.config.num_threads or default_threads(), ranks, lambda text: say(f"zk: {text}"))
+        rates = measure_update(self.device, self.num_threads, ranks, lambda text: say(f"zk: {text}"))
         return best_share(rates, nbytes, dtype.itemsize, self.config.param_tier in ("device", "auto"))
 
     def _checked(self) -> dict[Tensor, torch.dtype]:
