@@ -105,6 +105,11 @@ class Section:
         """Of the shard."""
         return slice(self.state.chunks[0].start, self.state.chunks[-1].stop)
 
+    @property
+    def resting(self) -> Fields:
+        """The parameters where they are, without copies for whoever opens them in host memory."""
+        return self.param.near if isinstance(self.param, HostCopies) else self.param
+
     def part_of(self, values: Tensor, chunk: slice) -> Tensor:
         """The elements of ``chunk`` in a tensor of all of the section."""
         start = self.whole.start
@@ -128,10 +133,9 @@ class Section:
         """
         after = mark or self.transfer.mark()
         with contextlib.ExitStack() as closing:
-            param = self.param.near if isinstance(self.param, HostCopies) else self.param
-            fields: list[Fields] = [self.state, param]
+            fields: list[Fields] = [self.state, self.resting]
             now, then = dict[str, Tensor](), dict[str, Tensor]()
-            for one in (self.state, param):
+            for one in (self.state, self.resting):
                 now |= one.open(chunk)
                 closing.callback(one.close, chunk, shadow is None, keep and one is self.state)
             for room in (shadow.state, shadow.param) if shadow is not None else ():
@@ -162,7 +166,7 @@ class Section:
         ``taken``: what they have been updated in.
         """
         if self.stream is not None:
-            param = self.param.near if isinstance(self.param, HostCopies) else self.param
+            param = self.resting
             if not isinstance(param, ResidentFields):
                 return COMPLETED
             if taken is not None and isinstance(self.param, HostCopies):

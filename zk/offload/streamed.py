@@ -77,9 +77,7 @@ class Stream:
         if nbytes > self.nbytes:
             self.synchronize()
             self.nbytes = nbytes
-            self.buffers = [
-                _Buffer(torch.empty(nbytes // BUFFERS, dtype=torch.uint8, device=self.transfer.link.device)) for _ in range(BUFFERS)
-            ]
+            self.buffers = [_Buffer(torch.empty(nbytes // BUFFERS, dtype=torch.uint8, device=self.transfer.link.device)) for _ in range(BUFFERS)]
 
     def synchronize(self) -> None:
         """Return when all that was asked for is done."""
@@ -100,7 +98,6 @@ class Stream:
         ready: Event = COMPLETED
         written: Event = COMPLETED
         with self.lock, torch.cuda.stream(self.stream):
-            self.transfer.follow(after)
             for block in evenly(0, len(grad), BLOCK_NUMEL, 64):
                 buffer = self.buffers[self.turn]
                 self.turn = (self.turn + 1) % BUFFERS
@@ -111,13 +108,12 @@ class Stream:
                 for name, field in source.items():
                     if not field.is_cuda:
                         read = self.transfer.upload(here[name], field, buffer.left, after)
-                self.transfer.follow(read)  # the last of them, on one stream
-                self.transfer.follow(buffer.left)
+                self.transfer.follow(read)  # the last of them, on one stream; they have followed ``after``, and what has left the buffer
                 for name, field in source.items():
                     if field.is_cuda and field.data_ptr() != here[name].data_ptr():
                         here[name].copy_(field)
                 change(here, block)
-                buffer.left = ready = self.transfer.mark()
+                ready = self.transfer.mark()
                 for name, field in target.items():
                     if name not in resting:
                         buffer.left = written = self.transfer.offload_to(field, here[name], ready)
@@ -126,8 +122,8 @@ class Stream:
     def copy(self, there: Tensor, updated: Tensor, after: Event) -> Event:
         """Start to copy ``updated`` parameters, in host or device memory, to where they rest on the device."""
         with self.lock, torch.cuda.stream(self.stream):
-            self.transfer.follow(after)
             if updated.is_cuda:
+                self.transfer.follow(after)
                 there.copy_(updated)
             else:
                 self.transfer.follow(self.transfer.upload(there, updated, after))
