@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -24,7 +23,7 @@ import zk
 from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
-from tests.world import run_world
+from tests.world import mesh_of, run_world
 from zk.offload import spill
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
@@ -679,7 +678,7 @@ def with_tensor_parallel_blocks(stage: int) -> list[str]:
     for vertical in (False, True):
         torch.manual_seed(0)
         model = GPT(layers=3)
-        mesh = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("data", "tensor"))
+        mesh = mesh_of(DEVICE.type, (1, 2), "data", "tensor")
         for block in model.blocks:
             plan = {"qkv": ColwiseParallel(output_layouts=Replicate()), "proj": RowwiseParallel(input_layouts=Replicate())}
             parallelize_module(block, mesh["tensor"], plan)

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zk
 from tests.megatron import batch, cut_model, loss_of, part_of, whole_model
-from tests.world import run_world
+from tests.world import mesh_of, run_world
 from zk.checkpoint.export import export
 from zk.parallel.comm import Group, connect
 
@@ -173,7 +173,7 @@ def test_three_times_two_ranks_train_as_one_process() -> None:
 
 def train_engine(_: int) -> list[float]:
     """Losses of DeepSpeed's engine, with Megatron's unit of groups."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", (2, 2), "data", "tensor")
     mpu = SimpleNamespace(get_data_parallel_group=lambda: mesh.get_group("data"), get_model_parallel_group=lambda: mesh.get_group("tensor"))
     model = cut_model(mesh.get_group("tensor"))
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
@@ -197,7 +197,7 @@ def test_the_engine_takes_megatrons_groups() -> None:
 
 def fail_in_part(_: int) -> str:
     """A rank fails while its part publishes what was loaded; says what each hears."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", (2, 2), "data", "tensor")
     model = cut_model(mesh.get_group("tensor"))
     optimizer = zk.ZeroOptimizer(
         model, torch.optim.AdamW(model.parameters()), process_group=mesh["data"], model_parallel_group=mesh["tensor"], check_memory=False
@@ -226,7 +226,7 @@ def test_a_rank_that_fails_while_its_part_publishes_is_heard_of_by_all() -> None
 
 def mean_over_replicas(numel: int) -> bool:
     """Reduce buckets of bf16 over 2 x 2 ranks: summed in fp32 in rows, then in columns, and rounded once."""
-    comm = connect(init_device_mesh("cpu", (2, 2)), True, torch.device("cpu"))
+    comm = connect(mesh_of("cpu", (2, 2)), True, torch.device("cpu"))
     assert isinstance(comm, Group)
     buckets = [torch.randn(2 * numel, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(4)]
     shard, stats = torch.empty(numel, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
@@ -248,7 +248,7 @@ SHAPES = [(2, 2), (1, 4), (4, 1)]  # data x tensor
 
 def grown(shape: tuple[int, int], steps: range, root: Path, loads: bool, saves: bool) -> list[float]:
     """Losses of some steps on a mesh; ``loads`` from the folder first, ``saves`` into it then."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", shape, "data", "tensor")
     tensor = mesh.get_group("tensor") if shape[1] > 1 else None
     model = cut_model(tensor) if tensor is not None else whole_model()
     groups: dict[str, Any] = {"process_group": mesh["data"], "model_parallel_group": mesh["tensor"] if tensor is not None else None}

@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import zk
 from tests.models import DEVICE
 from tests.tensor_parallel import INNER, Model, batch, cut, loss_of, whole, whole_model
-from tests.world import run_world
+from tests.world import mesh_of, run_world
 from zk.checkpoint.export import export
 
 STEPS = 3
@@ -105,7 +104,7 @@ def train(case: Case, model: nn.Module, optimizer: zk.ZeroOptimizer, mesh: Any, 
 
 def run(case: Case) -> str:
     """On every rank; says what is not right."""
-    mesh = init_device_mesh(DEVICE.type, case.shape, mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of(DEVICE.type, case.shape, "data", "tensor")
     with tempfile.TemporaryDirectory() as folder:
 
         def made() -> tuple[Model, zk.ZeroOptimizer]:
@@ -165,7 +164,7 @@ UNEVEN = [
 
 def begin(stage: int, kind: str = "sequence", shape: tuple[int, int] = (2, 2), model: Model | None = None, inner: Any = None) -> Any:
     """A mesh, a model cut over it, and its optimizer, to which ``inner`` is given."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", shape, "data", "tensor")
     model = model or cut(whole_model(), mesh["tensor"], kind)
     inner = inner or torch.optim.AdamW(model.parameters(), lr=1e-2)
     return mesh, model, zk.ZeroOptimizer(model, inner, stage=stage, process_group=mesh["data"])
@@ -231,7 +230,7 @@ def states(stage: int) -> None:
 
 def taken_over(stage: int) -> None:
     """A plain torch optimizer over the same DTensors, and its state."""
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", (1, 4), "data", "tensor")
     model, twin = (cut(whole_model(), mesh["tensor"], "sequence") for _ in range(2))
     plainly = torch.optim.AdamW(model.parameters(), lr=1e-2)
     go_on(mesh, model, plainly, range(2))
@@ -322,7 +321,7 @@ def from_files(stage: int) -> None:
     if dist.get_rank() == 0:
         save_file(want, root / "model.safetensors")
     dist.barrier()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", (2, 2), "data", "tensor")
     model = cut(whole_model(), mesh["tensor"], "sequence")
     zk.load_pretrained(model, root)
     compare({name: whole(param.detach()) for name, param in model.named_parameters()}, want)
@@ -347,7 +346,7 @@ def from_files(stage: int) -> None:
 def partly(stage: int) -> None:
     """Frozen DTensors, which a checkpoint leaves out, and which are trained later."""
     alone, root = whole_model(), shared_folder()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of("cpu", (2, 2), "data", "tensor")
     plainly = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     found = []
     for loads in (False, True):
@@ -400,7 +399,7 @@ def meshes(root: str) -> None:
                 want = want or values_of(model)
                 compare(values_of(model), want, rtol=1e-4, atol=2e-5)
                 optimizer.close()
-    mesh, model = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "a", "b")), whole_model()
+    mesh, model = mesh_of("cpu", (1, 2, 2), "data", "a", "b"), whole_model()
     up = model.blocks[0].up
     up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh["a", "b"], [Shard(0), Shard(1)]))
     up.bias = nn.Parameter(distribute_tensor(up.bias.detach(), mesh["a", "b"], [Replicate(), Shard(0)]))
@@ -417,8 +416,8 @@ def meshes(root: str) -> None:
 
 def refusals(_: int) -> None:
     """What cannot be right is refused by name, on all ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    ab = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "a", "b"))["a", "b"]
+    mesh = mesh_of("cpu", (2, 2), "data", "tensor")
+    ab = mesh_of("cpu", (1, 2, 2), "data", "a", "b")["a", "b"]
 
     def refused(words: str, model: nn.Module, **groups: Any) -> None:
         with pytest.raises(ValueError, match=words):

@@ -252,6 +252,42 @@ def test_a_part_of_the_ranks_trains_and_saves_beside_training(tmp_path: Path) ->
     assert run_world(3, in_part, [str(tmp_path)], timeout=30)[0] == ["step-00000003\n", "", "step-00000003\n"]
 
 
+def one_after_another(_: object) -> list[int]:
+    """How many process groups there are after each optimizer is closed: both ways twice; on rank 0 alone; after an error of rank 1."""
+    counts = []
+
+    def count() -> None:
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+
+    for overlaps in (False, True, False, True):
+        model, optimizer = made(overlap_step=overlaps)
+        step(model, optimizer)
+        optimizer.close()
+        count()
+    model, open_on_one = made()
+    if dist.get_rank() == 0:
+        open_on_one.close()
+    model, optimizer = made(stage=3)
+    step(model, optimizer)
+    count()
+    with pytest.raises(RuntimeError, match="rank 1 gave up: RuntimeError: on purpose" if dist.get_rank() == 0 else "on purpose"):
+        if dist.get_rank() == 1:
+            with optimizer:
+                raise RuntimeError("on purpose")
+        step(model, optimizer)
+    optimizer.close()
+    open_on_one.close()
+    model, optimizer = made(stage=3)
+    step(model, optimizer)
+    optimizer.close()
+    count()
+    return counts
+
+
+def test_connections_of_closed_optimizers_serve_later_ones() -> None:
+    assert run_world(2, one_after_another, [None], timeout=30)[0] == [[2, 4, 4, 4, 4, 4]] * 2
+
+
 # ---- a rank that is killed, frozen, or interrupted ---------------------------------------------------------------------------------
 
 PROGRAM = textwrap.dedent(

@@ -166,6 +166,13 @@ def counted() -> Iterator[Counter[str]]:
         yield counts
 
 
+@functools.cache
+def groups_of(pp: int, dp: int) -> tuple[list[Any], list[Any]]:
+    """The ranks of each pipeline, and the replicas of each of its stages."""
+    pipelines = [dist.new_group([stage * dp + replica for stage in range(pp)]) for replica in range(dp)]
+    return pipelines, [dist.new_group([stage * dp + replica for replica in range(dp)]) for stage in range(pp)]
+
+
 class Pipeline:
     """This rank's stages of a pipeline, and what trains them."""
 
@@ -174,8 +181,7 @@ class Pipeline:
 
         self.case, self.dp, self.folder, self.root = case, dist.get_world_size() // case.pp, folder, root
         rank, self.replica = divmod(dist.get_rank(), self.dp)
-        pipelines = [dist.new_group([stage * self.dp + replica for stage in range(case.pp)]) for replica in range(self.dp)]
-        replicas = [dist.new_group([stage * self.dp + replica for replica in range(self.dp)]) for stage in range(case.pp)]
+        pipelines, replicas = groups_of(case.pp, self.dp)
         of = case.pp * case.per_rank
         self.numbers = numbers = [rank] if case.per_rank == 1 else [rank, of - 1 - rank if case.is_v else rank + case.pp]
         torch.manual_seed(0)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zk
-from tests.world import run_world
+from tests.world import mesh_of, run_world
 
 WIDTH, HEADS, VOCAB, LENGTH, STEPS = 16, 4, 24, 8, 3
 
@@ -149,7 +149,7 @@ def train(case: Case, mesh: DeviceMesh, model: nn.Module, optimizer: zk.ZeroOpti
 
 def run(case: Case) -> str:
     """On every rank; raises where it is not as in one process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    mesh = mesh_of("cpu", (2, 2), "data", "sequence")
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
@@ -16,11 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tests.mutant  # noqa: F401  (before zk)
 
 SOFTWARE_GPU = os.environ.get("ZK_SOFTGPU") == "1"
 START = "spawn" if torch.cuda.is_available() and not SOFTWARE_GPU else "forkserver"
+
+
+@functools.cache
+def mesh_of(device: str, shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    """A mesh of the ranks of this world, made once: each group of gloo's has a thread that wakes 100 times a second until the world ends."""
+    return init_device_mesh(device, shape, mesh_dim_names=names or None)
 
 
 def free_port() -> int:

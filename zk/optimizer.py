@@ -1451,10 +1451,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __enter__(self) -> ZeroOptimizer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None or error is None:
             self.close()
             return
+        self._fail(error)  # others may be waiting for this rank
         self.worker.close()  # the run is over: what is in progress is not worth waiting for, but a save
         self.interrupted, self.mixed = self.interrupted or f"the run ended with {kind.__name__}", {"parameters", "state"}
         with _logged():

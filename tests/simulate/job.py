@@ -513,6 +513,7 @@ class Job:
             (presence, "_ALL", _Ordered),
             (comm, "_GROUPS", _Ordered),
             (comm, "_TRIED", Counter),
+            (comm, "_LEFT", weakref.WeakValueDictionary),
             (save, "_UNDER_WAY", set),
             (folders, "_LOCKS", weakref.WeakValueDictionary),
             (streams, "LINKS", dict),

@@ -164,6 +164,9 @@ class Group:
         self.overlap, self.exact = overlap, exact
         self.names: tuple[str, ...] = ()
         self.count = self.boards = 0
+        self.unheard = 0  # collectives that have begun here, and not ended well
+        self.owned: dict[tuple[str, str, tuple[int, ...], timedelta], Any] = {}  # groups that are not the user's
+        self.numbers = itertools.count()
         self.interrupted: KeyboardInterrupt | None = None  # put off until what was announced has begun
         self.timeout: timedelta = self.row._get_backend(torch.device("cpu" if self.gloo else "cuda")).options._timeout
         self.place = _next_place(self.ranks)
@@ -172,7 +175,10 @@ class Group:
             atexit.register(_leave, os.getpid())
         _GROUPS.add(self)
         # torch's own rendezvous waits for a rank that has ended, and does not hear Ctrl-C: ranks meet before it
-        self.presence.meet(self.place, self.ranks, self.timeout.total_seconds())
+        left = sorted(_LEFT)
+        said = self.presence.meet(self.place, self.ranks, self.timeout.total_seconds(), json.dumps([place for place, *_ in left]))
+        offered = {rank: set(json.loads(words)) for rank, words in said.items()}
+        self.free = [key for key in left if all(key[0] in offered.get(rank, ()) for rank in key[2])]
         self._connect(self.row if ranks is None else None)
 
     def _connect(self, group: Any) -> None:
@@ -189,12 +195,20 @@ class Group:
         return self.group if self.gloo else self.control
 
     def _own(self, backend: str, ranks: Sequence[int]) -> Any:
-        return dist.new_group(list(ranks), self.timeout, backend, use_local_synchronization=True)
+        """Connections of these ranks for this object alone: those that an optimizer has left which is closed on all of them, or new ones."""
+        kind = (backend, tuple(ranks), self.timeout)
+        key = next((key for key in self.free if key[1:] == kind and key in _LEFT), (f"{self.place}/{next(self.numbers)}", *kind))
+        group = _LEFT.pop(key, None)
+        if group is None:
+            group = dist.new_group(list(ranks), self.timeout, backend, use_local_synchronization=True)
+        self.owned[key] = group
+        return group
 
     def twin(self) -> Group:
         """The same ranks over connections of their own, for another thread; a collective."""
         twin: Group = copy.copy(self)
-        twin.row, twin.count = self._own(_backend_of(self.row), self.row_ranks), 0
+        twin.count, twin.unheard, twin.owned = 0, 0, {}
+        twin.row = twin._own(_backend_of(self.row), self.row_ranks)
         twin._connect(twin.row if self.shards == self.world else None)
         _GROUPS.add(twin)
         return twin
@@ -205,7 +219,10 @@ class Group:
         return Board(self.presence, f"{self.place}/{self.boards}", self.ranks, self.rank, self.timeout.total_seconds())
 
     def close(self) -> None:
-        """Let go of the process groups, so that destroying them ends their threads."""
+        """Let go of the process groups, so that destroying them ends their threads; leave those on which nothing is under way to later optimizers."""
+        if not self.unheard:
+            _LEFT.update(self.owned)
+        self.owned = {}
         self.group = self.control = self.row = self.row_of_host = self.column = None
 
     def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
@@ -269,8 +286,10 @@ class Group:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         all_ = torch.empty(self.world, max(lengths), dtype=torch.uint8)
         works: list[dist.Work] = []
+        self.unheard += 1
         self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
         self.guard(label, lambda: self.wait_for(works[0], is_promised=True))
+        self.unheard -= 1
         return [row[:length].numpy().tobytes().decode() for row, length in zip(all_, lengths, strict=True)]
 
     def fail(self, error: BaseException, rank: int | None = None) -> None:
@@ -344,12 +363,14 @@ class Group:
         mine = torch.tensor([operation, unit, number, value])
         all_ = torch.empty(self.world, 4, dtype=torch.int64)
         works: list[dist.Work] = []
+        self.unheard += 1
         self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
 
         @functools.cache
         def check() -> list[int]:
             with phase("wait", f"other ranks: they announce {label}"):
                 self.guard(label, lambda: self.wait_for(works[0], is_promised=self.gloo or operation == TEXT))
+            self.unheard -= 1
             rows = all_.tolist()
             said = [max(row[3], 0) if row[0] == TEXT else 0 for row in rows]
             if self.gloo and any(said):  # a rank has left what it was in, and says why: whatever this one is in, it listens
@@ -385,6 +406,7 @@ class Group:
     ) -> Awaited:
         works: list[dist.Work] = []
         start_ns = now_ns()
+        self.unheard += 1
         self.guard(label, lambda: works.extend(start()))
         if self.gloo and recording():  # NCCL's own kernels tell more
             _note_when_done(label, start_ns, works)
@@ -394,6 +416,7 @@ class Group:
             if finish is not None:
                 with phase("collective", f"{label}: its arithmetic"):
                     finish()
+            self.unheard -= 1
 
         pending = _Works(self, label, works, done, dist.Work.wait if on_device else self.wait_for)
         if not self.overlap:
@@ -522,6 +545,11 @@ def _reduce_scatter(shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> 
 
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
+
+# Process groups left by closed optimizers, by where they were made (the same on all of their ranks), backend, ranks and timeout; torch keeps them
+# while its world lasts. A gloo group has a thread that wakes 100 times a second, so later optimizers take them. To destroy one is no way out:
+# torch names a group by its ranks, and a rank that has not destroyed the last one would meet at another name.
+_LEFT: weakref.WeakValueDictionary[tuple[str, str, tuple[int, ...], timedelta], Any] = weakref.WeakValueDictionary()
 
 
 _TRIED: Counter[tuple[int, ...]] = Counter()  # how often the same ranks have begun to make an optimizer

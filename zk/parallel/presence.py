@@ -89,8 +89,8 @@ class Presence:
         named = [str(ranks.index(rank)) for rank in first if (over and first[rank] == last.get(rank)) or _has_ended(first[rank].split()[0])]
         return f"rank{'s' * (len(named) > 1)} {', '.join(named)} ended, or stands still: no sign of life any more. " if named else ""
 
-    def meet(self, place: str, ranks: Sequence[int], timeout_s: float) -> None:
-        """Return when all of ``ranks`` have come to ``place``. RuntimeError, naming who is missing and why, if that cannot be.
+    def meet(self, place: str, ranks: Sequence[int], timeout_s: float, words: str = "") -> dict[int, str]:
+        """What each of ``ranks`` says, once all have come to ``place``. RuntimeError, naming who is missing and why, if that cannot be.
 
         Each of these ends it: a rank that gives up there, one that has ended, ``timeout_s`` seconds, Ctrl-C.
         """
@@ -99,7 +99,10 @@ class Presence:
 
         def come() -> None:
             self._beat()
-            self.store.set(f"zk/at/{place}/{self.rank}", "")
+            self.store.set(f"zk/at/{place}/{self.rank}", words)
+
+        def hear() -> dict[int, str]:
+            return {rank: self.store.get(f"zk/at/{place}/{rank}").decode() for rank in ranks}
 
         def look() -> list[int]:
             return [rank for rank in missing if not self.store.check([f"zk/at/{place}/{rank}"])]
@@ -118,6 +121,7 @@ class Presence:
             failure = self.failure(place)
             if failure:  # of one that was here, and is gone
                 raise RuntimeError(f"not all ranks stayed where a ZeroOptimizer is made: {failure}")
+            return self.ask(hear, timeout_s)
         except BaseException as error:
             self.fail(place, why(ranks.index(self.rank), error))
             raise
