@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -150,12 +151,16 @@ class Placement:
 
     def _streams(self, units: Sequence[Unit], parts: Sequence[Sequence[tuple[str, int]]]) -> Iterator[bool]:
         """Tell for each unit if the device updates it: such a share of all elements, spread evenly, so that both sides have work at any time."""
-        share, total, streamed = self.config.streamed_share, 0, 0
+        share, total, streamed = 0 if self.joined else self.config.streamed_share, 0, 0
+        if not share:
+            yield from itertools.repeat(False, len(units))
+            return
+        each = {id(unit): unit for unit in units if unit.trained}
+        has_kernel = {key: all(self.rule(unit).has_kernel(self.group_of[param]) for param in unit.users) for key, unit in each.items()}
         for unit, tiers in zip(units, parts, strict=True):
-            numel = 0 if self.joined else sum(count for tier, count in tiers if tier != "device") * unit.trained
-            groups = [self.group_of[param] for param in unit.users] if numel else []
+            numel = sum(count for tier, count in tiers if tier != "device") * unit.trained
             total += numel
-            does = bool(numel) and all(map(self.rule(unit).has_kernel, groups)) and streamed + numel / 2 <= share * total
+            does = numel > 0 and has_kernel[id(unit)] and streamed + numel / 2 <= share * total
             streamed += numel * does
             yield does
 

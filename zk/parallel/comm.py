@@ -219,7 +219,7 @@ class Group:
         return Board(self.presence, f"{self.place}/{self.boards}", self.ranks, self.rank, self.timeout.total_seconds())
 
     def close(self) -> None:
-        """Let go of the process groups, so that destroying them ends their threads; leave those on which nothing is under way to later optimizers."""
+        """Let go of the process groups, so that destroying them ends their threads; leave those on which nothing is in flight to later optimizers."""
         if not self.unheard:
             _LEFT.update(self.owned)
         self.owned = {}

@@ -90,7 +90,7 @@ class Presence:
         return f"rank{'s' * (len(named) > 1)} {', '.join(named)} ended, or stands still: no sign of life any more. " if named else ""
 
     def meet(self, place: str, ranks: Sequence[int], timeout_s: float, words: str = "") -> dict[int, str]:
-        """What each of ``ranks`` says, once all have come to ``place``. RuntimeError, naming who is missing and why, if that cannot be.
+        """Return each one's words once all of ``ranks`` have come to ``place``. RuntimeError, naming who is missing and why, if that cannot be.
 
         Each of these ends it: a rank that gives up there, one that has ended, ``timeout_s`` seconds, Ctrl-C.
         """
