@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import zk
 from tests import softgpu
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
+from zk.assemble import Assembly
 from zk.config import DynamicLossScale
 from zk.events import COMPLETED
 from zk.monitor import measured
 from zk.monitor.summary import placed_of, sizes_of, traffic_of
+from zk.monitor.words import seconds
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
 from zk.offload.transfer import Transfer
@@ -31,6 +34,7 @@ from zk.plan.shape import shape_of
 from zk.plan.speed import Machine
 
 STEPS = 4
+ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[[GPT, zk.ZeroOptimizer, int], None]
 Result = tuple[dict[str, Tensor], dict[str, float]]
 
@@ -69,8 +73,9 @@ def result_of(optimizer: zk.ZeroOptimizer) -> Result:
 
 
 def trained(program: Program, **options: Any) -> Result:
-    """Masters, state and metrics after a few steps."""
-    with small_blocks():
+    """Masters, state and metrics after a few steps. ``shadows=False``: no memory is left for them."""
+    full = mock.patch.object(Assembly, "_left", lambda *_: {"host": 0, "device": 0})
+    with small_blocks(), contextlib.nullcontext() if options.pop("shadows", True) else full:
         torch.manual_seed(0)
         model = GPT(options.pop("model", "plain"))
         with optimizer_of(model, **options) as optimizer:
@@ -136,6 +141,14 @@ def at_once(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
         backward(model, optimizer, 10 + step)
 
 
+def late_readers(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
+    """Compute reads parameters, and a delayed update is asked for before anything has told the host how far compute is."""
+    for param in model.parameters():
+        param.detach().clone()
+    optimizer.synchronize()
+    backward(model, optimizer, step)
+
+
 FP16 = {"dtype": "fp16", "loss_scale": DynamicLossScale(init=2.0**10, hysteresis=1, window=3)}
 # a program, what both sides have in common, and how the device updates; of units, how many updates that began early counted
 CASES: list[tuple[Program, dict[str, Any], dict[str, Any], int]] = [
@@ -154,6 +167,9 @@ CASES: list[tuple[Program, dict[str, Any], dict[str, Any], int]] = [
     (several, {"delay_update": 1, "model": "frozen"}, {"update_on": 0.5}, 0),
     (interference, {"dtype": "fp16", "loss_scale": None}, {"overlap_step": "backward"}, 3),
     (at_once, {}, {"overlap_step": "backward"}, 6),
+    (late_readers, {"delay_update": 1}, {}, 0),
+    (late_readers, {"delay_update": 1}, {"device_budget": "1GiB"}, 0),
+    (late_readers, {"delay_update": 1}, {"shadows": False}, 0),
     # (a parameter that is written is a master's upper half, or a copy of it: that is up to the tier)
     (interference, {"stage": 3, "param_tier": "host"}, {"overlap_step": True}, 0),
 ]
@@ -223,6 +239,25 @@ def rank_differs(case: tuple[int, Any, float]) -> list[str]:
 def test_ranks_publish_what_the_device_has_updated() -> None:
     cases = [(2, "backward", 0.5), (3, True, 1.0)]
     assert run_world(2, rank_differs, cases) == [[[], []] for _ in cases]
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("grows", (False, True))
+def test_states_are_in_host_memory_once_all_is_done(grows: bool) -> None:
+    with small_blocks():
+        model = GPT()
+        with optimizer_of(model, update_on="device") as optimizer:
+            backward(model, optimizer, 0)
+            optimizer.step()
+            stream = optimizer.assembly.stream
+            assert stream is not None
+            if grows:
+                stream.reserve(2 * stream.nbytes)
+            else:
+                optimizer.synchronize()
+            for held in optimizer.held:
+                for section in held.shard.sections:  # type: ignore[union-attr]
+                    assert all(bool(torch.isfinite(field).all()) for field in section.state.fields.values())  # type: ignore[union-attr]
 
 
 def without(planted: str) -> Any:
@@ -322,10 +357,26 @@ def test_plans_divide_the_update_where_that_is_faster() -> None:
         assert (found.sizes["host", "param_copy"] == 0) == (found.sizes["device", "buffer"] > 0) == (side == "device")
     numel = shape.num_params
     assert times == pytest.approx({"host": numel / 2.5e9, "device": 12 * numel / 50e9}, rel=0.05)
+    config = dataclasses.replace(config, update_on="auto")
     best = choose.consider(shape, config, machine, 8192)
     assert best is not None and 0.5 < best.config.streamed_share < 0.7
     full = choose.consider(shape, config, dataclasses.replace(machine, memory_gbps=None, cpu_adam=10.0), 8192)
     assert full is not None and full.config.update_on == "host", "threads that use all of the host's memory already"
+
+
+def test_the_guide_shows_what_is_planned() -> None:
+    guide = (ROOT / "docs" / "guides" / "overlap.md").read_text()
+    h200 = Machine(gpu_nbytes=141 * 10**9, ram_nbytes=256 << 30, nvme_nbytes=0, tflops=600, link_gbps=50, cpu_adam=2.5, memory_gbps=300)
+    rates = {"tflops": 140, "link_gbps": 22, "cpu_adam": 1.5, "memory_gbps": 60}
+    machines = {"H200": h200, "4090": dataclasses.replace(h200, gpu_nbytes=24 << 30, ram_nbytes=128 << 30, **rates)}
+    rows = re.findall(r"^\| (H200|4090)[^|]* \| ([\d,]+) \| (.*) \| ([\d.]+) \|$", guide, re.MULTILINE)
+    assert len(rows) == 6
+    for name, tokens, sides, share in rows:
+        for side, cell in zip(("host", "device", "auto"), sides.split(" | "), strict=True):
+            config = zk.ZeroConfig(stage=2, dtype="bf16", optimizer_tier="host", update_on=side)
+            found = choose.consider(shape_of("gpt:7.6b"), config, machines[name], int(tokens.replace(",", "")))
+            assert found is not None and cell == f"{seconds(found.step.seconds)}, {found.step.of_no_offload:.0%}", (name, tokens, side)
+        assert float(share) == pytest.approx(found.config.streamed_share, abs=0.005)
 
 
 def test_a_side_that_cannot_update_is_refused() -> None:

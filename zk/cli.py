@@ -133,6 +133,9 @@ def plan(
     host_memory: Annotated[
         float | None, typer.Option(help="GB/s of one machine's memory, reads and writes together. Default: what --cpu-adam takes of it.")
     ] = None,
+    update_on: Annotated[
+        str, typer.Option(help="Side that updates state which rests in other memory than the GPU's: host, device, auto, or the GPU's share.")
+    ] = "auto",
     disk: Annotated[float, typer.Option(help="GB/s of one machine's drive, reads and writes together.")] = 3.0,
     fabric: Annotated[float, typer.Option(help="GB/s between ranks, for each.")] = 20.0,
     network: Annotated[float | None, typer.Option(help="GB/s between machines, for each rank. Default: as --fabric.")] = None,
@@ -195,7 +198,8 @@ def plan(
             raise ValueError(f"--tokens must be whole sequences in each micro-batch, of --sequence {sequence}; got {tokens} in {accumulate}")
         shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
         shape = dataclasses.replace(shape, sequence=sequence or 0)
-        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate)
+        side: str | float = float(update_on) if update_on.replace(".", "", 1).isdecimal() else update_on
+        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate, side)
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:

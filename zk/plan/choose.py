@@ -63,6 +63,7 @@ class Plan:
     options: list[Option]
     best: Option | None  # the fastest that fits
     largest: dict[str, tuple[Shape, ZeroConfig]]  # device, host, nvme: with nothing beyond that tier
+    update_on: str | float  # as was asked for
 
 
 def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 0, micro_batches: int = 1) -> Footprint:
@@ -127,23 +128,28 @@ def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, mic
     return {("device", "activations"): inside + head + kept, ("host", "activations"): inputs - kept}
 
 
-def configs(machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str) -> list[ZeroConfig]:
-    """Every sensible choice, the simplest first."""
+def configs(
+    machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str, update_on: str | float = "auto"
+) -> list[ZeroConfig]:
+    """Every sensible choice, the simplest first. ``update_on``: of state that rests in other memory than a GPU's."""
     found = []
     for stage, param_tier, optimizer_tier in _CHOICES:
         tiers: Any = {"param_tier": param_tier, "optimizer_tier": optimizer_tier}
         if (machine.joined and ("auto" in tiers.values() or optimizer_tier == "device")) or ("nvme" in tiers.values() and not machine.nvme_nbytes):
             continue
         drive = nvme_path if machine.nvme_nbytes and {"nvme", "auto"} & set(tiers.values()) else None
+        tiers |= {"update_on": update_on} if optimizer_tier != "device" and not machine.joined else {}
         found.append(ZeroConfig(stage=stage, dtype=dtype, state_dtype=state_dtype, nvme_path=drive, **tiers))
     return found
 
 
 def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
-    """One choice, its update in the background, and on the device, where that is worth it. None if "auto" finds no room."""
-    by_host = as_given(shape, config, machine, tokens, micro_batches)
-    if by_host is None or machine.joined or config.optimizer_tier == "device":
-        return by_host
+    """One choice, its update in the background where that is worth it, and with "auto" on the device as well. None if there is no room for "auto"."""
+    if config.update_on != "auto" or machine.joined:
+        return as_given(shape, config, machine, tokens, micro_batches)
+    by_host = as_given(shape, dataclasses.replace(config, update_on="host"), machine, tokens, micro_batches)
+    if by_host is None:
+        return None
     cpu, link = 1e9 * machine.cpu_adam / machine.per_machine, 1e9 * machine.link_gbps
     memory = 1e9 * (machine.memory_gbps or 0) / machine.per_machine
     assert isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
@@ -228,12 +234,13 @@ def plan(
     state_dtype: str = "fp32",
     nvme_path: str = "/nvme",
     micro_batches: int = 1,
+    update_on: str | float = "auto",
 ) -> Plan:
     """Look at every choice. ValueError where ranks, or the model, or tokens, cannot be divided as is asked for."""
     _check_division(shape, machine)
     if tokens % micro_batches:
         raise ValueError(f"--accumulate must divide --tokens, those of a step; {tokens} is not divided by {micro_batches}")
-    every = configs(machine, dtype, state_dtype, nvme_path)
+    every = configs(machine, dtype, state_dtype, nvme_path, update_on)
     options = [option for config in every if (option := consider(shape, config, machine, tokens, micro_batches)) is not None]
     fitting = [option for option in options if option.fits]
     # of those that are alike, as all stages are on one rank: parameters that are not moved, and the higher stage
@@ -247,7 +254,7 @@ def plan(
         found = largest(shape, config, machine, tokens, micro_batches)
         if found is not None and (name not in most or found.num_params > most[name][0].num_params):
             most[name] = found, config
-    return Plan(shape, machine, tokens, micro_batches, options, best, most)
+    return Plan(shape, machine, tokens, micro_batches, options, best, most, update_on)
 
 
 def faster(found: Plan) -> dict[str, float]:
@@ -264,7 +271,7 @@ def faster(found: Plan) -> dict[str, float]:
     }
     helps: dict[str, float] = {}
     for what, (where, state) in changed.items():
-        every = configs(where, config.dtype, state, path)
+        every = configs(where, config.dtype, state, path, found.update_on)
         options = [option for one in every if (option := consider(found.shape, one, where, found.tokens, found.micro_batches)) is not None]
         shortest = min((option.step.seconds for option in options if option.fits), default=found.best.step.seconds)
         if shortest < 0.9 * found.best.step.seconds:
@@ -323,6 +330,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
             "nbytes": {tier: one.found.on(tier) for tier in ("device", "host", "nvme")},
             "kinds": {f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in sorted(one.found.sizes.items()) if nbytes},
             "step_s": one.step.seconds,
+            "of_no_offload": one.step.of_no_offload,
             "bound": one.step.bound,
             "busy_s": one.step.busy,
             "phases_s": one.step.phases,

@@ -13,6 +13,7 @@ from zk.plan.choose import Option, Plan, as_python, faster, shown
 from zk.plan.speed import USABLE, Machine
 
 TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
+_WIDE = 90  # of a terminal, for the column that the others have no room beside
 _KINDS = {
     "param": "parameters",
     "grad": "gradients",
@@ -44,9 +45,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     table.padding = (0, 1, 0, 0)
     table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
     table.add_column("step", justify="right", no_wrap=True)
+    if has_room := console.width >= _WIDE:
+        table.add_column("speed", justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
-    for cells, stages, is_best, fits in _folded(plan):
+    for (*cells, speed, bound), stages, is_best, fits in _folded(plan):
         style = "bold green" if is_best else None if fits else "dim"
+        cells += [speed, bound] if has_room else [bound]
         table.add_row(_stages(stages, plan.best.config.stage if is_best and plan.best is not None else None), *cells, style=style)
     console.print(table)
     if plan.best is None:
@@ -67,7 +71,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         console.print(table)
     console.print(
         "Bytes are what the optimizer allocates; activations are an estimate, with every block checkpointed. Times are a model of what overlaps, "
-        "from the rates above: not measured.",
+        "from the rates above: not measured. Speed is a share of that of compute alone, as without offload.",
         style="dim",
     )
 
@@ -79,7 +83,7 @@ def _folded(plan: Plan) -> Iterator[tuple[tuple[str, ...], list[int], bool, bool
         lacks = ", ".join(f"-{size(nbytes)} {TIERS[tier]}" for tier, nbytes in option.missing.items())
         tiers = (option.config.param_tier, option.config.optimizer_tier)
         sizes = (size(option.found.on(tier)) for tier in TIERS)
-        cells = (*tiers, *sizes, lacks or "yes", seconds(option.step.seconds), option.step.bound)
+        cells = (*tiers, *sizes, lacks or "yes", seconds(option.step.seconds), f"{option.step.of_no_offload:.0%}", option.step.bound)
         found.setdefault(cells, []).append(option)
     for cells, options in found.items():
         yield cells, [option.config.stage for option in options], any(option is plan.best for option in options), options[0].fits

@@ -74,6 +74,11 @@ class Step:
     sent: dict[str, int]  # bytes that come to a rank from others: "within" its machine, and "between" machines
     moved: dict[str, int]  # bytes over the link, the busier way, and read from and written to the drive: "link", "disk"
 
+    @property
+    def of_no_offload(self) -> float:
+        """The speed, as a share of that of a device which has room for everything, and only computes, at the same rate."""
+        return self.busy["compute"] / self.seconds
+
 
 def length(times: Mapping[str, float], units: int) -> float:
     """Seconds of a phase whose resources work at once: the longest of ``times``, and a tail of one unit of each of the others."""
