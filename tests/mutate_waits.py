@@ -79,6 +79,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/offload/section.py", "Shadow.update", "upload(after mark)"): (
         "only copies of one stream touch that memory; the mark is for what compute did with it before it was allocated, which no test can hold up"
     ),
+    ("zk/offload/streamed.py", "Stream.copy", "torch.cuda.stream(self.stream) -> with compute"): (
+        "compute's stream follows the same events, so the copy is as right there; it would queue behind all that compute has been asked to do"
+    ),
     ("zk/offload/spill.py", "Spill.write", "self._after_writes(offset, buffer.nbytes, by_write=True)"): (
         "a piece is written from the one buffer that has it: open() has waited for that buffer's last write, drop() for other buffers'"
     ),

@@ -80,8 +80,7 @@ class Stream:
             self.buffers = [_Buffer(torch.empty(nbytes // BUFFERS, dtype=torch.uint8, device=self.transfer.link.device)) for _ in range(BUFFERS)]
 
     def synchronize(self) -> None:
-        """Return when all that was asked for is done."""
-        self.stream.synchronize()
+        """Return when all that was asked for is in host memory. What is on the device is there for whoever follows its event."""
         for buffer in self.buffers:
             buffer.left.wait()
 
