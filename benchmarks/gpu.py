@@ -42,7 +42,7 @@ from gpu_step import Job  # noqa: E402
 from zk.config import parse_nbytes  # noqa: E402
 
 BACK_S = 20.0  # to wait for the host memory of a process that has ended
-TOKENS = (4096, 16384, 65536)
+TOKENS = (8192, 16384, 65536)
 LONG = TOKENS[-1:]
 BITS = "every_stage_and_tier or every_tier_trains or clipping or one_inf or models_of_every_kind"
 
@@ -69,8 +69,8 @@ def runs(dry: bool) -> list[Run]:
     def part(name: str, limit: float, least: float) -> Run:
         return Run("kernels" if name == "kernels" else "floors", name, limit, least, (str(HERE / "gpu_floors.py"), name))
 
-    def steps(section: str, limit: float, system: str, model: str, tokens: tuple[int, ...], **job: Any) -> Run:
-        return Run(section, system, limit, 25.0, job=Job(system, model, tokens, seconds=20.0 if len(tokens) == 1 else 8.0, **job))
+    def steps(section: str, limit: float, system: str, model: str, tokens: tuple[int, ...], name: str = "", **job: Any) -> Run:
+        return Run(section, name or system, limit, 25.0, job=Job(system, model, tokens, seconds=20.0 if len(tokens) == 1 else 8.0, **job))
 
     few = ("-k", "every_tier_trains and 3 and host") if dry else ("-k", BITS)
     kernels = ("-k", "flatten and not hypothesis") if dry else ()
@@ -87,7 +87,9 @@ def runs(dry: bool) -> list[Run]:
         steps("7b", 110, "fsdp2", qwen, LONG),
         steps("14b", 110, "zk_auto", "Qwen2.5-14B", (32768,)),
         steps("tutorial", 80, "zk_stage2", "GPT-2 10B", (10240,), cap=cap, zero={"state_dtype": "bf16"}),
-        steps("overlap", 90, "zk_stage2", qwen, TOKENS[1:], zero=overlap),
+        steps("overlap", 110, "zk_stage2", qwen, TOKENS, zero=overlap),
+        steps("overlap", 110, "zk_stage2", qwen, TOKENS, "zk_stage2_on_device", zero={**overlap, "update_on": "device"}),
+        steps("overlap", 110, "zk_stage2", qwen, TOKENS, "zk_stage2_auto", zero={**overlap, "update_on": "auto"}),
         part("kernels", 60, 15),
         steps("nvme", 90, "zk_nvme", "GPT-2 1.3B", LONG, zero=overlap),
         Run("tests", "test_kernels", 150, 20, _pytest("tests/test_kernels.py", *kernels)),

@@ -15,7 +15,7 @@ from gpu_model import SIZES, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
 from zk.config import ZeroConfig
-from zk.plan.choose import as_given, shown
+from zk.plan.choose import consider, shown
 from zk.plan.shape import Decoder, Shape
 from zk.plan.speed import USABLE, Machine, step_of
 
@@ -64,6 +64,8 @@ def machine_of(rows: Sequence[Row], nvme: Path, host_nbytes: int | None = None) 
         rates["link_gbps"] = min(row["gbps"] for row in found)
     if found := of(rows, "cpu adam"):
         rates["cpu_adam"] = max(row["billion_per_s"] for row in found)
+    if found := of(rows, "triad"):
+        rates["memory_gbps"] = max(row["gbps"] for row in found)
     if found := of(rows, "drive"):
         rates["disk_gbps"] = statistics.harmonic_mean([row["gbps"] for row in found])
     sizes = {"gpu_nbytes": here["device_nbytes"], "ram_nbytes": host_nbytes or here["host_nbytes"], "nvme_nbytes": shutil.disk_usage(drive).free}
@@ -112,7 +114,7 @@ def _of_zk(job: Job, size: Decoder, machine: Machine, rows: Sequence[Row], nvme:
     given |= {"nvme_path": str(nvme)} if "nvme" in given.values() else {}
     option = None
     for state_dtype in ("fp32", "bf16") if job.system == "zk_auto" else (given.pop("state_dtype", "fp32"),):
-        option = as_given(shape, ZeroConfig(**given, state_dtype=state_dtype), room, 0)
+        option = consider(shape, ZeroConfig(**given, state_dtype=state_dtype), room, 0)
         if option is not None and option.fits:
             break
     if option is None:
@@ -126,8 +128,9 @@ def _of_zk(job: Job, size: Decoder, machine: Machine, rows: Sequence[Row], nvme:
     if job.system == "zk_auto":
         beside = step_s(max(job.tokens), True) < _WORTH * step_s(max(job.tokens), False)
     config = dataclasses.replace(option.config, overlap_step=beside)
-    zero = shown(config)
+    zero = shown(dataclasses.replace(config, update_on=given.get("update_on", "host")))
     words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget")] + ["overlap_step"] * beside
+    words += [f"update_on={side}, {config.streamed_share:.0%} of it planned on the device" for name, side in zero.items() if name == "update_on"]
     words += ["bf16 moments"] * ("state_dtype" in zero) + ["blocks' inputs on the host"] * (job.keep_last is not None)
     seconds = {str(tokens): step_s(tokens, beside) for tokens in job.tokens}
     on = option.found.on
@@ -146,6 +149,8 @@ def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: 
         found.missing = {tier: nbytes - here.capacity(tier) for tier, nbytes in needed.items() if nbytes > here.capacity(tier)}
     if found.host_nbytes > machine.ram_nbytes:
         found.refused = f"it needs {found.host_nbytes / GIB:.1f} GiB of host memory, and there are {machine.ram_nbytes / GIB:.1f}"
+    if dry and job.zero.get("update_on") == "device" and not torch.cuda.is_available():
+        found.refused = "the device is to update, and there is no GPU"
     if dry and job.system == "fsdp2" and torch.cuda.is_available() and not torch.backends.cuda.is_built():  # the GPU is pretended
         found.refused = "FSDP2 on a GPU needs NCCL, and this torch is built without CUDA"
     return found

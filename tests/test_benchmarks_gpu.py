@@ -70,7 +70,7 @@ def test_all_systems_train_the_same_model(parts: dict[str, ModuleType], tmp_path
         assert found["sound"] and found["tokens"] == tokens and len(found["seconds"]) == 3, found
         losses[run.section, run.name], first[run.section, run.name] = found["losses"], next(row["loss"] for row in rows if row["kind"] == "first")
         assert [row["kind"] for row in rows].count("timeline") == (run.section == recorded)
-    assert len(losses) == 5 and len(set(first.values())) == 1, first
+    assert len(losses) == 7 and len(set(first.values())) == 1, first
     assert len({tuple(values) for (_, name), values in losses.items() if name != "torch"}) == 1, f"zk's systems have the same bits: {losses}"
     assert losses["7b", "torch"] == pytest.approx(losses["7b", "zk_stage2"], rel=1e-2), "parameters without an fp32 master round more"
 
