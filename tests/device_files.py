@@ -29,6 +29,7 @@ IN_PART = (
     "test_doctor.py",
     "test_model_parallel.py",
     "test_model_parallel_dtensor.py",
+    "test_numa.py",
     "test_optimizers.py",
     "test_parked.py",
     "test_pipelines.py",

@@ -50,7 +50,8 @@ SIZES = {
     # 60 and 870 for whole matrices
     # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
     # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
-    "core": (13_920, 107_000),
+    # 205 and 1,300 for NUMA nodes
+    "core": (14_125, 108_300),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -62,7 +63,8 @@ SIZES = {
     # 5 and 30 for the rate of host memory
     # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
     # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
-    "beside the core": (5_370, 41_840),
+    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
+    "beside the core": (5_402, 42_200),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -72,7 +74,8 @@ SIZES = {
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
     # 25 and 285 for what DeepSpeed's estimator says of the same
     # 30 and 470 for updates on the device: their bytes, times and share
-    "plan": (2_030, 18_670),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 17 and 150 for the share of no-offload speed, and either side of the update
+    "plan": (2_047, 18_820),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs
@@ -92,7 +95,8 @@ SIZES = {
     # 565 and 5735 for runs that are watched, and reported as one HTML file: pages are made of many short pieces
     # 135 and 1,040 for runs that end as their process does, one run in a folder, advice for updates, and narrow terminals
     # 7 and 75 for losses that are not finite, and for names of 8-bit state
-    "monitor": (1_612, 13_610),  # summaries, and what is said at the start; rates, and progress
+    # 9 and 60 for NUMA nodes
+    "monitor": (1_621, 13_670),  # summaries, and what is said at the start; rates, and progress
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
@@ -103,8 +107,8 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
 # one asks the rule for the numbers of a parameter, one for the rule of each group
-# one has the scalars of Adam, which are also checked before training
-STEPS = {2: (28, 142, 12, 8), 3: (28, 141, 12, 8)}
+# one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound
+STEPS = {2: (28, 145, 12, 8), 3: (28, 144, 12, 8)}
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early, four for states that stream
 CLASSES = 74  # in zk/offload and zk/parallel

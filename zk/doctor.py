@@ -5,10 +5,12 @@ Every check is a row: what was looked at, what was found, and whether that is fi
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import mmap
 import os
 import platform
 import resource
@@ -21,6 +23,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from zk import numa
 from zk.memory import host_memory
 from zk.offload.cpu_adam import default_threads
 from zk.offload.nvme import can_bypass_cache
@@ -133,7 +136,10 @@ def cores() -> Iterator[Finding]:
         yield Finding("cores", "cores", f"{mine} of {there}", "note", remedy)
     else:
         yield Finding("cores", "cores", str(there))
-    yield Finding("cores", "threads of the CPU Adam", f"{default_threads()} for each rank on this machine")
+    device = numa.find(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+    threads = f"{default_threads() if device is None else device.num_threads} for each rank on this machine"
+    yield Finding("cores", "threads of the CPU Adam", threads)
+    yield from numa_nodes()
     quota = cpu_quota()
     if quota is not None and quota < mine:
         remedy = f"zk.ZeroConfig(num_threads={max(1, int(quota))}): more threads than that are stopped again and again"
@@ -145,6 +151,29 @@ def cores() -> Iterator[Finding]:
             yield Finding("cores", "matrix products", f"10 to 100 times slower than fp32 in {' and '.join(slow)}", "note", remedy)
         else:
             yield Finding("cores", "matrix products", "fast in fp32, bf16 and fp16")
+
+
+def numa_nodes(sysfs: Path | None = None) -> Iterator[Finding]:
+    """The nodes of the machine and of its GPUs, and what keeps a rank from being bound to its own."""
+    there, what = numa.nodes(sysfs), "NUMA nodes"
+    if len(there) < 2:
+        yield Finding("cores", what, "one: nothing to bind")
+        return
+    if not torch.cuda.is_available():
+        yield Finding("cores", what, f"{len(there)}; without a GPU ranks run where the launcher puts them (numactl, taskset)")
+        return
+    places = {index: numa.node_of(index, sysfs) for index in range(torch.cuda.device_count())}
+    said = ", ".join(f"GPU {index} on node {node}" if node in there else f"of GPU {index} not known" for index, node in places.items())
+    if how := numa.chosen(there, frozenset(os.sched_getaffinity(0))):
+        yield Finding("cores", what, f"{len(there)}, {said}; this process has been bound {how}, and stays so")
+        return
+    unknown = not set(places.values()) <= there.keys()
+    remedy = "the system does not say where a GPU is: bind its rank with numactl, or torchrun --numa-binding" if unknown else ""
+    yield Finding("cores", what, f"{len(there)}, {said}", "note" if unknown else "ok", remedy)
+    probe = mmap.mmap(-1, mmap.PAGESIZE)
+    for node in sorted(set(places.values()) & there.keys()):
+        if reason := numa.place(ctypes.addressof(ctypes.c_char.from_buffer(probe)), mmap.PAGESIZE, node):
+            yield Finding("cores", f"memory of node {node}", "the system refuses to choose it", "mend", reason)
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:

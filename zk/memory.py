@@ -24,6 +24,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from zk import numa
+
 _HUGE = 2 << 20
 _OWN = weakref.WeakSet[mmap.mmap]()  # regions that forked processes do not get
 
@@ -36,6 +38,8 @@ def _map(nbytes: int, inherited: bool) -> mmap.mmap:
             _OWN.add(region)
         if nbytes >= _HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
+    if numa.bound is not None:
+        numa.prefer(ctypes.addressof(ctypes.c_char.from_buffer(region)), len(region))
     return region
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zk import kernels
+from zk import kernels, numa
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
@@ -154,6 +154,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.comm.fail(error)
             raise
         self.everyone = self.parts.everyone
+        numa.bind(numa.find(self.device))
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
         self.forward_order: dict[int, None] = {}  # of units, with overlap_step

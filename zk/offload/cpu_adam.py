@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk import kernels
+from zk import kernels, numa
 from zk.kernels import eight_bit, reference
 from zk.kernels.split import join, split_
 from zk.kernels.step import AdamStep, check_adam
@@ -45,8 +45,18 @@ def default_engine() -> Engine:
 
 
 def default_threads() -> int:
-    """Cores this process may use, shared with the other ranks that torchrun started on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    """Cores this process may use, or of its device's node, shared with the other ranks that torchrun started on this machine.
+
+    Where the launcher has bound each rank, its own are those of all ranks together.
+    """
+    if numa.bound is not None:
+        return numa.bound.num_threads
+    mine, ranks = os.sched_getaffinity(0), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    try:
+        shared = mine | os.sched_getaffinity(os.getppid())
+    except OSError:  # it has ended
+        shared = mine
+    return max(1, min(len(mine), len(shared) // ranks))
 
 
 def adam_(

@@ -15,6 +15,9 @@ Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +28,10 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic, overload
 
+from zk import numa
 from zk.cache import cache_folder
 from zk.kernels import eight_bit
+from zk.offload.worker import Worker
 
 F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
 # elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
@@ -337,6 +342,11 @@ def _sum_of_squares_block(grad):
     return sums.sum()
 
 
+def _sum_of_squares_blocks(grad, partial):
+    for block in range(partial.size):
+        partial[block] = _sum_of_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
+
+
 @_jit(parallel=True)
 def _sum_of_squares_parallel(grad, partial):
     for block in prange(partial.size):
@@ -359,6 +369,25 @@ def _threads(num_threads: int) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
+
+
+@functools.cache
+def _team(pid: int) -> Worker:
+    """A thread of zk's for this process: those that numba starts for it are on its node, as it is."""
+    return Worker("zk cores")
+
+
+def _launch(few: bool, function: Callable[..., None], num_threads: int, *arguments: Any) -> None:
+    """Call a compiled function: on threads of the device's node, where zk's are bound; ``few``: on this one."""
+
+    def call() -> None:
+        with _threads(num_threads) if function in (_adam_parallel, _sum_of_squares_parallel) else contextlib.nullcontext():
+            function(*arguments)
+
+    if few or numa.bound is None or numa.is_own(threading.current_thread()):
+        call()
+    else:
+        _team(os.getpid()).submit(call).wait()
 
 
 def compile_ahead(
@@ -390,20 +419,13 @@ def adam(
     param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int
 ) -> None:
     """Update in place. All arrays (n,), contiguous; ``scalars`` as in the signature of ``_adam_block`` from ``scale`` on."""
-    if param.size <= 2 * BLOCK or num_threads == 1:
-        _adam_block(param, grad, master, m, v, *scalars)
-        return
-    with _threads(num_threads):
-        _adam_parallel(param, grad, master, m, v, *scalars)
+    few = param.size <= 2 * BLOCK  # starting threads would take longer
+    _launch(few, _adam_block if few or num_threads == 1 else _adam_parallel, num_threads, param, grad, master, m, v, *scalars)
 
 
 def sum_of_squares(grad: np.ndarray, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
     partial = np.zeros((grad.size + BLOCK - 1) // BLOCK)
-    if partial.size <= 2 or num_threads == 1:  # starting threads would take longer
-        for block in range(partial.size):
-            partial[block] = _sum_of_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
-    else:
-        with _threads(num_threads):
-            _sum_of_squares_parallel(grad, partial)
+    few = partial.size <= 2
+    _launch(few, _sum_of_squares_blocks if few or num_threads == 1 else _sum_of_squares_parallel, num_threads, grad, partial)
     return float(partial.sum())

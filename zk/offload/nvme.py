@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zk import numa
 from zk.logs import rank_log
 from zk.memory import aligned
 from zk.timeline import phase
@@ -184,6 +185,7 @@ class Engine:
             raise RuntimeError(f"this engine {reason}, so nothing would move the bytes")
 
     def _run(self) -> None:
+        numa.join()
         bounce = aligned(self.block_nbytes).numpy().data
         while (job := self.jobs.get()) is not None:
             request, move = job

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from zk import numa
 from zk.events import Ticket
 from zk.timeline import in_background
 
@@ -56,6 +57,7 @@ class Worker:
 
 
 def _run(jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]) -> None:
+    numa.join()
     in_background()
     with torch.no_grad():  # gradients are switched on thread by thread
         while (entry := jobs.get()) is not None:
