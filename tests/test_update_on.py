@@ -260,6 +260,35 @@ def test_states_are_in_host_memory_once_all_is_done(grows: bool) -> None:
                     assert all(bool(torch.isfinite(field).all()) for field in section.state.fields.values())  # type: ignore[union-attr]
 
 
+@pytest.mark.device_only
+@pytest.mark.parametrize("early", (False, "backward"))
+def test_a_chunk_on_the_drive_streams_while_the_next_one_is_read(early: bool | str, tmp_path: Path) -> None:
+    """It is put back when the next one has been started, and the last one before the update is over."""
+    stream, put_back, seen = streamed.Stream.update, spill.FileFields.close, ""
+
+    def update(*given: Any) -> Any:
+        nonlocal seen
+        seen += "s"
+        return stream(*given)
+
+    def close(fields: Any, chunk: slice, changed: bool, keep: bool = False) -> None:
+        nonlocal seen
+        seen += "p" * changed
+        put_back(fields, chunk, changed, keep)
+
+    with small_blocks(), mock.patch.object(streamed.Stream, "update", update), mock.patch.object(spill.FileFields, "close", close):
+        model = GPT()
+        with optimizer_of(model, update_on="device", optimizer_tier="nvme", nvme_path=str(tmp_path), overlap_step=early) as optimizer:
+            for step in range(2):
+                seen = ""
+                backward(model, optimizer, step)
+                optimizer.step()
+                optimizer.synchronize()
+                optimizer.zero_grad()
+            assert optimizer.metrics().get("updates_in_backward_taken", 0) == (3 if early else 0)
+    assert re.fullmatch("(s(sp)*p)+" if early else "s(sp)+p", seen) and "ssp" in seen, seen
+
+
 def without(planted: str) -> Any:
     """Context: an event of the update is forgotten, or buffers are filled again at once, or updates come after nothing."""
     if planted in ("read", "ready", "written"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -46,14 +47,18 @@ class Attempt:
     def run(self, num_threads: int, stop: threading.Event) -> None:
         """Update all sections in their shadows, unless this is given up."""
         self.has_begun = True
-        for section, grads in self.grads.items():
-            assert section.shadow is not None
-            for chunk in section.state.chunks:
-                if self.is_given_up or stop.is_set():
-                    return
-                with phase("update", self.name):
-                    section.shadow.update(section, grads, chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
-            self.finished.add(section)
+        with contextlib.ExitStack() as behind:
+            for section, grads in self.grads.items():
+                assert section.shadow is not None
+                for chunk in section.state.chunks:
+                    if self.is_given_up or stop.is_set():
+                        return
+                    with phase("update", self.name):
+                        streams = section.shadow.update(section, grads, chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
+                        behind.close()  # the chunk before this one
+                    if streams is not None:
+                        behind.enter_context(streams)
+                self.finished.add(section)
 
     def give_up(self, goes_on: bool = False) -> None:
         """Begin nothing more; what is finished may still be taken. ``goes_on``: unless it has begun, or waits for the gradient to arrive."""

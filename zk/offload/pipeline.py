@@ -7,6 +7,7 @@ nothing is updated that is to be skipped. ``update`` runs where it is called: in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -96,16 +97,28 @@ def update(
 
 def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Event | None) -> None:
     asked = 0
-    for position, (task, index) in enumerate(work):
-        if stop is not None and stop.is_set():
-            raise Cancelled(f"the run ended before the update of unit {task.name!r} did")
-        asked = max(asked, position)
-        while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1], work[asked][0].handed_over):
-            asked += 1
-        keep = options.keep and position >= len(work) - CHUNKS_KEPT
+    with contextlib.ExitStack() as behind:
+        for position, (task, index) in enumerate(work):
+            if stop is not None and stop.is_set():
+                raise Cancelled(f"the run ended before the update of unit {task.name!r} did")
+            asked = max(asked, position)
+            while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1], work[asked][0].handed_over):
+                asked += 1
+            keep = options.keep and position >= len(work) - CHUNKS_KEPT
+            with phase("update", task.name):
+                given = task.unread, task.attempt, task.handed_over
+                streams = task.shard.update(index, task.runs, task.grad_scale, options.num_threads, keep, options.mark, *given)
+            behind.close()  # the chunk before this one, which has streamed meanwhile
+            behind.callback(_end, task, streams, options.mark)
+            if streams is None:
+                behind.close()
+
+
+def _end(task: Task, streams: contextlib.ExitStack | None, mark: Event | None) -> None:
+    """A chunk is updated, once what it ``streams`` through has been put back."""
+    if streams is not None:
         with phase("update", task.name):
-            given = task.unread, task.attempt, task.handed_over
-            task.shard.update(index, task.runs, task.grad_scale, options.num_threads, keep, options.mark, *given)
-        task.left -= 1
-        if not task.left:
-            task.end(options.mark)
+            streams.close()
+    task.left -= 1
+    if not task.left:
+        task.end(mark)

@@ -13,6 +13,7 @@ from zk.offload.rules import Rule, Run, apply
 from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, Grads, HostCopies, HostGrads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
+from zk.timeline import phase
 
 Opened = dict[str, Tensor]  # the fields of one chunk
 
@@ -34,6 +35,12 @@ def opened(state: Fields, param: Fields | HostCopies, chunk: slice, changes: boo
         state.close(chunk, changes, keep)
 
 
+def _settle(written: Event) -> None:
+    """Wait until updated state is in host memory."""
+    with phase("wait", "link: updated state"):
+        written.wait()
+
+
 class Shadow:
     """Room for what the next update makes of a section's states, which stay as they are until ``commit``.
 
@@ -47,11 +54,13 @@ class Shadow:
 
     def update(
         self, section: Section, grads: Grads, chunk: slice, rule: Rule, runs: Sequence[Run], grad_scale: float, num_threads: int, mark: Event | None
-    ) -> None:
-        """Make what ``chunk`` of the section becomes by ``grads``. ``mark``: what compute must have done before ``near`` is written."""
+    ) -> contextlib.ExitStack | None:
+        """Make what ``chunk`` of the section becomes by ``grads``. ``mark``: what compute must have done before ``near`` is written.
+
+        Returns as ``Section.stream_through``.
+        """
         if section.stream is not None:
-            section.stream_through(section.stream, self, grads, chunk, rule, runs, grad_scale, mark)
-            return
+            return section.stream_through(section.stream, self, grads, chunk, rule, runs, grad_scale, mark)
         assert self.param is not None
         with (
             opened(section.state, section.param, chunk, changes=False) as now,
@@ -70,6 +79,7 @@ class Shadow:
             assert isinstance(self.param, ResidentFields)
             updated = self.param.open(chunk)["param"]
             self.param.copies[chunk.start] = section.transfer.upload(section.part_of(self.near, chunk), updated, mark)
+        return None
 
     def commit(self, section: Section) -> None:
         """The section's states become what was made of them; the shadow is what they were."""
@@ -126,10 +136,11 @@ class Section:
         grad_scale: float,
         mark: Event | None,
         keep: bool = False,
-    ) -> None:
+    ) -> contextlib.ExitStack | None:
         """Start to update ``chunk`` on the device, in place or into a ``shadow``; after ``mark``, as for Transfer.
 
-        What is in memory is there once the copies of its fields are over; what is on the drive, when this returns.
+        What is in memory is there once the copies of its fields are over. What is on the drive is put back when the result is closed, which waits
+        for them: after the next chunk has been started, so that this one streams while that one is read. None if nothing is on the drive.
         """
         after = mark or self.transfer.mark()
         with contextlib.ExitStack() as closing:
@@ -157,8 +168,10 @@ class Section:
                     one.copies[chunk.start] = done.ready if one.memory == "device" else done.written
             if isinstance(grads, HostGrads):
                 grads.reader = done.read
-            if not (isinstance(grads, HostGrads) and all(one.resident for one in fields)):
-                done.written.wait()
+            if isinstance(grads, HostGrads) and all(one.resident for one in fields):
+                return None
+            closing.callback(_settle, done.written)
+            return closing.pop_all()
 
     def take_home(self, chunk: slice, mark: Event | None, taken: Shadow | None = None) -> Event:
         """Start to copy a chunk of the parameters home, if it is not there; after ``mark``, as for Transfer. Returns when they are there.

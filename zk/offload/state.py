@@ -183,21 +183,21 @@ class OptimizerShard:
         unread: Unread | None,
         attempt: Attempt | None,
         handed_over: Mapping[Section, Grads],
-    ) -> None:
-        """Update and cast chunk ``number``, unless an ``attempt`` has, and start to copy it home.
+    ) -> contextlib.ExitStack | None:
+        """Update and cast chunk ``number``, unless an ``attempt`` has, and start to copy it home. Returns as ``Section.stream_through``.
 
         ``keep`` as for Store.close; ``mark`` as for Section.take_home; ``unread``: what a save began to read before this update was asked for.
         ``handed_over``: the gradient of each section that is not where the next one will be.
         """
         section, chunk = self.places[number]
         is_done = unread is None and attempt is not None and attempt.commit(section, runs, grad_scale)
-        grads = handed_over.get(section, section.grads)
+        grads, streams = handed_over.get(section, section.grads), None
         if not is_done and section.stream is not None:
             with contextlib.nullcontext() if unread is None else unread.before_change(number) as hand:
                 if hand is not None:
                     with self.opened(number) as fields:
                         hand(fields)
-                section.stream_through(section.stream, None, grads, chunk, self.rule, runs, grad_scale, mark, keep)
+                streams = section.stream_through(section.stream, None, grads, chunk, self.rule, runs, grad_scale, mark, keep)
         elif not is_done:
             with self.changed(number, unread, keep) as fields:
                 grad = grads.open(chunk)
@@ -208,6 +208,7 @@ class OptimizerShard:
         event = section.take_home(chunk, mark, section.shadow if is_done else None)
         if event is not COMPLETED:
             self.arriving = event
+        return streams
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
