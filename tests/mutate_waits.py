@@ -107,7 +107,7 @@ _WAITS = frozenset(
 )
 # a call of these may be told what to come after
 _TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
-_EVENT = re.compile(r"^(after|(self\.)?uploaded|event|mark|\w+\.mark|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
+_EVENT = re.compile(r"^(after|(self\.)?uploaded|event|mark|\w+\.mark|self\.reader|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
 # attributes that hold what is to be waited for
 _HOLDERS = frozenset(("reader", "copies", "left", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))
 _TICKETS = frozenset(("added", "underway", "pending"))

@@ -261,6 +261,31 @@ def test_states_are_in_host_memory_once_all_is_done(grows: bool) -> None:
 
 
 @pytest.mark.device_only
+def test_sums_over_micro_batches_go_up_from_page_locked_memory_that_stays_bounded() -> None:
+    with small_blocks():
+        model = GPT()
+        with optimizer_of(model, update_on="device") as optimizer:
+            arena, upload, seen = optimizer.transfer.arena, Transfer.upload, []
+            assert arena is not None
+            sizes = list[int]()
+
+            def spy(self: Transfer, target: Tensor, host: Tensor, *events: Any) -> Any:
+                start = host.data_ptr()
+                seen.append(any(region.memory.data_ptr() <= start < region.memory.data_ptr() + region.memory.nbytes for region in arena._regions))
+                return upload(self, target, host, *events)
+
+            for step in range(4):
+                several(model, optimizer, 10 + step)
+                with mock.patch.object(Transfer, "upload", spy):
+                    optimizer.step()
+                optimizer.zero_grad()
+                sizes.append(arena.nbytes)
+            numel = sum(held.held_numel for held in optimizer.held)
+    assert len(seen) > 16 and all(seen)
+    assert sizes[-1] == sizes[1] <= (10 + 6) * numel + 40 * 4096, "states, a gradient, and sums"
+
+
+@pytest.mark.device_only
 @pytest.mark.parametrize("early", (False, "backward"))
 def test_a_chunk_on_the_drive_streams_while_the_next_one_is_read(early: bool | str, tmp_path: Path) -> None:
     """It is put back when the next one has been started, and the last one before the update is over."""

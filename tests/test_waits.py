@@ -581,7 +581,7 @@ def accumulated(where: str, path: Any) -> Iterator[tuple[Any, Arena, Worker]]:
     worker = Worker("test")
     with moves() as (_, transfer_, arena):
         tier = NVMeTier([str(path)], 0, 1, False, transfer_, worker)
-        grads = HostGrads(CHUNKS, transfer_, worker, 1) if where == "host" else tier.grads(CHUNKS, 1)
+        grads = HostGrads(CHUNKS, transfer_, worker, 1, where == "locked") if where in ("host", "locked") else tier.grads(CHUNKS, 1)
         if where == "nvme":
             tier.create()
         for _ in range(2):
@@ -600,7 +600,19 @@ def test_a_gradient_that_is_read_without_asking_for_its_norm_is_whole(where: str
             grads.close(chunk)
 
 
-@pytest.mark.parametrize("where", ("host", "nvme"))
+def test_the_memory_of_a_sum_is_used_again_once_it_has_been_copied(tmp_path: Any) -> None:
+    with accumulated("locked", tmp_path) as (grads, arena, _worker):
+        near = torch.zeros(3000, device=DEVICE)
+        assert grads.open(CHUNKS[0]).sum() == 2 * 2048 and grads.nbytes == 4 * 3000
+        grads.reader = copied = grads.transfer.upload(near, grads.total)
+        grads.clear()
+        for record in [arena.acquire(1024, torch.float32) for _ in range(arena.nbytes // 4096)]:
+            record.tensor.fill_(5.0)
+        grads.transfer.follow(copied)
+        assert bool((near == 2).all())
+
+
+@pytest.mark.parametrize("where", ("host", "locked", "nvme"))
 def test_a_gradient_that_is_dropped_leaves_nothing_behind(where: str, tmp_path: Any) -> None:
     with accumulated(where, tmp_path) as (grads, arena, worker):
         grads.clear()

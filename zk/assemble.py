@@ -268,7 +268,7 @@ class Assembly(Placement):
                     tier.name,
                     param,
                     part.state or self._states(tier, chunks, fields, stream),
-                    part.grads or tier.grads(chunks, self.num_threads),
+                    part.grads or tier.grads(chunks, self.num_threads, stream is not None),
                     None if in_place or isinstance(home, FileParams) else home,
                     self.transfer,
                     beside=tier.memory == "host",
@@ -291,7 +291,7 @@ class Assembly(Placement):
         for store in reversed(stores):
             for section in store.shard.sections if store.shard is not None else ():
                 if with_gradients and section.spare is None:
-                    section.spare = self.tiers[section.tier].grads(section.state.chunks, self.num_threads)
+                    section.spare = self.tiers[section.tier].grads(section.state.chunks, self.num_threads, section.stream is not None)
                 needed = self._needed_for_shadow(section)
                 has_near = 0 < needed["device"] <= room["device"]
                 if isinstance(section.param, HostCopies) and not has_near:

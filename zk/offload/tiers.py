@@ -21,6 +21,7 @@ from zk.logs import rank_log
 from zk.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import Excerpt, Excerpts, File, round_up
+from zk.offload.pinned import Record
 from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileFields, FileGrads, FileParams, Spill, chunks_of
 from zk.offload.transfer import Arrival, Transfer, pieces_of
@@ -159,15 +160,19 @@ class MemoryGrads(_Resident):
 
 
 class HostGrads(_Resident):
-    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 in the background once there is a second."""
+    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 in the background once there is a second.
 
-    def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
-        self.transfer, self.worker, self.num_threads = transfer, worker, num_threads
+    ``returns``: the sum is uploaded for the update, so it is page-locked.
+    """
+
+    def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int, returns: bool) -> None:
+        self.transfer, self.worker, self.num_threads, self.returns = transfer, worker, num_threads, returns
         self.pieces = [slice(chunk.start - chunks[0].start, chunk.stop - chunks[0].start) for chunk in chunks]
         self.index = {chunk.start: index for index, chunk in enumerate(chunks)}
         self.first: Arrival | None = None
         self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
         self.total: Tensor | None = None  # fp32
+        self.locked: Record | None = None  # its memory, if that is page-locked
         self.added = COMPLETED  # the last addition
         self.reader: Event = COMPLETED  # the last copy of it back to the device
 
@@ -177,7 +182,10 @@ class HostGrads(_Resident):
             self.squares, self.first = 0.0 if is_measured else sum_of_squares(grad, self.num_threads), arrival
         else:
             first, self.first = self.first, None
-            if first is not None:
+            if first is not None and self.returns:
+                self.locked = self.transfer.room(grad.numel(), torch.float32)
+                self.total = self.locked.tensor
+            elif first is not None:
                 self.total = zeros(grad.numel(), torch.float32, torch.device("cpu"))
             assert self.total is not None
             self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
@@ -205,7 +213,9 @@ class HostGrads(_Resident):
         self.added = COMPLETED
         if self.first is not None:
             self.first.drop(self.reader)
-        self.first = self.total = None
+        if self.locked is not None:
+            self.locked.release(self.reader)
+        self.first = self.total = self.locked = None
         self.reader = COMPLETED
         return None
 
@@ -261,9 +271,9 @@ class MemoryTier:
         room = {name: self.zeros(numel, dtype, crosses or name == "param") for name, dtype in fields.items()}
         return ResidentFields(chunks, room, self.memory)
 
-    def grads(self, chunks: Sequence[slice], num_threads: int) -> MemoryGrads | HostGrads:
-        """Room for a gradient."""
-        return HostGrads(chunks, self.transfer, self.worker, num_threads) if self.across else MemoryGrads(chunks, num_threads)
+    def grads(self, chunks: Sequence[slice], num_threads: int, returns: bool = False) -> MemoryGrads | HostGrads:
+        """Room for a gradient. ``returns``: the device updates with it, wherever it rests."""
+        return HostGrads(chunks, self.transfer, self.worker, num_threads, returns) if self.across else MemoryGrads(chunks, num_threads)
 
 
 class NVMeTier:
@@ -335,8 +345,8 @@ class NVMeTier:
         self.stores.append(FileFields(self.spill, chunks, fields))
         return self.stores[-1]
 
-    def grads(self, chunks: Sequence[slice], num_threads: int) -> FileGrads:
-        """Room for a gradient."""
+    def grads(self, chunks: Sequence[slice], num_threads: int, returns: bool = False) -> FileGrads:
+        """Room for a gradient. ``returns``: as for MemoryTier; here all that is updated passes through one sort of buffers."""
         self.all_grads.append(FileGrads(self.spill, chunks, self.transfer, self.worker, num_threads))
         return self.all_grads[-1]
 

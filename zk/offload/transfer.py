@@ -86,10 +86,14 @@ class Transfer:
         assert self.arena is not None
         return self.arena.acquire(numel, dtype, lasting=True).tensor.zero_()
 
+    def room(self, numel: int, dtype: torch.dtype) -> Record:
+        """(numel,) of host memory until it is released, of any value."""
+        assert self.arena is not None
+        return self.arena.acquire(numel, dtype)
+
     def offload(self, source: Tensor, pieces: Sequence[slice]) -> Arrival:
         """Start to bring ``source`` (numel,) to host memory of its own. ``source`` may be used again after the last event."""
-        assert self.arena is not None
-        record = self.arena.acquire(source.numel(), source.dtype)
+        record = self.room(source.numel(), source.dtype)
         return Arrival(record, pieces, [self.offload_to(record.tensor[piece], source[piece]) for piece in pieces])
 
     def offload_to(self, host: Tensor, source: Tensor, mark: Event | None = None) -> Event:
