@@ -31,6 +31,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "3, nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
     "3, both": {"stage": 3, "param_tier": "host", "optimizer_tier": "nvme"},
 }
+if DEVICE.type == "cuda":
+    PLACES["2, by the device"] = {"stage": 2, "optimizer_tier": "host", "dtype": "bf16", "update_on": "device"}
 
 
 def made(folder: Path | str, model: nn.Module | None = None, **options: Any) -> ZeroOptimizer:
@@ -62,7 +64,7 @@ def on_both(place: str, folder: str, to_host: bool = False) -> bool:
     for parks in (False, True):
         optimizer = made(folder, **PLACES[place])
         losses = train(optimizer, 0, 2)
-        assert (place == "2, in backward") == bool(list(_shadows(optimizer)))
+        assert (place == "2, in backward" or optimizer.assembly.stream is not None) == bool(list(_shadows(optimizer)))
         if parks:
             with optimizer.parked(None if to_host else folder):
                 pass
@@ -141,6 +143,33 @@ def test_device_memory_is_given_back(tmp_path: Path) -> None:
     with optimizer.parked():
         assert before - torch.cuda.memory_allocated() >= nbytes
     train(optimizer, 1, 1)
+    optimizer.close()
+
+
+@pytest.mark.device_only
+def test_states_that_stream_through_the_device_are_given_back_too(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device=DEVICE) for _ in range(4)))
+    optimizer = made(tmp_path, model, stage=2, optimizer_tier="host", update_on="device")
+    arena, losses = optimizer.transfer.arena, []
+    assert arena is not None
+
+    def step() -> None:
+        loss = model(torch.ones(1, 256, device=DEVICE)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    step()
+    before = sum(resident_nbytes(region.memory) for region in arena._regions)
+    assert before >= 12 * 4 * 256 * 256 and all(region.pinned for region in arena._regions)
+    with optimizer.parked(tmp_path):
+        assert sum(resident_nbytes(region.memory) for region in arena._regions) <= before / 50
+        assert not any(region.pinned for region in arena._regions)
+    assert all(region.pinned for region in arena._regions)
+    for _ in range(2):
+        step()
+    assert losses[0] > losses[1] > losses[2]
     optimizer.close()
 
 

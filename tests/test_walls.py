@@ -50,8 +50,9 @@ SIZES = {
     # 60 and 870 for whole matrices
     # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
     # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
-    # 205 and 1,300 for NUMA nodes
-    "core": (14_125, 108_300),
+    # 205 and 1,300 for NUMA nodes; 35 and 180 for chunks that stream while the next one is read; 35 and 340 for page-locked sums of gradients,
+    # and page-locked memory that is given back
+    "core": (14_195, 108_820),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -107,8 +108,9 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
 # one asks the rule for the numbers of a parameter, one for the rule of each group
-# one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound
-STEPS = {2: (28, 145, 12, 8), 3: (28, 144, 12, 8)}
+# one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
+# and one ends a chunk
+STEPS = {2: (28, 146, 12, 8), 3: (28, 145, 12, 8)}
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early, four for states that stream
 CLASSES = 74  # in zk/offload and zk/parallel

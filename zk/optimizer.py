@@ -1380,7 +1380,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             path: folder on a drive (or several, to stripe over): host memory is given back too, and all of it goes to a private file there.
                 None: device memory goes to host memory.
 
-        Page-locked memory, and buffers of an nvme tier, stay. What the optimizer keeps on its nvme tier stays where it is.
+        Page-locked memory stays, unless the device updates what rests in it; so do buffers of an nvme tier, and what the optimizer keeps there.
 
         Raises:
             ValueError: if there is no device apart from the host, and no path.

@@ -41,13 +41,17 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # updated parameters have arrived
         optimizer.grads.pool.clear()
+        arena = optimizer.transfer.arena
+        if path is not None and optimizer.assembly.stream is not None:  # most of the host memory is page-locked then
+            again.enter_context(arena.unlocked())
         spans, storages = list(_host_spans(optimizer, _tensors(optimizer))) if path is not None else [], _device_storages(optimizer)
         with together(optimizer.everyone, "parked()"):  # where one rank cannot, none does
             file = _room(again, parse_paths(path, "path"), optimizer.everyone.rank, spans, storages) if path is not None else None
             again.push(functools.partial(_note_loss, optimizer))
             _give_back(again, file, spans, storages)
-        for start, stop in _host_spans(optimizer, _shadows(optimizer)) if path is not None else ():
-            _free_pages(start, stop - start)  # the next update writes them before it reads them
+        unused = [*_host_spans(optimizer, _shadows(optimizer)), *(arena.spans(free=True) if optimizer.assembly.stream is not None else ())]
+        for start, stop in unused if path is not None else ():
+            _free_pages(start, stop - start)  # the next update, or gradient, writes them before it reads them
         try:
             for held in optimizer.held:
                 again.callback(_usable, held, held.on_use)
@@ -185,8 +189,7 @@ def _device_storages(optimizer: Any) -> list[Any]:
 
 def _host_spans(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
     """Addresses of tensors in host memory, in order and apart. What is page-locked stays: a device may copy from it at any time."""
-    arena = optimizer.transfer.arena
-    locked = [(region.memory.data_ptr(), region.memory.data_ptr() + region.memory.nbytes) for region in arena._regions] if arena is not None else []
+    locked = optimizer.transfer.arena.spans(free=False) if optimizer.transfer.arena is not None else []
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.device.type == "cpu")
     before = 0
     for start, stop in spans:

@@ -17,11 +17,13 @@ Blocks are page-aligned, so the same memory serves O_DIRECT (nvme.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -148,6 +150,28 @@ class Arena:
                     return Record(torch.frombuffer(memory, dtype=dtype, count=numel, offset=block.start), self, block)
                 oldest = self._pending[0].after
             oldest.wait()
+
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Context: no page is locked, so that they can be given back. Nothing is in flight, and nothing is acquired meanwhile."""
+        with self._lock:
+            for region in self._regions:
+                if region.pinned:
+                    self.link.unpin(region.memory)
+                    region.pinned = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pin()
+
+    def spans(self, free: bool) -> list[tuple[int, int]]:
+        """Addresses that nobody has (``free``), or of pages that are locked."""
+        with self._lock:
+            starts = [(region.memory.data_ptr(), region) for region in self._regions]
+            if free:
+                return [(first + start, first + stop) for first, region in starts for start, stop in region.gaps]
+            return [(first, first + region.memory.nbytes) for first, region in starts if region.pinned]
 
     def close(self) -> None:
         """Wait until nothing released is in flight and unlock the pages. Tensors that are still out stay readable."""
