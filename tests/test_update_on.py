@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer.testing import CliRunner
 
 import zk
 from tests import softgpu
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk.assemble import Assembly
+from zk.cli import app
 from zk.config import DynamicLossScale
 from zk.events import COMPLETED
 from zk.monitor import measured
@@ -416,6 +419,17 @@ def test_plans_divide_the_update_where_that_is_faster() -> None:
     assert best is not None and 0.5 < best.config.streamed_share < 0.7
     full = choose.consider(shape, config, dataclasses.replace(machine, memory_gbps=None, cpu_adam=10.0), 8192)
     assert full is not None and full.config.update_on == "host", "threads that use all of the host's memory already"
+
+
+def test_the_command_plans_the_side_that_it_is_told() -> None:
+    command = ["plan", "gpt:1b", "--gpu", "16GiB", "--ram", "64GiB", "--json", "--update-on"]
+    for said, side in (("host", None), ("device", "device"), ("0.25", 0.25)):
+        done = CliRunner().invoke(app, [*command, said])
+        options = [one for one in json.loads(done.stdout)["options"] if one["config"].get("optimizer_tier") == "host"]
+        assert options and {one["config"].get("update_on") for one in options} == {side}
+        assert all(one["of_no_offload"] == pytest.approx(one["busy_s"]["compute"] / one["step_s"]) for one in options)
+    done = CliRunner().invoke(app, [*command, "gpu"])
+    assert done.exit_code and "update_on must be 'host', 'device', 'auto' or a number from 0 to 1; got 'gpu'" in " ".join(done.output.split())
 
 
 def test_the_guide_shows_what_is_planned() -> None:
