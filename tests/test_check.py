@@ -271,6 +271,9 @@ def test_what_nothing_helps_is_said_so() -> None:
 
 
 def test_more_ranks_and_smaller_moments_are_named_where_they_fit() -> None:
+    with free(True, device=120 * KIB, host=KIB, nvme=KIB):
+        assert suggested(refused(model(), dtype="bf16", stage=2), "What changes results, and fits") == {"state_dtype": "8bit"}
+        assert 'with stage=1, dtype="bf16", state_dtype="8bit". Nothing' in refused(model(40), dtype="bf16", stage=1, state_dtype="8bit")
     with free(True, device=240 * KIB, host=KIB, nvme=KIB):
         message = refused(model(), dtype="bf16", stage=2)
     assert suggested(message, "What changes results, and fits") == {"state_dtype": "bf16"}

@@ -77,6 +77,7 @@ SIZES = {
     # 30 and 470 for updates on the device: their bytes, times and share
     # 17 and 150 for the share of no-offload speed, and either side of the update
     "plan": (2_047, 18_820),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
     # 30 and 230 for rates in logs

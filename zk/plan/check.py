@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zk.checks import check_state_dtype
 from zk.config import ZeroConfig
 from zk.doctor import in_memory
 from zk.memory import free_addresses, free_swap, host_memory
@@ -237,11 +239,9 @@ def _remedies(case: Case, config: ZeroConfig, free: Nbytes) -> Iterator[str]:
         if chosen is not None:
             yield f"The smallest change that {words}: {_pasted(chosen, config)}"
             break
-    smaller = None
-    kept = any(rule.state_names(group) for rule, group in zip(case.rules, case.groups, strict=True))
-    if config.state_dtype == torch.float32 and kept and all(rule.templates is None for rule in case.rules):
-        halved = (dataclasses.replace(one, state_dtype="bf16") for one in (config, *tried[: 0 if chosen else None]))
-        smaller = next((one for one in halved if case.fits(one, free)), None)
+    dtypes = list(_smaller_states(case, config))
+    others = (dataclasses.replace(one, state_dtype=dtype) for dtype in dtypes for one in (config, *tried[: 0 if chosen else None]))
+    smaller = next((one for one in others if case.fits(one, free)), None)
     if smaller is not None:
         yield f"What changes results, and fits: {_pasted(smaller, config)}"
     elif chosen is None:
@@ -253,6 +253,16 @@ def _remedies(case: Case, config: ZeroConfig, free: Nbytes) -> Iterator[str]:
             ranks *= case.ranks // case.world
             yield f"More ranks: {change} fits from {ranks} ranks on, {case.local} to a machine with as much memory as this one"
             break
+
+
+def _smaller_states(case: Case, config: ZeroConfig) -> Iterator[torch.dtype]:
+    """Dtypes of optimizer state that take less, and that the optimizers can have."""
+    assert isinstance(config.state_dtype, torch.dtype)
+    for dtype in (torch.bfloat16, torch.uint8):
+        with contextlib.suppress(ValueError):
+            check_state_dtype(dtype, case.rules, case.groups, case.stored)
+            if dtype.itemsize < config.state_dtype.itemsize:
+                yield dtype
 
 
 def _nothing(case: Case, config: ZeroConfig, tried: Sequence[ZeroConfig], free: Nbytes) -> str:
@@ -334,7 +344,7 @@ def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
         if value == getattr(before, field.name) or field.name in ("process_group", "units"):
             continue
         if isinstance(value, torch.dtype):
-            value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[value]
+            value = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8bit"}[value]
         elif field.name.endswith("_budget") and value is not None:
             sizes = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
             value = next((f"{value // size}{unit}" for unit, size in sizes.items() if value % size == 0), value)
