@@ -44,6 +44,7 @@ class Case:
     adversary: bool = False  # tier "nvme": transfers come late, in any order, into memory that holds NaN
     overlap_step: bool | str = False
     delay: int | None = None  # of updates
+    keep_gradients: bool = True
     update_on: str = "host"
     params: str = ""  # their tier at stage 3, if not ``tier``
     budgets: tuple[tuple[str, int], ...] = ()
@@ -277,6 +278,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         overlap=case.overlap,
         overlap_step=case.overlap_step,
         delay_update=case.delay,
+        keep_gradients=case.keep_gradients,
         update_on=case.update_on,
         prefetch=case.prefetch if case.stage == 3 else 1,
         elementwise=case.optimizer == "Lion",

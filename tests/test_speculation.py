@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import zk
 from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of
+from tests.parity import Case, run_case
 from tests.world import run_world
 from zk.config import DynamicLossScale
 from zk.offload import spill, transfer
@@ -82,10 +84,12 @@ def trained_in_memory(program: Program) -> tuple[dict[str, Tensor], dict[str, An
     return trained(program, False)
 
 
-def differing(program: Program, place: dict[str, Any] | None = None, **options: Any) -> tuple[list[str], dict[str, float]]:
+def differing(
+    program: Program, place: dict[str, Any] | None = None, keep_gradients: bool = True, **options: Any
+) -> tuple[list[str], dict[str, float]]:
     """Names of what differs from updates in step(), wherever the states are, and the metrics."""
     want, want_state, _ = trained(program, False, **options) if place is None else trained_in_memory(program)
-    got, got_state, metrics = trained(program, "backward", **options, **(place or {}))
+    got, got_state, metrics = trained(program, "backward", keep_gradients=keep_gradients, **options, **(place or {}))
     assert want.keys() == got.keys() and want_state.keys() == got_state.keys()
     pairs = [(name, want[name], got[name]) for name in want] + [(name, want_state[name], got_state[name]) for name in want_state]
     return [name for name, one, other in pairs if not torch.equal(one, other)], metrics
@@ -372,6 +376,122 @@ def ranks_differ_of(case: tuple[int, str, int]) -> list[str]:
     return ranks_differ(*case)
 
 
+# ---- gradients that are handed over --------------------------------------------------------------------------------------------
+
+HANDED_OVER = [
+    Case(tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, **{"dtype": "bf16", "steps": 4, **more})  # type: ignore[arg-type]
+    for more in (
+        {"stage": 3, "model": "sometimes", "adversary": True},
+        {"stage": 3, "accumulation": 3, "vertical": True},
+        {"stage": 3, "accumulation": 2, "no_sync": True, "adversary": True},
+        {"stage": 3, "dtype": "fp16", "overlap": False},
+        {"stage": 2, "accumulation": 2, "vertical": True, "model": "sometimes"},
+        {"stage": 0, "model": "tied"},
+        *[{"stage": 3, "update_on": "device"}] * softgpu.installed(),
+    )
+]
+
+
+@pytest.mark.device
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("world", (1, 2))
+def test_gradients_that_are_handed_over_train_what_plain_torch_trains(world: int) -> None:
+    table = run_world(world, run_case, HANDED_OVER)
+    assert {str(case): rows for case, rows in zip(HANDED_OVER, table, strict=True) if rows != [""] * world} == {}
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", ("2 nvme", "3 nvme"))
+def test_gradients_that_are_handed_over_are_not_written(name: str, tmp_path: Path) -> None:
+    """A step that is not finite is left out, each update begins in backward, and what is written is what is kept, without the gradients."""
+    written = []
+    for keep_gradients in (True, False):
+        found, metrics = differing(infinite, keep_gradients=keep_gradients, clip_grad_norm=None, **place(name, tmp_path))
+        assert found == [] and metrics["skipped_steps"] == 1
+        written.append((metrics["evicted_nbytes"], metrics["fetched_nbytes"]))
+        if not keep_gradients:
+            assert metrics["updates_in_backward_taken"] > 0 and metrics["nvme_grad_nbytes"] == 0
+    (kept, read), (handed_over, read_less) = written
+    numel = sum(param.numel() for param in GPT().parameters())
+    assert kept - handed_over >= STEPS * 2 * numel and read_less < read
+
+
+def ranks_apart(stage: int) -> list[str]:
+    """One rank of several that use other parameters, step by step: what differs."""
+
+    def of_rank(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
+        optimizer.backward(loss_of(model, batch(10 * step + dist.get_rank()), branch=(step + dist.get_rank()) % 3 == 0))
+        all_begun_are_done(optimizer)
+
+    with tempfile.TemporaryDirectory() as path:
+        places = {"stage": stage, "param_tier": "nvme" if stage == 3 else "device", "optimizer_tier": "nvme", "nvme_path": path}
+        found, metrics = differing(of_rank, keep_gradients=False, model="sometimes", clip_grad_norm=None, **places)
+    return found + ["nothing was updated in backward"] * (not metrics["updates_in_backward_taken"])
+
+
+def test_ranks_agree_on_what_has_a_gradient_that_is_handed_over() -> None:
+    assert run_world(2, ranks_apart, [2, 3]) == [[[], []]] * 2
+
+
+def refused(optimizer: zk.ZeroOptimizer, model: GPT, path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Words of the error, and what needs a gradient that is gone."""
+    weight, group = model.head.weight, optimizer.param_groups[0]
+
+    def changed(rate: float) -> None:
+        group["lr"] = rate
+        try:
+            optimizer.step()
+        finally:
+            group["lr"] = 1e-2
+
+    def written() -> None:
+        with torch.no_grad(), zk.gather(weight, write=True):
+            weight.clamp_(-0.05, 0.05)
+        optimizer.step()
+
+    def saved() -> None:
+        optimizer.save_checkpoint(path, async_save=True)
+        optimizer.step()
+
+    yield "reading or writing param.grad needs gradients", lambda: weight.grad
+    yield "reading or writing param.grad needs gradients", lambda: setattr(weight, "grad", None)
+    yield "a second gradient of unit '.*' comes before step", lambda: optimizer.backward(loss_of(model, batch(50)))
+    yield "clipping needs gradients", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    yield "scale_grads.* needs gradients", lambda: optimizer.scale_grads(0.5)
+    yield "zero_grad.set_to_none=False.* needs gradients", lambda: optimizer.zero_grad(set_to_none=False)
+    yield "was updated in backward, as keep_gradients=False", lambda: changed(1e-3)
+    yield "was updated in backward, as keep_gradients=False", written
+    yield "was updated in backward, as keep_gradients=False", saved
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp32"))
+def test_what_needs_a_gradient_that_is_gone_is_refused_and_training_goes_on(dtype: str, tmp_path: Path) -> None:
+    found = []
+    for keep_gradients in (True, False):
+        with small_pieces():
+            torch.manual_seed(0)
+            model = GPT()
+            options = {"stage": 3, "dtype": dtype, **place("3 nvme", tmp_path), "overlap_step": "backward", "keep_gradients": keep_gradients}
+            with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+                for number, (words, action) in enumerate(refused(optimizer, model, tmp_path / "saved")):
+                    optimizer.backward(loss_of(model, batch(number)))
+                    if keep_gradients and action.__name__ == "written":
+                        with torch.no_grad(), zk.gather(model.head.weight, write=True):
+                            model.head.weight.clamp_(-0.05, 0.05)
+                    elif not keep_gradients:
+                        with pytest.raises(RuntimeError, match=words):
+                            action()
+                    optimizer.zero_grad()
+                    optimizer.backward(loss_of(model, batch(10 + number)))
+                    assert nn.utils.clip_grad_norm_(model.parameters(), math.inf) > 0
+                    optimizer.step()  # which drops gradients that have been handed over
+                    if keep_gradients:
+                        optimizer.zero_grad()
+                assert optimizer.metrics()["steps"] == 9
+                found.append(optimizer.consolidated_state_dict("fp32"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 # ---- options -----------------------------------------------------------------------------------------------------------------
 
 
@@ -394,3 +514,11 @@ def test_other_values_are_refused() -> None:
     for value in ("yes", 1.5, 2, None):
         with pytest.raises(ValueError, match="overlap_step must be True, False, 'backward' or 'auto'"):
             zk.ZeroConfig(overlap_step=value)  # type: ignore[arg-type]
+    on_drive = {"optimizer_tier": "nvme", "nvme_path": ".", "keep_gradients": False}
+    for options, words in (
+        ({"optimizer_tier": "host"}, "no effect with optimizer_tier='host'"),
+        ({"overlap_step": True}, "needs overlap_step='backward'"),
+        ({"overlap_step": "auto", "clip_grad_norm": 1.0}, "the norm is known when backward has ended"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            zk.ZeroConfig(**{**on_drive, **options, **({"nvme_path": None} if "optimizer_tier" in options else {})})  # type: ignore[arg-type]

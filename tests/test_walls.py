@@ -52,7 +52,8 @@ SIZES = {
     # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
     # 205 and 1,300 for NUMA nodes; 35 and 180 for chunks that stream while the next one is read; 35 and 340 for page-locked sums of gradients,
     # and page-locked memory that is given back
-    "core": (14_195, 108_820),
+    "core": (14_430, 110_700),
+    # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -98,7 +99,8 @@ SIZES = {
     # 135 and 1,040 for runs that end as their process does, one run in a folder, advice for updates, and narrow terminals
     # 7 and 75 for losses that are not finite, and for names of 8-bit state
     # 9 and 60 for NUMA nodes
-    "monitor": (1_621, 13_670),  # summaries, and what is said at the start; rates, and progress
+    "monitor": (1_625, 13_690),  # summaries, and what is said at the start; rates, and progress
+    # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
@@ -111,7 +113,8 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one asks the rule for the numbers of a parameter, one for the rule of each group
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
-STEPS = {2: (28, 146, 12, 8), 3: (28, 145, 12, 8)}
+STEPS = {2: (28, 148, 12, 8), 3: (28, 147, 12, 8)}
+# one asks for what a section's update needs, one gives back gradients that were handed over
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early, four for states that stream
 CLASSES = 74  # in zk/offload and zk/parallel

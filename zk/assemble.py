@@ -100,7 +100,8 @@ class Assembly(Placement):
             self.room = self._agreed_rooms() if is_auto else rooms(config, self.device, ranks)
         placed = self.tiers_of([*others, *units], self.device, ranks, self.room)[len(others) :]
         if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts, _ in placed):
-            self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, config.nvme_checksum, self.transfer, self.worker)
+            given = config.nvme_checksum, self.transfer, self.worker, self.handed_over
+            self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, *given)
         homes = self._in_place(units, [tier for tier, *_ in placed], paths) if is_first else {}
         for unit, its in zip(units, placed, strict=True):
             self.rooms[id(unit)] = self._room(unit, its, homes.get(id(unit)))

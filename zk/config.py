@@ -205,6 +205,10 @@ class ZeroConfig:
     "backward" updates them in the background of backward too: out of place, as if nothing were clipped, and again if something was. That takes
     host memory, for as many units as ``host_budget`` leaves room (without one, half of what is free), room on the drive for what rests there, and of
     a GPU what ``device_budget`` leaves. "auto": "backward" where state rests in other memory than the device's, else False."""
+    keep_gradients: bool = True
+    """With False what rests on a drive is updated in backward from gradients in memory, which are not written to the drive: for one backward, or one
+    ``accumulate``, before each step, without clipping, and with ``overlap_step="backward"``. Reading, changing, clipping and adding to gradients is
+    refused then; what else needs them, too. The bits are the same."""
     delay_update: int | None = None
     """Steps before updates are delayed by one step, which changes numbers: from then on ``step()`` applies the gradients of the step before, whose
     update has gone on beside forward and backward, and takes those that are there (``param.grad`` is None after it). ``synchronize()``, ``close()``
@@ -277,7 +281,9 @@ class ZeroConfig:
                     f"delay_update={self.delay_update} and overlap_step={self.overlap_step!r} both use the time of backward; a delayed update has "
                     "all of it, and changes numbers: remove one of them"
                 )
-        for name in ("check_memory", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers", "elementwise"):
+        if self.keep_gradients is False:
+            self._check_handed_over()
+        for name in ("check_memory", "keep_gradients", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers", "elementwise"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name in ("device_budget", "host_budget"):
@@ -313,6 +319,23 @@ class ZeroConfig:
         for name in ("cast_buffers", "keep_dtype"):
             if getattr(self, name) and self.dtype is None:
                 raise ValueError(f"{name} has no effect without dtype=, as nothing is cast; give a dtype, or remove it")
+
+    def _check_handed_over(self) -> None:
+        if self.optimizer_tier not in ("nvme", "auto"):
+            raise ValueError(
+                f"keep_gradients=False has no effect with optimizer_tier={self.optimizer_tier!r}: it spares gradients the way to a drive and back; "
+                "remove it"
+            )
+        if self.overlap_step not in ("backward", "auto"):
+            raise ValueError(
+                f"keep_gradients=False needs overlap_step='backward', as updates begin there; got overlap_step={self.overlap_step!r}, which needs "
+                "the gradients in step()"
+            )
+        if self.clip_grad_norm is not None:
+            raise ValueError(
+                f"keep_gradients=False and clip_grad_norm={self.clip_grad_norm!r}: the norm is known when backward has ended, and gradients are used "
+                "before; remove one of them"
+            )
 
     @property
     def streamed_share(self) -> float:

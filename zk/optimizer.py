@@ -53,7 +53,7 @@ from zk.monitor.summary import Summary, nbytes_of, summary_of
 from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
-from zk.offload.rules import Rule, rules_for
+from zk.offload.rules import Rule, Run, rules_for
 from zk.offload.state import state_fields
 from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
@@ -254,11 +254,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.experts_done = weakly(self.grads.reduce_together)
         self._place_buffers(device)
         self.grads.loss_scale = weakly(self._loss_scale)
-        self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
+        self.grads.agrees = not config.keep_gradients and self.comm.world > 1
+        if self.grads.agrees and config.stage == 1:
+            raise ValueError(
+                "keep_gradients=False has no effect at stage 1 over several ranks, where gradients are whole until step(); use stage=2, or remove it"
+            )
+        looks_at = functools.partial(weakly(self._check_kept), "reading or writing param.grad")
+        self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), looks_at)
         if config.overlap_step == "backward":
             options = weakly(self._options)
             alone = self.comm.world == 1
-            self.speculation = Speculation(self.worker, self._threads_beside, self.transfer, alone, options, weakly(self._grad_scale_of))
+            keeps, scale = config.keep_gradients, weakly(self._grad_scale_of)
+            self.speculation = Speculation(self.worker, self._threads_beside, self.transfer, alone, keeps, options, scale)
         if config.delay_update is not None:
             self.delay = DelayedUpdate(config.delay_update, self.worker, self._threads_beside, self.transfer)
         for unit in units:
@@ -386,6 +393,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
             if self.speculation is not None:
                 held.has_taken = weakly(self.speculation.has_come)
+            if not self.config.keep_gradients:
+                held.hands_over = weakly(self._hands_over)
         if self.config.overlap_step and is_another:  # see in which order forward uses the units, and let each wait for its own update
             uses = functools.partial(weakly(self._forward_uses), number)
             self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
@@ -643,7 +652,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.speculation is not None:
             self.speculation.ended(self._trained)
         for held in self._trained:
-            if not held.used or not math.isfinite(self.last_norm):
+            if not held.used or not math.isfinite(self.last_norm) or not self.config.keep_gradients:
                 held.drop_gradient()
         self.scaler.update(overflow=not math.isfinite(self.last_norm))
         self._between_steps()
@@ -673,6 +682,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Until then they are what they were in the last step, and the next backward adds to them.
         """
         self._check_open()
+        if not set_to_none:
+            self._check_kept("zero_grad(set_to_none=False), whose zeros the next backward adds to,")
         had = {held: held.used | held.unreduced for held in self._trained}
         self._drop_gradients()
         for held in self._trained:
@@ -703,6 +714,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         if not max_norm > 0:
             raise ValueError(f"max_norm must be more than 0; got {max_norm!r}")
+        if not math.isinf(max_norm):
+            self._check_kept("clipping")
         self._reduce()
         if self.parts.count > 1:
             self._compare_parts()
@@ -715,7 +728,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def scale_grads(self, by: float) -> None:
         """Reduce the gradients that are there, and multiply them by ``by``: a factor of the update, and of their norm. On all ranks."""
-        self._check_open()
+        self._check_kept("scale_grads()")
         self._reduce()
         self.scaled_by *= by
 
@@ -836,11 +849,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._keep_state()
         for held in self.held:
             held.adopt_writes()  # may refuse, before anything is changed
+        all_runs = {number: list(held.runs(group_of, held.used)) for number, held in enumerate(self.held) if held.shard is not None and held.used}
+        if not self.config.keep_gradients:
+            with save.together(self.everyone, "step()"):  # before any rank waits for what another publishes
+                for number, runs in all_runs.items():
+                    self._check_as_expected(self.held[number], runs, grad_scale)
         tasks: dict[int, Task] = {}
         try:
-            for number, held in enumerate(self.held):
-                if held.shard is not None and held.used:
-                    runs = list(held.runs(group_of, held.used))
+            for number, runs in all_runs.items():
+                held = self.held[number]
+                if held.shard is not None:
                     held.count_step(group_of)
                     publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
                     tasks[number] = Task(held.unit.name, held.shard, runs, publish, grad_scale, set(held.used))
@@ -981,6 +999,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.underway = None
             if held.unit.trained or held.is_partitioned:
                 held.refuse(self._check_open)
+
+    def _check_kept(self, what: str) -> None:
+        self._check_open()
+        if not self.config.keep_gradients:
+            raise RuntimeError(
+                f"{what} needs gradients between backward and step(), and with keep_gradients=False they go to the update as they come, and are "
+                "gone; use keep_gradients=True"
+            )
+
+    def _hands_over(self, store: UnitStore) -> bool:
+        """Tell if a gradient that comes now goes to its update in memory. Raises for a second one before step(): the first may have been used."""
+        assert store.shard is not None and self.speculation is not None
+        if store.shard.stats:
+            raise RuntimeError(
+                f"a second gradient of unit {store.unit.name!r} comes before step() or zero_grad(), and with keep_gradients=False the first was all "
+                "of it, and has gone to its update. Give all micro-batches to optimizer.accumulate(), or call backward of all but the last within "
+                "optimizer.no_sync(); call zero_grad() after an error in backward; and use keep_gradients=True for parameters with hooks of your own "
+                "(register_post_accumulate_grad_hook), and for blocks that backward goes through twice (checkpoints with use_reentrant=True)"
+            )
+        return self.speculation.hands_over(store)
+
+    def _check_as_expected(self, held: UnitStore, runs: Sequence[Run], grad_scale: float) -> None:
+        """Raise where a unit's gradient was handed over to an update that is not that of the step."""
+        shard = held.shard
+        if shard is None or not shard.is_handed_over:
+            return
+        attempt = shard.attempt
+        if attempt is None or list(attempt.runs) != list(runs) or attempt.grad_scale != grad_scale or shard.unread is not None:
+            raise RuntimeError(
+                f"unit {held.unit.name!r} was updated in backward, as keep_gradients=False asks for, and parameters, optimizer.state or options of "
+                "param_groups were changed after that, or a save was begun. Do so between step() and the next backward, or use keep_gradients=True; "
+                "call zero_grad() to leave this step out"
+            )
 
     def _check_whole(self, what: str) -> None:
         if self.interrupted:

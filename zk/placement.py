@@ -16,7 +16,7 @@ from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.state import state_fields
 from zk.offload.streamed import buffer_nbytes
-from zk.offload.tiers import CHUNKS_IN_MEMORY, Needs, place
+from zk.offload.tiers import CHUNKS_IN_MEMORY, GRADIENTS_IN_MEMORY, HANDED_OVER, Needs, place
 from zk.units import Layout, Unit
 
 
@@ -124,8 +124,16 @@ class Placement:
 
     @property
     def reads_ahead(self) -> int:
-        """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead."""
-        return 2 * self.config.prefetch + 3 if self.config.prefetch else 1
+        """Units whose parameters may be in host buffers at once: in use, gathering, and fetched beyond; one where nothing is asked ahead.
+
+        With those of gradients that are handed over, as their updates begin with what backward has fetched.
+        """
+        return (2 * self.config.prefetch + 3 if self.config.prefetch else 1) + self.handed_over
+
+    @property
+    def handed_over(self) -> int:
+        """Units whose gradients wait in host buffers for their updates."""
+        return 0 if self.config.keep_gradients else HANDED_OVER
 
     def buffer_nbytes(self, units: Iterable[Unit]) -> int:
         """Host memory that the buffers of the nvme tier take at most, should all units go there; gradients in their own precision."""
@@ -136,7 +144,7 @@ class Placement:
             largest = self.largest_chunk(unit, numel) if unit.trained else 0
             chunk = max(chunk, largest * (self.state_nbytes(unit) + 2 * size))
         params *= self.config.param_tier in ("nvme", "auto")
-        return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + 2 * grads
+        return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + (GRADIENTS_IN_MEMORY + self.handed_over) * grads
 
     def tiers_of(
         self, units: Sequence[Unit], device: torch.device, ranks: int = 1, room: Mapping[str, int] | None = None

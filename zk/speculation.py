@@ -4,6 +4,7 @@ A unit whose gradient is whole is updated out of place, in the background, as if
 known: where that was right the unit's memory is exchanged, and nothing is computed again; else the shadow is left, and the unit updated as always.
 Three things bound the price: an update ends where the sum of squares so far says that gradients will be clipped; none begins after a step that was
 clipped, until one was not; and as many units have shadows as memory is left for, those first whose gradients come first.
+Where gradients are not kept (``keep_gradients=False``) nothing is guessed: a unit's first gradient is all of it, and stays in memory for the update.
 Source: speculation with validation as in SuperOffload, arXiv 2509.21271, which computes back what was wrong; here nothing has to be.
 """
 
@@ -19,9 +20,11 @@ from torch import nn
 
 from zk.offload.attempt import Attempt
 from zk.offload.state import OptimizerShard
+from zk.offload.tiers import HANDED_OVER
 from zk.offload.transfer import Arrival, Transfer
 from zk.offload.worker import Worker
 from zk.store import UnitStore
+from zk.timeline import phase
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,6 +48,7 @@ class Speculation:
         num_threads: of it.
         transfer: between the device and the host.
         is_alone: one rank, which knows by itself which parameters have a gradient; others expect those of the step before.
+        keeps_gradients: they are there until they are dropped; else they are gone after the update, and agreed on by all ranks.
         options: parameter -> options of its group, as they are now.
         grad_scale: what gradients are multiplied by in the update, if these are the squares of all of them.
     """
@@ -55,24 +59,35 @@ class Speculation:
         num_threads: int,
         transfer: Transfer,
         is_alone: bool,
+        keeps_gradients: bool,
         options: Callable[[], Mapping[nn.Parameter, Mapping[str, Any]]],
         grad_scale: Callable[[float], float],
     ) -> None:
         self.worker, self.num_threads, self.transfer, self.is_alone = worker, num_threads, transfer, is_alone
-        self.options, self.grad_scale = options, grad_scale
+        self.keeps_gradients, self.options, self.grad_scale = keeps_gradients, options, grad_scale
         self.step = _Step()
         self.was_clipped = True  # the step before, or there was none
         self.expected: dict[UnitStore, tuple[int, set[int]]] = {}  # gradients that came in the step before, and parameters that had one
         self.counters = {"updates_in_backward": 0, "updates_in_backward_taken": 0}  # of units
 
+    def hands_over(self, store: UnitStore) -> bool:
+        """Tell if a unit's gradient that comes now is to stay in memory for its update. Waits until there is room for it."""
+        assert store.shard is not None
+        if self.keeps_gradients or self.step.is_over or store.shard.unread is not None:
+            return False
+        if len(self.step.attempts) >= HANDED_OVER:
+            with phase("wait", "updates in backward"):
+                self.step.attempts[-HANDED_OVER].done.wait()
+        return True
+
     def has_come(self, store: UnitStore) -> None:
         """Hear that a unit's gradient is on its tier, or on its way there: begin its update if it is whole, and likely to count."""
         step, shard = self.step, store.shard
         step.counts[store] = count = step.counts.get(store, 0) + 1
-        whole, used = self.expected.get(store, (0, set()))
+        whole, used = self.expected.get(store, (0, set())) if self.keeps_gradients else (1, store.agreed)
         assert shard is not None
         grads = {section: section.grads for section in shard.sections if section.shadow is not None}
-        if self.was_clipped or step.is_over or count != whole or not grads or shard.unread is not None:
+        if (self.was_clipped and self.keeps_gradients) or step.is_over or count != whole or not grads or shard.unread is not None:
             return
         if step.options is None:
             step.options = self.options()
@@ -97,6 +112,8 @@ class Speculation:
         if not step.is_clipped:
             attempt.run(self.num_threads, self.worker.stop)
             self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.grads)
+        else:  # of a step that will be left out, where gradients are not kept
+            attempt.discard(*attempt.grads)
 
     def _taken(self) -> None:
         self.counters["updates_in_backward_taken"] += 1

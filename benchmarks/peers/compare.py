@@ -35,6 +35,8 @@ RATIOS = (
     ("zk_stage3_vertical", "zk_stage3"),
     ("zk_stage3_nvme_vertical", "zk_stage3_nvme"),
     ("zk_stage3_nvme_vertical", "deepspeed_zero3_nvme"),
+    ("zk_stage3_nvme_handed_over", "zk_stage3_nvme"),
+    ("zk_stage3_nvme_vertical_handed_over", "zk_stage3_nvme_vertical"),
 )
 WHAT = {
     "torch_autocast": "plain torch, fp32 weights, autocast, fused AdamW",
@@ -52,6 +54,8 @@ WHAT = {
     "zk_stage2_vertical": "zk stage 2, optimizer on host, micro-batches block by block",
     "zk_stage3_vertical": "zk stage 3, optimizer and parameters on host, micro-batches block by block",
     "zk_stage3_nvme_vertical": "zk stage 3, both on NVMe, no host budget, micro-batches block by block",
+    "zk_stage3_nvme_handed_over": "zk stage 3, both on NVMe, no host budget, gradients handed over",
+    "zk_stage3_nvme_vertical_handed_over": "zk stage 3, both on NVMe, no host budget, micro-batches block by block, gradients handed over",
     "zk_stage3_overlap_step": "zk stage 3, optimizer and parameters on host, overlap_step",
     "zk_stage3_nvme_overlap_step": "zk stage 3, both on NVMe, no host budget, overlap_step",
     "zk_stage3_nvme_cached_overlap_step": "zk stage 3, both on NVMe, host_budget 1.75 GiB, overlap_step",
@@ -115,9 +119,10 @@ def main() -> None:
             figures = f"{last['median']:.2f} s  {last['peak_rss'] / 2**30:.2f} GiB"
             print(f"round {number + 1}/{options.rounds}  {system:16} {figures}", file=sys.stderr, flush=True)
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numba", "deepspeed") if importlib.util.find_spec(name))
+    clip = rest[rest.index("--clip") + 1] if "--clip" in rest else "1.0"
     params = next(iter(runs.values()))[0]["params"]
     text = (
-        f"# One training step, {datetime.date.today()}\n\nGPT of {params / 1e6:.1f}M parameters, clip 1.0, {processor()}; {packages}. "
+        f"# One training step, {datetime.date.today()}\n\nGPT of {params / 1e6:.1f}M parameters, clip {clip}, {processor()}; {packages}. "
         f"{options.rounds} interleaved rounds of {options.steps} warm steps after 2, each run in its own process. "
         f"Command: `python benchmarks/peers/compare.py {' '.join(sys.argv[1:])}`\n\n{table(runs)}\n"
     )

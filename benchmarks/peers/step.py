@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from zk.memory import peak_nbytes
 from zk.train.gpt import GPT, GPTConfig
 
-LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
+LR, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
+CLIP = [1.0]  # 0: gradients are not clipped
+STATE_DTYPE = ["fp32"]  # of zk
 MicroBatches = Sequence[tuple[Tensor, Tensor]]  # token ids and targets
 Step = Callable[[MicroBatches], float]
 MICRO = [1]  # micro-batches in a step
@@ -44,7 +47,7 @@ def torch_autocast(model: nn.Module) -> Step:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(ids, targets)
             (loss / len(batches)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP[0] or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -61,7 +64,7 @@ def torch_bf16(model: nn.Module) -> Step:
         for ids, targets in batches:
             loss = model(ids, targets)
             (loss / len(batches)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP[0] or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -86,7 +89,7 @@ def fsdp2(model: nn.Module) -> Step:
         for ids, targets in batches:
             loss = model(ids, targets)
             (loss / len(batches)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP[0] or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -119,7 +122,7 @@ def deepspeed(model: nn.Module, stage: int, tier: str = "cpu") -> Step:
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO[0],
-        "gradient_clipping": CLIP,
+        "gradient_clipping": CLIP[0],
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": BETAS, "weight_decay": DECAY}},
         "zero_optimization": zero,
@@ -146,7 +149,8 @@ def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False,
     tiers = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device"}
     if tier == "nvme":
         options["nvme_path"] = nvme_path()
-    optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP, **tiers, **options)
+    options.setdefault("state_dtype", STATE_DTYPE[0])
+    optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP[0] or None, **tiers, **options)
     METERS.append(optimizer.metrics)
 
     def step(batches: MicroBatches) -> float:
@@ -181,6 +185,8 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "zk_stage2_vertical": lambda model: zk(model, 2, vertical=True),
     "zk_stage3_vertical": lambda model: zk(model, 3, vertical=True),
     "zk_stage3_nvme_vertical": lambda model: zk(model, 3, "nvme", vertical=True),
+    "zk_stage3_nvme_handed_over": lambda model: zk(model, 3, "nvme", overlap_step="backward", keep_gradients=False),
+    "zk_stage3_nvme_vertical_handed_over": lambda model: zk(model, 3, "nvme", vertical=True, overlap_step="backward", keep_gradients=False),
     "zk_stage3_nvme_bf16_moments": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB", state_dtype="bf16"),
 }
 
@@ -195,9 +201,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument("--clip", type=float, default=1.0, help="norm to clip to; 0: no clipping")
+    parser.add_argument("--state-dtype", default="fp32", help="of zk's optimizer state")
     parser.add_argument("--in-turns", action="store_true", help="wait for a line of input before each step, and print a line after it")
     options = parser.parse_args()
-    MICRO[0] = options.micro
+    MICRO[0], CLIP[0], STATE_DTYPE[0] = options.micro, options.clip, options.state_dtype
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
     num_params = sum(p.numel() for p in model.parameters())

@@ -121,7 +121,7 @@ class TrainerStrategy(Strategy):
             self.zero = LightningZeroOptimizer(module, self.optimizers[0], config)
             self.optimizers = [self.zero]
         elif next(module.parameters(), None) is not None:  # the same partition, with nothing to update
-            still = dataclasses.replace(config, state_dtype="fp32", overlap_step=False)
+            still = dataclasses.replace(config, state_dtype="fp32", overlap_step=False, keep_gradients=True)
             self.zero = LightningZeroOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0), still)
         self.precision_plugin.optimizer = self.zero
         self._load_pending()

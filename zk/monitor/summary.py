@@ -162,7 +162,8 @@ def traffic_of(optimizer: Any, placed: Sequence[Place], sizes: Counter[tuple[str
             numel, size = sum(count for name, count in parts if name != "device"), held.unit.dtype.itemsize
             moved = optimizer.assembly.state_nbytes(held.unit) + size * (tier != "device")
             uploaded, offloaded = uploaded + numel * (moved + size), offloaded + numel * moved
-    return Traffic(2 * gathered + trained + grads + state, trained + grads + state, uploaded, offloaded)
+    kept = optimizer.config.keep_gradients  # else the update finds them in memory, and the parameters that backward has fetched
+    return Traffic(2 * gathered + kept * (trained + grads) + state, trained + kept * grads + state, uploaded, offloaded)
 
 
 def summary_of(optimizer: Any) -> Summary:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zk.events import COMPLETED, Event, Ticket
 from zk.offload.rules import Rule, Run
 from zk.offload.section import Section
+from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
 from zk.timeline import phase
 
@@ -47,18 +48,33 @@ class Attempt:
     def run(self, num_threads: int, stop: threading.Event) -> None:
         """Update all sections in their shadows, unless this is given up."""
         self.has_begun = True
+        places = [(section, chunk) for section in self.grads for chunk in section.state.chunks]
         with contextlib.ExitStack() as behind:
-            for section, grads in self.grads.items():
+            for (section, chunk), following in zip(places, [*places[1:], None], strict=True):
                 assert section.shadow is not None
-                for chunk in section.state.chunks:
-                    if self.is_given_up or stop.is_set():
-                        return
-                    with phase("update", self.name):
-                        streams = section.shadow.update(section, grads, chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
-                        behind.close()  # the chunk before this one
-                    if streams is not None:
-                        behind.enter_context(streams)
-                self.finished.add(section)
+                if self.is_given_up or stop.is_set():
+                    return
+                if following is not None:
+                    following[0].fetch(following[1], self.grads[following[0]])
+                with phase("update", self.name):
+                    streams = section.shadow.update(section, self.grads[section], chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
+                    behind.close()  # the chunk before this one
+                if following is None or following[0] is not section:
+                    behind.callback(self._finish, section)
+                if streams is None:
+                    behind.close()
+                else:
+                    behind.enter_context(streams)
+
+    def _finish(self, section: Section) -> None:
+        self.finished.add(section)
+        self.discard(section)
+
+    def discard(self, *sections: Section) -> None:
+        """Give back the memory of gradients that were handed over, of these sections."""
+        for grads in map(self.grads.__getitem__, sections):
+            if isinstance(grads, FileGrads):
+                grads.discard()
 
     def give_up(self, goes_on: bool = False) -> None:
         """Begin nothing more; what is finished may still be taken. ``goes_on``: unless it has begun, or waits for the gradient to arrive."""
@@ -70,6 +86,7 @@ class Attempt:
         self.give_up()
         self.done.join()
         self.finished.clear()
+        self.discard(*self.grads)
 
     def commit(self, section: Section, runs: Sequence[Run], grad_scale: float) -> bool:
         """Make a section what this has made of it, if the step is what was expected. Says the same for all of its chunks."""

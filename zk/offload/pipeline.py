@@ -121,4 +121,5 @@ def _end(task: Task, streams: contextlib.ExitStack | None, mark: Event | None) -
             streams.close()
     task.left -= 1
     if not task.left:
+        task.shard.discard()
         task.end(mark)

@@ -120,6 +120,10 @@ class Section:
         """The parameters where they are, without copies for whoever opens them in host memory."""
         return self.param.near if isinstance(self.param, HostCopies) else self.param
 
+    def fetch(self, chunk: slice, grads: Grads) -> bool:
+        """Ask for all that the update of a chunk by ``grads`` needs; False if not all of it can be asked for now."""
+        return self.state.fetch(chunk) and self.param.fetch(chunk) and grads.fetch(chunk)
+
     def part_of(self, values: Tensor, chunk: slice) -> Tensor:
         """The elements of ``chunk`` in a tensor of all of the section."""
         start = self.whole.start

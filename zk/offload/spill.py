@@ -46,6 +46,7 @@ class State(enum.Enum):
     OPEN = "somebody works on the buffer"
     KEPT = "changed, nobody works on it, and the file does not have it yet"
     EVICTING = "a write, or a copy to the device, is emptying the buffer"
+    CACHED = "nobody works on it, and the file has the same: it stays until its buffer is needed"
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,9 +117,11 @@ class Spill:
         first, file = next(entry for entry in reversed(self.files) if entry[0] <= offset)
         return file, offset - first
 
-    def read(self, buffer: Tensor, offset: int) -> Request:
-        """Start to fill ``buffer``, after any write in flight to the same bytes."""
+    def read(self, buffer: Tensor, offset: int) -> Event:
+        """Start to fill ``buffer``, after any write in flight to the same bytes; from memory, if they are there."""
         self._after_writes(offset, buffer.nbytes)
+        if any(others.copy_cached(buffer, offset) for others in self.buffers):
+            return COMPLETED
         file, start = self._place(offset)
         return file.read_async(buffer, start)
 
@@ -208,10 +211,11 @@ class Buffers:
         nbytes: of each buffer; its pages exist once they are used.
         count: how many. ``open`` never needs more than one beyond those in use.
         memory: where buffers come from: bytes -> page-aligned tensor.
+        caches: what was read stays, and need not be read again, until its buffer is needed.
     """
 
-    def __init__(self, spill: Spill, nbytes: int, count: int, memory: Callable[[int], Tensor] = staging) -> None:
-        self.spill, self.nbytes, self.count, self.memory = spill, round_up(nbytes), count, memory
+    def __init__(self, spill: Spill, nbytes: int, count: int, memory: Callable[[int], Tensor] = staging, caches: bool = False) -> None:
+        self.spill, self.nbytes, self.count, self.memory, self.caches = spill, round_up(nbytes), count, memory, caches
         self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
         self.free: list[Tensor] = []
         self.made = self.largest = 0
@@ -232,10 +236,10 @@ class Buffers:
             if slot.request is self.spill.heard:
                 slot.state, slot.request = State.KEPT, None
             else:
-                self._end(offset)
+                self._end(offset, self._rest)
 
-    def _end(self, offset: int) -> None:
-        """Free a buffer once its transfer is over. What could not be written stays here, to be written another time."""
+    def _end(self, offset: int, then: Callable[[int], None] | None = None) -> None:
+        """Free a buffer, or do something else ``then``, once its transfer is over. What could not be written stays, to be written another time."""
         slot = self.slots[offset]
         assert slot.request is not None
         try:
@@ -246,10 +250,18 @@ class Buffers:
             elif slot.request.done:
                 self._free(offset)
             raise
-        self._free(offset)
+        (then or self._free)(offset)
 
     def _free(self, offset: int) -> None:
         self.free.append(self.slots.pop(offset).buffer)
+
+    def _rest(self, offset: int) -> None:
+        """Leave what was read in its buffer until that is needed."""
+        slot = self.slots[offset]
+        if self.caches and not slot.dirty:
+            slot.state, slot.request = State.CACHED, None
+        else:
+            self._free(offset)
 
     def _take(self, patient: bool) -> Tensor | None:
         """A free buffer; None where there is none without waiting, and ``patient`` is False."""
@@ -259,6 +271,10 @@ class Buffers:
         if self.made < self.count:
             self.made += 1
             return self.memory(self.nbytes)
+        for offset, slot in self.slots.items():
+            if slot.state is State.CACHED:
+                self._free(offset)
+                return self.free.pop()
         if not patient:
             return None
         for state in (State.EVICTING, State.FETCHING, State.KEPT):
@@ -281,6 +297,8 @@ class Buffers:
             if buffer is None:
                 return False
             self._read(piece, buffer)
+        elif slot.state is State.CACHED:  # not to be given up before its use
+            self.slots[piece.offset] = self.slots.pop(piece.offset)
         return True
 
     def _read(self, piece: Piece, buffer: Tensor) -> _Slot:
@@ -341,7 +359,7 @@ class Buffers:
             return
         if not changed and not slot.dirty:
             if after.done:
-                self._free(piece.offset)
+                self._rest(piece.offset)
             else:
                 slot.request, slot.state = after, State.EVICTING
             return
@@ -353,11 +371,25 @@ class Buffers:
         """Give up what is here of these bytes and nobody works on: the file changes under it."""
         for offset, slot in list(self.slots.items()):
             if offset < stop and start < offset + slot.piece.nbytes:
+                if slot.state is State.CACHED:
+                    self._free(offset)
+                    continue
                 assert slot.request is not None, f"bytes {start} to {stop} are written while {slot.piece} is in use: {slot.state.value}"
                 try:
                     self.spill.stall(slot.request)
                 finally:
                     self._free(offset)
+
+    @_locked
+    def copy_cached(self, buffer: Tensor, offset: int) -> bool:
+        """Fill ``buffer`` with what is at ``offset`` in the file, if all of that rests here."""
+        for slot in self.slots.values():
+            start = offset - slot.piece.offset
+            is_readable = slot.state is State.CACHED or (slot.state is State.EVICTING and not slot.dirty)  # a copy of it goes on
+            if is_readable and start >= 0 and start + buffer.nbytes <= slot.piece.nbytes:
+                buffer.copy_(slot.buffer[start : start + buffer.nbytes])
+                return True
+        return False
 
     @_locked
     def keep(self, piece: Piece) -> None:
@@ -531,7 +563,7 @@ class FileGrads:
     """The reduced gradient of a shard (numel,), in the file between backward and update; 16 bits, or fp32 once it is accumulated.
 
     The sum of squares is taken while the gradient passes through memory. From a device it is offloaded first, and goes on from there
-    in the background.
+    in the background. One that is handed over stays in its buffer, unwritten, until ``discard``.
     """
 
     def __init__(self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
@@ -544,9 +576,12 @@ class FileGrads:
         self.dtype: torch.dtype | None = None
         self.sum = 0.0
         self.added = COMPLETED  # the last addition
+        self.hands_over = self.is_handed_over = False  # the next gradient is, or this one, to an update before any other comes
+        self.here: Tensor | None = None  # (numel,) one that is handed over, and not used yet
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
         """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
+        self.is_handed_over = self.hands_over
         if self.transfer.joined:
             self._add(grad)
             return COMPLETED
@@ -572,8 +607,18 @@ class FileGrads:
         here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
         here.copy_(grad)
         self.sum = float(sum_of_squares(here, self.num_threads))
-        self.whole.evict(piece, changed=True)
         self.dtype = grad.dtype
+        if self.is_handed_over:
+            self.here = here
+        else:
+            self.whole.evict(piece, changed=True)
+
+    def discard(self) -> None:
+        """Give back the buffer of a gradient that was handed over, and has been used."""
+        if self.here is not None:
+            assert self.whole is not None and self.dtype is not None
+            self.here = None
+            self.whole.evict(self._piece(0, self.numel, self.dtype), changed=False)
 
     def _piece(self, start: int, numel: int, dtype: torch.dtype) -> Piece:
         return Piece(self.offset + start * dtype.itemsize, round_up(numel * dtype.itemsize))
@@ -596,25 +641,30 @@ class FileGrads:
     def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if there is no buffer for it now."""
         assert self.parts is not None
-        return self.parts.fetch(self._part(chunk))
+        return self.is_handed_over or self.parts.fetch(self._part(chunk))
 
     def open(self, chunk: slice) -> Tensor:
         """Give a chunk (its elements,), to be read until ``close``."""
         piece = self._part(chunk)
         assert self.parts is not None and self.dtype is not None
+        if self.is_handed_over:
+            assert self.here is not None, "a gradient is used that was discarded"
+            return self.here[chunk.start - self.start : chunk.stop - self.start]
         return self.parts.open(piece)[: (chunk.stop - chunk.start) * self.dtype.itemsize].view(self.dtype)
 
     def close(self, chunk: slice) -> None:
         """Done with a chunk."""
         assert self.parts is not None
-        self.parts.evict(self._part(chunk), changed=False)
+        if not self.is_handed_over:
+            self.parts.evict(self._part(chunk), changed=False)
 
     def clear(self) -> None:
         """Forget the gradient, also one that could not be written."""
         self.added.join()
-        self.added, self.dtype = COMPLETED, None
+        self.discard()
+        self.added, self.dtype, self.is_handed_over = COMPLETED, None, False
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.dtype is None else self.numel * self.dtype.itemsize
+        return 0 if self.dtype is None or self.is_handed_over else self.numel * self.dtype.itemsize
 

@@ -15,6 +15,7 @@ from zk.offload.attempt import Attempt
 from zk.offload.rules import Rule, Run, apply
 from zk.offload.section import Opened, Section, opened
 from zk.offload.snapshot import Unread
+from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
 
 
@@ -118,13 +119,17 @@ class OptimizerShard:
 
     # ---- the gradient --------------------------------------------------------------------------------------------------------
 
-    def add(self, grad: Tensor, stats: Tensor | None = None) -> Event | None:
+    def add(self, grad: Tensor, stats: Tensor | None = None, hands_over: bool = False) -> Event | None:
         """Take (n,) ``grad``, or add it to what is there: None, its memory is taken too; else that may be used again after the event.
 
-        ``stats``: (2,) fp64, of which the first is its sum of squares, where that is known.
+        ``stats``: (2,) fp64, of which the first is its sum of squares, where that is known. ``hands_over``: an attempt will use it, and nothing
+        else, so that it is not written to a drive.
         """
         self.drop_attempt(of_gradient=True)
         self.stats.append(stats)
+        for section in self.sections:
+            if isinstance(section.grads, FileGrads):
+                section.grads.hands_over = hands_over and section.shadow is not None
         if len(self.sections) == 1:
             return self.sections[0].grads.add(grad, stats is not None)
         events = [section.grads.add(grad[section.whole], stats is not None) for section in self.sections]
@@ -161,6 +166,17 @@ class OptimizerShard:
         memory = [section.grads.clear() for section in self.sections]
         return next((one for one in memory if one is not None), None)
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Check that some of the gradient is in memory for an attempt alone, or is not there any more."""
+        return any(isinstance(section.grads, FileGrads) and section.grads.is_handed_over for section in self.sections)
+
+    def discard(self) -> None:
+        """Give back the memory of a gradient that was handed over, and has been used."""
+        for section in self.sections:
+            if isinstance(section.grads, FileGrads):
+                section.grads.discard()
+
     # ---- update --------------------------------------------------------------------------------------------------------------
 
     def beside(self, number: int) -> bool:
@@ -170,7 +186,7 @@ class OptimizerShard:
     def fetch(self, number: int, handed_over: Mapping[Section, Grads]) -> bool:
         """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""
         section, chunk = self.places[number]
-        return section.state.fetch(chunk) and section.param.fetch(chunk) and handed_over.get(section, section.grads).fetch(chunk)
+        return section.fetch(chunk, handed_over.get(section, section.grads))
 
     def update(
         self,

@@ -31,6 +31,10 @@ from zk.offload.worker import Worker
 CHUNKS_IN_MEMORY = 6
 # of these, kept: the last ones of a step are the first ones of the next, which goes the other way
 CHUNKS_KEPT = 2
+# gradients on their way to the drive
+GRADIENTS_IN_MEMORY = 2
+# units whose gradients wait in memory for an update that has been asked for, where that is all that they are for
+HANDED_OVER = 2
 
 
 class _Resident:
@@ -285,12 +289,15 @@ class NVMeTier:
         ahead: units whose parameters may be in host memory at once.
         checksum: notice when the drive returns something else than was written.
         transfer, worker: as for MemoryTier.
+        handed_over: units whose gradients wait in host memory for their updates, unwritten.
     """
 
     name, memory = "nvme", "host"
 
-    def __init__(self, paths: Sequence[str], rank: int, ahead: int, checksum: bool, transfer: Transfer, worker: Worker) -> None:
-        self.ahead, self.transfer, self.worker = ahead, transfer, worker
+    def __init__(
+        self, paths: Sequence[str], rank: int, ahead: int, checksum: bool, transfer: Transfer, worker: Worker, handed_over: int = 0
+    ) -> None:
+        self.ahead, self.handed_over, self.transfer, self.worker = ahead, handed_over, transfer, worker
         self.scratch = Scratch(paths, rank)
         self.checksum = checksum
         self.crosses = False  # the device updates what is here, so chunks are copied to it and back
@@ -358,10 +365,11 @@ class NVMeTier:
         memory = crossing if self.crosses else staging
         states = self._buffers("states", [store.largest for store in stores], CHUNKS_IN_MEMORY, memory)
         params = self._buffers("params", [home.largest for home in homes], CHUNKS_IN_MEMORY, memory)
-        whole = self._buffers("whole params", [home.piece.nbytes for home in homes], self.ahead, crossing)
+        whole = self._buffers("whole params", [home.piece.nbytes for home in homes], self.ahead, crossing, caches=True)
         chunks = [chunk.stop - chunk.start for grads in all_grads for chunk in grads.chunks]
         parts = self._buffers("chunks of gradients", [numel * torch.float32.itemsize for numel in chunks], CHUNKS_IN_MEMORY, memory)
-        gradients = self._buffers("gradients", [grads.numel * torch.float32.itemsize for grads in all_grads], 2)
+        sizes, updated_from = [grads.numel * torch.float32.itemsize for grads in all_grads], memory if self.handed_over else staging
+        gradients = self._buffers("gradients", sizes, GRADIENTS_IN_MEMORY + self.handed_over, updated_from)
         for store in stores:
             store.buffers = states
         for home in homes:
@@ -369,11 +377,11 @@ class NVMeTier:
         for grads in all_grads:
             grads.whole, grads.parts = gradients, parts
 
-    def _buffers(self, use: str, sizes: Sequence[int], count: int, memory: Callable[[int], Tensor] = staging) -> Buffers:
+    def _buffers(self, use: str, sizes: Sequence[int], count: int, memory: Callable[[int], Tensor], caches: bool = False) -> Buffers:
         """Buffers for pieces of these sizes: those that there are, if they are large enough."""
         nbytes = max(sizes, default=0)
         if use not in self.buffers or self.buffers[use].nbytes < nbytes:
-            self.buffers[use] = Buffers(self.spill, nbytes, count, memory)
+            self.buffers[use] = Buffers(self.spill, nbytes, count, memory, caches)
         return self.buffers[use]
 
     def metrics(self) -> dict[str, float]:

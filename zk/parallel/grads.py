@@ -70,6 +70,7 @@ class GradReducer:
         self.pool: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}  # buckets to use again, each with what to come after
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
+        self.agrees = False  # ranks agree on the parameters that have a gradient as it is reduced, as nothing of it can be done again
         self.is_joined = False  # each backward is a part of one
         self.unfinished = False  # a backward has brought gradients since ``finish``
         self.loss_scale: Callable[[], float] = lambda: 1.0  # of what backward makes
@@ -338,6 +339,11 @@ class GradReducer:
             shard, stats = bucket, None
         if shard is not bucket:
             self._give(bucket)
+        store.agreed = set(store.unreduced)
+        if self.agrees:
+            has = torch.tensor([float(index in store.agreed) for index in range(len(store.unit.params))])
+            self.comm.all_reduce(has, REDUCE, store.index)
+            store.agreed = set(has.nonzero().flatten().tolist())
         after = store.take_in(shard, stats)
         if after is not None and shard is bucket:
             self._give(bucket, after)

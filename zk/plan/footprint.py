@@ -14,7 +14,7 @@ from zk.config import ZeroConfig
 from zk.offload.nvme import round_up
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
-from zk.offload.tiers import CHUNKS_IN_MEMORY
+from zk.offload.tiers import CHUNKS_IN_MEMORY, GRADIENTS_IN_MEMORY
 from zk.placement import Place, Placement
 from zk.units import Unit
 
@@ -187,7 +187,7 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
         if is_state or placement.in_place(units[key], "nvme") is None:
             shadows, gradients = _has_shadows(placement.config) and units[key].trained, 1 + (placement.config.delay_update is not None)
             file_nbytes += count * ((1 + shadows) * sum(round_up(chunk * element) for chunk in chunks) + gradients * grad_nbytes)
-    chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, 2)
+    chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, GRADIENTS_IN_MEMORY + placement.handed_over)
     of_chunks = most["state"] + most["grad"] + most["param"]
     found.sizes["host", "buffer"] = chunks_here * of_chunks + reads * most["whole"] + writes * most["written"]
     found.sizes["nvme", "spare"] = file_nbytes - found.on("nvme")
