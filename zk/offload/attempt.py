@@ -57,7 +57,8 @@ class Attempt:
                 if following is not None:
                     following[0].fetch(following[1], self.grads[following[0]])
                 with phase("update", self.name):
-                    streams = section.shadow.update(section, self.grads[section], chunk, self.rule, self.runs, self.grad_scale, num_threads, self.mark)
+                    given = self.rule, self.runs, self.grad_scale, num_threads, self.mark
+                    streams = section.shadow.update(section, self.grads[section], chunk, *given)
                     behind.close()  # the chunk before this one
                 if following is None or following[0] is not section:
                     behind.callback(self._finish, section)
