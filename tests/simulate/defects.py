@@ -59,10 +59,10 @@ def _short(real: Callable[..., Any]) -> Callable[..., Any]:
 def _first_gradient_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
     """Drop the gradient of the first of two micro-batches."""
 
-    def add(self: state.OptimizerShard, grad: torch.Tensor) -> Any:
+    def add(self: state.OptimizerShard, grad: torch.Tensor, *rest: Any) -> Any:
         for section in self.sections:
             section.grads.clear()
-        return real(self, grad)
+        return real(self, grad, *rest)
 
     return add
 
