@@ -52,7 +52,8 @@ SIZES = {
     # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
     # 205 and 1,300 for NUMA nodes; 35 and 180 for chunks that stream while the next one is read; 35 and 340 for page-locked sums of gradients,
     # and page-locked memory that is given back
-    "core": (14_430, 110_700),
+    # 35 and 320 for connections that later optimizers take
+    "core": (14_440, 110_750),
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
@@ -77,7 +78,7 @@ SIZES = {
     # 25 and 285 for what DeepSpeed's estimator says of the same
     # 30 and 470 for updates on the device: their bytes, times and share
     # 17 and 150 for the share of no-offload speed, and either side of the update
-    "plan": (2_047, 18_820),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (2_057, 18_870),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
