@@ -42,6 +42,7 @@ from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
+from zk.kernels.codec import state_fields
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
 from zk.memory import overwrite, ranks_here, trim
@@ -54,7 +55,6 @@ from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
 from zk.offload.pipeline import Options, Task
 from zk.offload.rules import Rule, rules_for
-from zk.offload.state import state_fields
 from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
@@ -325,7 +325,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rule, group = able[0]
         dtype, names = self.stored.get(group["params"][0], group["params"][0].dtype), rule.state_names(group)
         assert isinstance(self.config.state_dtype, torch.dtype)
-        nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule, names, self.config.state_dtype).values())
+        nbytes = sum(kept.itemsize for kept in state_fields(dtype, names, self.config.state_dtype, rule.splits_master).values())
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         rates = measure_update(self.device, self.num_threads, ranks, lambda text: say(f"zk: {text}"))
         return best_share(rates, nbytes, dtype.itemsize, self.config.param_tier in ("device", "auto"))

@@ -192,7 +192,7 @@ def _heading(optimizer: Any) -> str:
     trained = sum(param.numel() for store in held if store.shard is not None for param in store.unit.users)
     dtypes = " and ".join(_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype, _ in elements.most_common())
     shards = [store.shard for store in held if store.shard is not None]
-    is_split, has_master = any(shard.split for shard in shards), any(shard.has_master for shard in shards)
+    is_split, has_master = any(shard.is_split for shard in shards), any(shard.has_master for shard in shards)
     master = ", fp32 master split" if is_split else ", fp32 master" if has_master else ""
     if config.state_dtype == torch.uint8:
         master = ", 24-bit master" * (is_split or has_master) + ", 8-bit moments"
