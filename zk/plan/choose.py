@@ -144,12 +144,9 @@ def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     by_host = as_given(shape, config, machine, tokens, micro_batches)
     if by_host is None or machine.joined or config.optimizer_tier == "device":
         return by_host
-    cpu, link = 1e9 * machine.cpu_adam / machine.per_machine, 1e9 * machine.link_gbps
-    memory = 1e9 * (machine.memory_gbps or 0) / machine.per_machine
     assert isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
-    rates = {"cpu": cpu, "up": link, "down": link, "memory": memory}
     kept, size = state_fields(config.dtype, ("exp_avg", "exp_avg_sq"), config.state_dtype, True).values(), config.dtype.itemsize
-    share = best_share(rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
+    share = best_share(machine.update_rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
     split = as_given(shape, dataclasses.replace(config, update_on=share), machine, tokens, micro_batches) if share else None
     if split is None or split.fits < by_host.fits or split.step.seconds > _WORTH * by_host.step.seconds:
         return by_host
