@@ -24,17 +24,15 @@ from zk import kernels
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
-from zk.checkpoint import base, load, save
+from zk.checkpoint import base, load, save, state_dicts
+from zk.checkpoint.consolidated import consolidated
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
 from zk.checks import (
     check_aliases,
     check_arguments,
-    check_group,
     check_groups,
-    check_options,
     check_params,
-    check_scale_and_counters,
     check_state_dtype,
     check_whole,
 )
@@ -42,6 +40,7 @@ from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
 from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
+from zk.integrity import Integrity
 from zk.kernels.codec import state_fields
 from zk.logs import log, rank_log
 from zk.materialize import compute_device, give_memory, values_of
@@ -60,9 +59,9 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.owners import held_params, inner_tensors, is_coded, is_dtensor, owner_of, rebuilt, tie_inner
+from zk.owners import held_params, is_dtensor, owner_of, tie_inner
 from zk.parallel.comm import Group, Solo, connect, giving_up
-from zk.parallel.dtensors import is_first_part, join_parts, show
+from zk.parallel.dtensors import show
 from zk.parallel.grads import GradReducer
 from zk.parallel.model_parallel import connect_parts
 from zk.parallel.partitioned import Partition
@@ -73,7 +72,6 @@ from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_
 from zk.prequantized import scales_of
 from zk.speculation import Speculation
 from zk.store import UnitStore
-from zk.tiles import pieces_of
 from zk.torch_calls import watch_pipelines, watch_torch
 from zk.units import Unit, find_units
 
@@ -167,8 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.saved_nbytes = weakref.WeakKeyDictionary[nn.Module, int]()  # for backward, by a call of a block
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.last_norm = math.nan
-        self.interrupted = ""  # what has left parameters and state mixed
-        self.mixed: set[str] = set()  # which of them
+        self.integrity = Integrity(self.comm, self.everyone, self.held)
         self.tiers: dict[str, Tier] = {}
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
@@ -271,8 +268,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if any(map(is_dtensor, module.parameters(recurse=False))):
                 self.handles.append(module.register_state_dict_post_hook(show))  # type: ignore[no-untyped-call]
         self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
-        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self._weights_come))))
-        self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self._weights_came))))
+        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self.integrity.weights_come))))
+        self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self.integrity.weights_came))))
         if config.dtype is not None:
             assert isinstance(config.dtype, torch.dtype)
             self.handles.append(self.model.register_forward_pre_hook(Hook(self.calls.begin), prepend=True))
@@ -405,7 +402,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _before_forward(self, *_: Any) -> None:
         if self.is_parked:
             self._check_open()
-        self._check_whole("the model's forward")
+        self.integrity.check("the model's forward")
         watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._train_unfrozen()
@@ -504,7 +501,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._hold(unit, number)
         except BaseException as error:
             self._fail(error)
-            self._tear(error)
+            self.integrity.tear(error)
             raise
         for held in self._trained:
             for index, param in enumerate(held.unit.users):
@@ -584,7 +581,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Whatever is raised, all gradients are dropped, and training can go on; of several ranks, if all of them raise it.
         """
         self._check_open()
-        self._check_whole("accumulate()")
+        self.integrity.check("accumulate()")
         apart = self.everyone is not self.comm and self.comm.world > 1
         with save.telling(self.everyone, "accumulate()", self._fail if apart else None):
             kept = 0 if keep_activations == 0 else parse_nbytes(keep_activations, "keep_activations")
@@ -613,7 +610,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        self._check_whole("step()")
+        self.integrity.check("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -849,7 +846,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._run_tasks(self.delay.take())
             self.delay.begin(tasks, self.held)
         except BaseException as error:
-            self._tear(error)
+            self.integrity.tear(error)
             raise
 
     def _run_tasks(self, tasks: dict[int, Task]) -> None:
@@ -875,7 +872,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.adopt_writes()
             self._run_tasks(self.delay.take())
         except BaseException as error:
-            self._tear(error)
+            self.integrity.tear(error)
             raise
 
     def update_order(self) -> tuple[list[int], bool]:
@@ -924,12 +921,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.arrive()
             except BaseException as error:
                 if held.underway is not None and held.underway.done.error is error:  # and not Ctrl-C: that ends the waiting only
-                    self._tear(error)
+                    self.integrity.tear(error)
                 raise
-
-    def _tear(self, error: BaseException) -> None:
-        self.interrupted = self.interrupted or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
-        self.mixed = {"parameters", "state"}
 
     def _fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
@@ -981,36 +974,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if held.unit.trained or held.is_partitioned:
                 held.refuse(self._check_open)
 
-    def _check_whole(self, what: str) -> None:
-        if self.interrupted:
-            mends = {
-                frozenset({"state"}): "load_state_dict()",
-                frozenset({"parameters"}): "model.load_state_dict() or zk.load_pretrained()",
-            }.get(frozenset(self.mixed), "model.load_state_dict() and then load_state_dict()")
-            raise RuntimeError(
-                f"{self.interrupted}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() "
-                f"makes all of it whole again; so does {mends}, of what was saved together"
-            )
-
-    @contextlib.contextmanager
-    def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
-        """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
-        before = self.interrupted
-        self.interrupted, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
-        try:
-            # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
-            part = save.together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
-            with save.together(self.everyone, what), part:
-                yield
-        except BaseException as error:
-            self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"
-            raise
-        self._made_whole(kinds)
-
-    def _made_whole(self, kinds: Collection[str]) -> None:
-        self.mixed = self.mixed.difference(kinds)
-        self.interrupted = self.interrupted if self.mixed else ""
-
     def _check_arrival(self, param: nn.Parameter) -> None:
         self._check_open()
         if self.scaler.active and not self.in_scaled_backward and torch._C._current_graph_task_id() != -1:
@@ -1040,34 +1003,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``master``); with several ranks at stages 1 and 2 a collective, so call it on all ranks. Stage 3 with several ranks: this rank's
         own slices, as ``zk.checkpoint.dcp.Part``. Before the first step there is no state, and nothing is collective.
         """
-        self._check_open()
-        if not self.interrupted:
-            self._apply_delayed()
-            self._finish_update()
-        if self.interrupted:
-            log.warning("this state_dict() is of mixed parameters and state: %s", self.interrupted)
-        self._keep_state()
-        if self.asked:
-            for held in self._trained:
-                held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
-        shown, self.state = self.state, defaultdict(dict)
-        try:
-            if any(held.steps for held in self.held):
-                for held in self.held:
-                    self.state.update(held.export_state(own_part=self.config.stage == 3 and self.comm.shards > 1))  # type: ignore[arg-type]
-            plain = super().state_dict()
-        finally:
-            self.state = shown
-        plain["zk"] = {"loss_scale": self.scaler.state_dict(), "counters": dict(self.counters)}
-        return plain
+        return state_dicts.export(self)
 
     def state_dict_of(self, inner: torch.optim.Optimizer) -> dict[str, Any]:
         """The part of ``state_dict()`` that is of one of several optimizers, as plain torch loads it."""
-        plain, own = self.state_dict(), {id(group) for group in inner.param_groups}
-        groups = [saved for group, saved in zip(self.param_groups, plain["param_groups"], strict=True) if id(group) in own]
-        numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
-        state = {numbers[key]: kept for key, kept in plain["state"].items() if key in numbers}
-        return {"state": state, "param_groups": [{**group, "params": [numbers[key] for key in group["params"]]} for group in groups]}
+        return state_dicts.part(self, inner)
 
     def load_state_dict_of(self, inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Refuse to load the state of one of several optimizers."""
@@ -1082,87 +1022,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: before anything is changed, if groups or shapes differ.
         """
-        self._check_open()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        with save.together(self.everyone, "load_state_dict()"):
-            params = self._saved_params(state_dict)
-        # (Adagrad has a state of what is frozen, too)
-        states = state_dict["state"]
-        given = {
-            key: states[key] for key, param in params.items() if key in states and (self.units[param][0].shard or states[key].get("step") != 0)
-        }
-        frozen = [params[key] for key in given if self.units[params[key]][0].shard is None]
-        if frozen:
-            self.unfreeze(frozen)  # as they had been when it was saved
-        with save.together(self.everyone, "load_state_dict()"):
-            plan: list[Callable[[], None]] = []
-            for key, param in params.items():
-                held, index = self.units[param]
-                if key in given:
-                    plan += held.import_plan(index, given[key])
-                elif index in held.steps:
-                    plan.append(functools.partial(held.forget_state, index))
-        for held in self._trained:
-            held.shown_state.clear()
-        if not self.interrupted:
-            self._apply_delayed()
-        self._end_update()
-        if self.interrupted:
-            self._drop_gradients()  # which the step that ended half-way was given
-        # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
-        entries = [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
-        with_values = all("master" in entry for entry in entries) and all(held.shard is None or held.shard.has_master for held in self.held)
-        with self.replacing("load_state_dict()", ("state", "parameters") if with_values else ("state",)):
-            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
-            for held in self._trained:
-                held.settle()
-            with save.together(self.everyone, "load_state_dict()"):  # all of it, before ranks exchange anything
-                for write in plan:
-                    write()
-            for held in self._trained:
-                held.republish()
-            if "zk" in state_dict:
-                self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
-                self.counters.update(state_dict["zk"]["counters"])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _saved_params(self, state_dict: dict[str, Any]) -> dict[int, nn.Parameter]:
-        """The parameter of each key of a state, after checking that its groups and options fit."""
-        if not {"state", "param_groups"} <= set(state_dict):
-            raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
-        if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
-            raise ValueError(
-                f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's. If it comes from "
-                "torch.distributed.checkpoint: that loads only what there is before; give it get_optimizer_state_dict(model, optimizer)"
-            )
-        if "zk" in state_dict:
-            check_scale_and_counters(state_dict["zk"], "the state")
-        saved_groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
-                f"{[len(g['params']) for g in self.param_groups]}; build the same groups in the same order first"
-            )
-        for number, (group, saved, rule) in enumerate(zip(self.param_groups, saved_groups, self.rules, strict=True)):
-            check_options(number, group, saved, "the state")
-            check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, rule)
-        found: dict[int, nn.Parameter] = {}
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            for key, param in zip(saved["params"], group["params"], strict=True):
-                if not is_coded(param):
-                    found[key] = param
-        return found
-
-    def _weights_come(self, *given: Any) -> None:
-        self._misfits: list[str] = given[-1]  # the list in which torch collects what does not fit
-
-    def _weights_came(self, _: nn.Module, differ: Any) -> None:
-        """A model whose parameters were mixed has been given all of them."""
-        if self.mixed and not self._misfits and not set(differ.missing_keys).intersection(name for held in self.held for name in held.unit.names):
-            self._made_whole(("parameters",))
+        state_dicts.load(self, state_dict)
 
     def save_checkpoint(
         self,
@@ -1196,7 +1056,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
         """
         self._check_open()
-        self._check_whole("save_checkpoint()")
+        self.integrity.check("save_checkpoint()")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
         if on_save_error not in ("raise", "warn"):
@@ -1274,45 +1134,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
         """
         self._check_open()
-        self._check_whole("consolidated_state_dict()")
+        self.integrity.check("consolidated_state_dict()")
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
         self._apply_delayed()
         self._finish_update()
         self.partition.reset()
-        is_kept = not rank0_only or (self.comm.rank == 0 and is_first_part(self.model))
-        full: dict[Tensor, Tensor] = {}
-        all_named = dict(self.model.named_parameters(remove_duplicate=False))
-        tiles = pieces_of(self.model)
-        shown_as = {name: tiles[name].whole if name in tiles else name for name in all_named}
-        chosen, coded = set[Tensor](), set[Tensor]()
-        for name, param in all_named.items():
-            if names is None or shown_as[name] in names:
-                inner = [tensor for _, tensor in inner_tensors(param)]
-                chosen.update(inner)
-                coded.update(inner if is_coded(param) else ())
-        for held in self.held:
-            if not chosen.intersection(held.unit.params):
-                continue
-            for param, values in held.masters().items():
-                if param in chosen and (is_kept or held.unit.around):
-                    full[param] = values.to("cpu", held.unit.dtype if wanted is None or param in coded else wanted).contiguous()
-            held.unpin()
-        join_parts(self.model, full)
-        with self.partition.reading():
-            added = {name: value for _, name, value in base.entries_of(self.model) if names is None or name in names}
-        if not is_kept:
-            return {}
-        named: dict[str, Tensor] = {}
-        for name, param in all_named.items():
-            if names is not None and shown_as[name] not in names:
-                continue
-            if param in full and name in tiles:
-                whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
-                whole[tiles[name].place] = full[param]
-            elif all(tensor in full for _, tensor in inner_tensors(param)):
-                named[name] = full[next(inner_tensors(param))[1]] if is_dtensor(param) else rebuilt(param, full.__getitem__)
-        beside = {**added, **dict(save.buffers_of(self))}
-        return {**named, **{name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in beside.items()}}
+        return consolidated(self, wanted, rank0_only, names)
 
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, this rank's bytes by tier and kind, and rates since the last call that found a step.
@@ -1398,7 +1225,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             return
         try:
-            if not self.interrupted:
+            if not self.integrity.interrupted:
                 self._apply_delayed()
                 self._finish_update()
             self._end_save()
@@ -1456,7 +1283,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.close()
             return
         self.worker.close()  # the run is over: what is in progress is not worth waiting for, but a save
-        self.interrupted, self.mixed = self.interrupted or f"the run ended with {kind.__name__}", {"parameters", "state"}
+        self.integrity.tear(f"the run ended with {kind.__name__}")
         with _logged():
             self.close()
 
