@@ -152,7 +152,7 @@ def test_clip_grad_norm_returns_torchs_norm_and_clips() -> None:
     assert optimizer.metrics()["grad_norm"] == pytest.approx(mine.item())
     # for one step only
     step(model, optimizer, 3)
-    assert optimizer.max_norm is None
+    assert optimizer.factors.max_norm is None
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))

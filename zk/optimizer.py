@@ -10,12 +10,11 @@ import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -50,9 +49,7 @@ from zk.monitor.measured import measure_update
 from zk.monitor.rates import Rates
 from zk.monitor.start import begin, say
 from zk.monitor.summary import Summary, nbytes_of, summary_of
-from zk.offload import pipeline
 from zk.offload.cpu_adam import default_threads
-from zk.offload.pipeline import Options, Task
 from zk.offload.rules import Rule, rules_for
 from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
@@ -60,7 +57,7 @@ from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.owners import held_params, is_dtensor, owner_of, tie_inner
-from zk.parallel.comm import Group, Solo, connect, giving_up
+from zk.parallel.comm import Group, connect, giving_up
 from zk.parallel.dtensors import show
 from zk.parallel.grads import GradReducer
 from zk.parallel.model_parallel import connect_parts
@@ -68,12 +65,13 @@ from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
-from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
+from zk.precision import GradFactors, LossScaler, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
 from zk.prequantized import scales_of
 from zk.speculation import Speculation
 from zk.store import UnitStore
 from zk.torch_calls import watch_pipelines, watch_torch
 from zk.units import Unit, find_units
+from zk.updates import Updates, as_now
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
@@ -154,24 +152,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.everyone = self.parts.everyone
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
-        self.forward_order: dict[int, None] = {}  # of units, with overlap_step
         self.handles: list[RemovableHandle] = []
         self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
-        self.max_norm = self.config.clip_grad_norm
-        self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
-        self.scaled_by = 1.0  # and what scale_grads has; their norm is taken after it
         self.in_scaled_backward = False
         self.calls = Calls()  # of the model
         self.saved_nbytes = weakref.WeakKeyDictionary[nn.Module, int]()  # for backward, by a call of a block
         self.counters = {"steps": 0, "skipped_steps": 0}
-        self.last_norm = math.nan
         self.integrity = Integrity(self.comm, self.everyone, self.held)
         self.tiers: dict[str, Tier] = {}
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.speculation: Speculation | None = None
-        self.delay: DelayedUpdate | None = None
-        self.publisher: Solo | Group = Solo()
+        self.updates = Updates(self)
         self.claim = Claim()  # of the folders that it saves into
         self.saver: save.Saver | None = None  # made with the first save in the background
         self.saved_to: Path | None = None  # the folder of the last checkpoint that was saved or loaded
@@ -183,10 +175,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with _logged():
                 self._close_memory()
             raise
-        scale = self.config.loss_scale
-        if scale == "auto":
-            scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
-        self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         watch_torch()
         watch_pipelines()
         shown, self.state = self.state, defaultdict(dict)
@@ -221,6 +209,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
         config, device, here = self.config, self.device, ranks_here(self.everyone.world)
         units = self._found()
+        scale = default_loss_scale({unit.dtype for unit in units if unit.trained}) if config.loss_scale == "auto" else config.loss_scale
+        self.scaler = LossScaler(scale)  # type: ignore[arg-type]
+        self.factors = GradFactors(self.scaler, config.clip_grad_norm)
         self._name(list(enumerate(units)))
         self._agree()
         if config.update_on == "auto":
@@ -240,23 +231,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.refuse_collectives_beside("model parallel ranks" if self.parts.count > 1 else "")
-            self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
+            self.updates.publisher = self.comm.twin()
         self.partition = Partition(self.model, config.prefetch, weakly(self._written), self.comm)
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = self.assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
         # the update publishes from its own thread: all of it comes before the next reduction, so every rank launches both in one order
-        before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
+        before = weakly(self.updates.wait) if isinstance(self.updates.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
         self.partition.experts_done = weakly(self.grads.reduce_together)
         self._place_buffers(device)
-        self.grads.loss_scale = weakly(self._loss_scale)
+        self.grads.loss_scale = functools.partial(getattr, self.scaler, "scale")
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
         if config.overlap_step == "backward":
-            options = weakly(self._options)
-            alone = self.comm.world == 1
-            self.speculation = Speculation(self.worker, self._threads_beside, self.transfer, alone, options, weakly(self._grad_scale_of))
+            alone, threads, options = self.comm.world == 1, self.updates.threads_beside, weakly(self.updates.options)
+            self.speculation = Speculation(self.worker, threads, self.transfer, alone, options, self.factors.of_squares)
         if config.delay_update is not None:
-            self.delay = DelayedUpdate(config.delay_update, self.worker, self._threads_beside, self.transfer)
+            self.updates.delay = DelayedUpdate(config.delay_update, self.worker, self.updates.threads_beside, self.transfer)
         for unit in units:
             self._hold(unit, len(self.held))
         computes = weakly(self.gradients.computes)
@@ -383,14 +373,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.speculation is not None:
                 held.has_taken = weakly(self.speculation.has_come)
         if self.config.overlap_step and is_another:  # see in which order forward uses the units, and let each wait for its own update
-            uses = functools.partial(weakly(self._forward_uses), number)
+            uses = functools.partial(weakly(self.updates.forward_uses), number)
             self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
         trim()
 
     def _make_room(self) -> None:
         """Take the memory that updates need which begin early, or end late."""
-        if self.speculation is not None or self.delay is not None:
-            self.assembly.cast_shadows(self.held, self.delay is not None)
+        if self.speculation is not None or self.updates.delay is not None:
+            self.assembly.cast_shadows(self.held, self.updates.delay is not None)
 
     def _cast_inputs(self) -> None:
         """Cast what layers are given, for model.forward(x), model.encode(x), and layers one by one."""
@@ -406,10 +396,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._train_unfrozen()
-
-    def _forward_uses(self, number: int, *_: Any) -> None:
-        self.forward_order[number] = None
-        self.held[number].arrive()
 
     def _place_buffers(self, device: torch.device) -> None:
         """The model's buffers: made if they were deferred, on the device, in their dtype, the first rank's values on all."""
@@ -460,8 +446,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.assembly.rules = self.rules
         self.assembly.regroup()
         self._end_save()
-        self._apply_delayed()
-        self._finish_update()
+        self.updates.apply_delayed()
+        self.updates.wait()
         self.partition.reset()
         given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.users)]
         for store in self._trained:  # buffers of the drive may be others afterwards
@@ -615,7 +601,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._finish_update()
+        self.updates.wait()
         self._agree()
         if self.saver is not None:
             self.saver.check(self.everyone)
@@ -625,24 +611,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return loss
         if self.parts.count > 1:
             self._compare_parts()
-        self.last_norm = self._global_norm()
-        grad_scale = self._grad_scale(self.last_norm)
+        norm = self.factors.norm = self._global_norm()
+        grad_scale = self.factors.of(norm)
         if self.speculation is not None:
             self.speculation.know(grad_scale)
-        is_delayed = self.delay is not None and self.counters["steps"] + self.counters["skipped_steps"] >= self.delay.since
-        if math.isfinite(self.last_norm):
-            self._update(grad_scale, is_delayed)
+        if math.isfinite(norm):
+            self.updates.run(grad_scale)
             self.counters["steps"] += 1
         else:
-            self._apply_delayed()
+            self.updates.apply_delayed()
             self._report_skip()
         if self.speculation is not None:
             self.speculation.ended(self._trained)
         for held in self._trained:
-            if not held.used or not math.isfinite(self.last_norm):
+            if not held.used or not math.isfinite(norm):
                 held.drop_gradient()
-        self.scaler.update(overflow=not math.isfinite(self.last_norm))
-        self._between_steps()
+        self.scaler.update(overflow=not math.isfinite(norm))
+        self.grads.flushed = False
+        self.factors.begin()
         self.partition.prefetcher.between_passes()
         for inner in self.inners:
             inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
@@ -702,18 +688,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduce()
         if self.parts.count > 1:
             self._compare_parts()
-        self.last_norm = self._global_norm()
-        norm = self.last_norm * self.clip_by
-        if not math.isinf(max_norm):
-            self.clip_by *= clip_coefficient(norm, float(max_norm)) if math.isfinite(norm) else 1
-            self.max_norm = None
-        return torch.tensor(norm)
+        self.factors.norm = self._global_norm()
+        return torch.tensor(self.factors.clip(float(max_norm)))
 
     def scale_grads(self, by: float) -> None:
         """Reduce the gradients that are there, and multiply them by ``by``: a factor of the update, and of their norm. On all ranks."""
         self._check_open()
         self._reduce()
-        self.scaled_by *= by
+        self.factors.scaled_by *= by
 
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
@@ -728,8 +710,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A delayed update counts then.
         """
-        self._apply_delayed()
-        self._finish_update()
+        self.updates.settle()
         self._end_save()
         while self.grads.queue:
             self.grads._complete()
@@ -744,20 +725,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.comm.world == 1:
             return
         if self._built:  # the rest has been compared, and cannot change
-            rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
-            rules["the factor of a pipeline's scale_grads"] = self.scaled_by
+            rules = {**self.factors.rules(), "the factor of a pipeline's scale_grads": self.factors.scaled_by}
         else:
             rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
-        for index, group in enumerate(map(_as_now, self.param_groups)):
+        for index, group in enumerate(map(as_now, self.param_groups)):
             rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
         self.comm.agree({name: _as_number(value) for name, value in rules.items()})
 
     def _compare_parts(self) -> None:
         """Compare with other parts of the model what has a gradient, and what becomes of it: a step of one part alone would be another model's."""
-        rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
         used = {held.unit.names[index] for held in self._trained for index in held.used}
         taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
-        self.everyone.agree({**{name: _as_number(value) for name, value in rules.items()}, **taken}, "have parts of the model that differ")
+        rules = {name: _as_number(value) for name, value in self.factors.rules().items()}
+        self.everyone.agree({**rules, **taken}, "have parts of the model that differ")
 
     @property
     def rules(self) -> list[Rule]:
@@ -790,25 +770,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _clip(self) -> None:
         """Clip and scale the gradients that are there, as they are about to be looked at or changed, by what was asked for."""
-        by, self.clip_by, self.scaled_by = self.clip_by * self.scaled_by, 1.0, 1.0
+        by = self.factors.take()
         for held in self._trained if by != 1 else ():
             if held.used:
                 held.spent = by / self.scaler.scale
                 held.renew()
-
-    def _loss_scale(self) -> float:
-        return self.scaler.scale
-
-    def _grad_scale(self, norm: float) -> float:
-        """The factor of gradients in the update, if ``norm`` is their norm."""
-        return self.scaled_by * self.clip_by * clip_coefficient(norm, self.max_norm) / self.scaler.scale
-
-    def _grad_scale_of(self, squares: float) -> float:
-        return self._grad_scale(norm_of(squares * self.scaled_by**2, self.scaler.scale))
-
-    def _options(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The options of each parameter's group, as they are now."""
-        return {param: options for group in self.param_groups for options in [_as_now(group)] for param in group["params"]}
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
@@ -818,111 +784,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         on_device = [part for part, _ in sums if isinstance(part, Tensor)]
         values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
         found = [(next(values) if isinstance(part, Tensor) else part, counts) for part, counts in sums]
-        total = sum(part for part, counts in found if counts or not math.isfinite(part)) * self.scaled_by**2
+        total = sum(part for part, counts in found if counts or not math.isfinite(part)) * self.factors.scaled_by**2
         if (self.config.stage > 0 and self.comm.world > 1) or self.parts.count > 1:
             everywhere = torch.tensor([total], dtype=torch.float64)
             self.everyone.all_reduce(everywhere)
             total = everywhere.item()
         return norm_of(total, self.scaler.scale)
-
-    def _update(self, grad_scale: float, is_delayed: bool = False) -> None:
-        """fetch -> update -> cast -> evict -> upload -> gather, unit by unit; of the step before, where updates are delayed."""
-        beside = self.config.overlap_step
-        group_of = self._options()  # what is updated in the background must not see what schedulers write meanwhile
-        self._keep_state()
-        for held in self.held:
-            held.adopt_writes()  # may refuse, before anything is changed
-        tasks: dict[int, Task] = {}
-        try:
-            for number, held in enumerate(self.held):
-                if held.shard is not None and held.used:
-                    runs = list(held.runs(group_of, held.used))
-                    held.count_step(group_of)
-                    publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, runs, publish, grad_scale, set(held.used))
-            if self.delay is None or not is_delayed:
-                self._run_tasks(tasks)
-                return
-            self._run_tasks(self.delay.take())
-            self.delay.begin(tasks, self.held)
-        except BaseException as error:
-            self.integrity.tear(error)
-            raise
-
-    def _run_tasks(self, tasks: dict[int, Task]) -> None:
-        """Update in the background, or at once."""
-        if self.config.overlap_step:
-            self._update_beside(tasks)
-            return
-        self._update_now(tasks)
-        for number, task in tasks.items():
-            self.held[number].updated(task.used)
-            self.held[number].underway = task
-            self.held[number].arrive()
-
-    def _apply_delayed(self) -> None:
-        """Make the update that has been delayed count."""
-        if self.delay is None or not self.delay.pending:
-            return
-        self._finish_update()
-        try:
-            self.partition.reset()  # what was asked for ahead has the old values
-            self._keep_state()
-            for held in self.held:
-                held.adopt_writes()
-            self._run_tasks(self.delay.take())
-        except BaseException as error:
-            self.integrity.tear(error)
-            raise
-
-    def update_order(self) -> tuple[list[int], bool]:
-        """In which order the next update goes through the units that are trained, by number; and whether from the last chunk to the first."""
-        trained = [number for number, held in enumerate(self.held) if held.shard is not None]
-        if isinstance(self.publisher, Group):  # ranks publish alike, and a forward may use units of its own (experts): as backward ended with them
-            return [self.grads.stores[position].index for position in reversed(self.grads.order)], False
-        if self.config.overlap_step:  # as forward will want them
-            order = [number for number in self.forward_order if self.held[number].shard is not None]
-            return order + [number for number in trained if number not in self.forward_order], False
-        if "nvme" in self.tiers:  # there and back again: what is still in memory comes first
-            return trained, self.counters["steps"] % 2 == 1
-        return [self.grads.stores[position].index for position in self.grads.order], False  # in which gradients have left
-
-    def _update_now(self, tasks: dict[int, Task]) -> None:
-        """Update in this thread."""
-        order, backwards = self.update_order()
-        options = Options(self.num_threads, keep="nvme" in self.tiers, backwards=backwards)
-        pipeline.update([tasks[number] for number in order if number in tasks], options)
-
-    def _update_beside(self, tasks: dict[int, Task]) -> None:
-        """Hand the update over to the worker."""
-        order = [number for number in self.update_order()[0] if number in tasks]
-        ordered = [tasks[number] for number in order]
-        shared = [number for number in order if self.held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
-        threads = self._threads_beside
-        pipeline.update(ordered, Options(threads), beside=False)
-        options = Options(threads, mark=self.transfer.mark())
-        tell = functools.partial(save.tell, self.publisher, "the update in the background")
-        self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop, tell=tell))
-        for number in order:
-            self.held[number].updated(tasks[number].used)
-            self.held[number].begin(tasks[number])
-        for number in shared:
-            self.held[number].arrive()
-
-    @property
-    def _threads_beside(self) -> int:
-        """Threads of the update in the background: one is left for this one, which launches what the device computes."""
-        return self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
-
-    def _finish_update(self) -> None:
-        """Wait for what is updated in the background."""
-        for held in self.held:
-            try:
-                held.arrive()
-            except BaseException as error:
-                if held.underway is not None and held.underway.done.error is error:  # and not Ctrl-C: that ends the waiting only
-                    self.integrity.tear(error)
-                raise
 
     def _fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
@@ -939,11 +806,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.drop_gradient()
         if self.speculation is not None:
             self.speculation.begin()
-        self._between_steps()
-
-    def _between_steps(self) -> None:
         self.grads.flushed = False
-        self.max_norm, self.clip_by, self.scaled_by = self.config.clip_grad_norm, 1.0, 1.0
+        self.factors.begin()
 
     def _report_skip(self) -> None:
         self.counters["skipped_steps"] += 1
@@ -986,9 +850,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _settle_state(self) -> None:
         self._check_open()
-        self._apply_delayed()
+        self.updates.apply_delayed()
         self._end_save()
-        self._finish_update()
+        self.updates.wait()
 
     def _keep_state(self) -> None:
         """Keep what user code has made of ``optimizer.state``: no update has begun since it was shown."""
@@ -1063,7 +927,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
         self._end_save()
         self._keep_state()
-        self._apply_delayed()
+        self.updates.apply_delayed()
         for held in self.held:
             if not async_save or held.taken or held.written_since(None):
                 held.arrive()
@@ -1110,9 +974,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         with save.together(self.everyone, "load_checkpoint()"):
             self._end_save()
-            self._end_update()
-            if self.delay is not None:
-                self.delay.forget()
+            self.updates.join()
+            if self.updates.delay is not None:
+                self.updates.delay.forget()
             self._drop_gradients()
             for held in self._trained:
                 held.shown_state.clear()
@@ -1136,8 +1000,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self.integrity.check("consolidated_state_dict()")
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
-        self._apply_delayed()
-        self._finish_update()
+        self.updates.apply_delayed()
+        self.updates.wait()
         self.partition.reset()
         return consolidated(self, wanted, rank0_only, names)
 
@@ -1158,7 +1022,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             **self.counters,
             **(self.speculation.counters if self.speculation is not None else {}),
-            "grad_norm": self.last_norm,
+            "grad_norm": self.factors.norm,
             "loss_scale": self.scaler.scale,
             "gathers": prefetcher.uses,
             "prefetch_hits": prefetcher.hits,
@@ -1226,8 +1090,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         try:
             if not self.integrity.interrupted:
-                self._apply_delayed()
-                self._finish_update()
+                self.updates.settle()
             self._end_save()
             self.grads.forget()
             if gather:
@@ -1241,25 +1104,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.closed = self.closed = True
         for one in (self, *self.inners):
             one.state = defaultdict(dict)
-        self._end_update()
+        self.updates.join()
         for held in self.held:
             held.let_be()
         self._close_memory()
         self.claim.release()
         self.comm.close()
         self.everyone.close()
-        self.publisher.close()
-
-    def _end_update(self) -> None:
-        """Return when the update in the background has ended, well or not."""
-        for held in self.held:
-            if held.underway is not None:
-                held.underway.done.join()
-                if held.underway.done.error is None:
-                    held.arrive()
-                elif held.shard is not None:
-                    held.transfer.follow(held.shard.arriving)  # what was updated before the error is on its way
-                    held.forget_update()
+        self.updates.publisher.close()
 
     def _close_memory(self) -> None:
         """End the threads, remove files, and give page-locked memory back."""
@@ -1300,17 +1152,6 @@ def _logged() -> Iterator[None]:
 def _as_number(option: Any) -> Any:
     """An option, to be compared: 1 is 1.0."""
     return int(option) if isinstance(option, float) and option.is_integer() else option
-
-
-def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on in the background."""
-
-    def value(option: Any) -> Any:
-        if isinstance(option, (Tensor, np.generic)):
-            return option.item()
-        return tuple(map(value, option)) if isinstance(option, (tuple, list)) else option
-
-    return {name: value(option) for name, option in group.items() if name != "params"}
 
 
 def _remove(*handles: list[RemovableHandle]) -> None:

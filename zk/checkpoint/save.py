@@ -97,7 +97,7 @@ class Part:
 
 def parts_of(optimizer: Training) -> list[Part]:
     """All that this rank writes, in the order in which the next update changes it."""
-    order, backwards = optimizer.update_order()
+    order, backwards = optimizer.updates.order()
     parts: list[Part] = []
     if optimizer.comm.replica:
         return parts

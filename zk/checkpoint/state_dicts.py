@@ -20,8 +20,7 @@ def export(optimizer: Any) -> dict[str, Any]:
     """See ``ZeroOptimizer.state_dict``."""
     optimizer._check_open()
     if not optimizer.integrity.interrupted:
-        optimizer._apply_delayed()
-        optimizer._finish_update()
+        optimizer.updates.settle()
     if optimizer.integrity.interrupted:
         log.warning("this state_dict() is of mixed parameters and state: %s", optimizer.integrity.interrupted)
     optimizer._keep_state()
@@ -75,8 +74,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for held in optimizer._trained:
         held.shown_state.clear()
     if not optimizer.integrity.interrupted:
-        optimizer._apply_delayed()
-    optimizer._end_update()
+        optimizer.updates.apply_delayed()
+    optimizer.updates.join()
     if optimizer.integrity.interrupted:
         optimizer._drop_gradients()  # which the step that ended half-way was given
     # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
