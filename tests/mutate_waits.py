@@ -59,6 +59,7 @@ FILES = (
     "zk/checkpoint/load.py",
     "zk/optimizer.py",
     "zk/updates.py",
+    "zk/holding.py",
     "zk/checkpoint/state_dicts.py",
     "zk/assemble.py",
     "zk/activations.py",
@@ -94,7 +95,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/optimizer.py", "ZeroOptimizer.consolidated_state_dict", "self.updates.wait()"): (
         "each unit is waited for as it is read; over NCCL this keeps the collectives of two communicators apart, which no test can hold up"
     ),
-    ("zk/optimizer.py", "ZeroOptimizer.unfreeze", "self.updates.wait()"): (
+    ("zk/holding.py", "unfreeze", "optimizer.updates.wait()"): (
         "stores that are given up are waited for as they are pinned, and the others stay as they are; over NCCL, again, it keeps two "
         "communicators apart"
     ),

@@ -50,7 +50,7 @@ SIZES = {
     # 60 and 870 for whole matrices
     # 385 and 3,430 for states that stream through the device: buffers, streams of their own, shadows there, and the share of each side
     # 345 and 4,200 for state in 8 bits: codes and masters of 24 bits in plain torch, on the host and as a kernel, which are bits of many short words
-    "core": (13_870, 105_450),
+    "core": (13_935, 105_700),
     "accumulation": (930, 7_695),  # all micro-batches block by block
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -104,8 +104,8 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
 # one asks the rule for the numbers of a parameter, one for the rule of each group
 # one has the scalars of Adam, which are also checked before training
-# files: two more for what was in optimizer.py
-STEPS = {2: (30, 141, 12, 8), 3: (30, 140, 12, 8)}
+# files: three more for what was in optimizer.py
+STEPS = {2: (31, 141, 12, 8), 3: (31, 140, 12, 8)}
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early, four for states that stream
 CLASSES = 74  # in zk/offload and zk/parallel

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zk import kernels
+from zk import holding, kernels
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
@@ -38,20 +38,17 @@ from zk.checks import (
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
-from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
+from zk.hooks import Calls, ExplainDtypes, Hook, InputCasts, KeepCodes, weakly
 from zk.integrity import Integrity
-from zk.kernels.codec import state_fields
 from zk.logs import log, rank_log
-from zk.materialize import compute_device, give_memory, values_of
-from zk.memory import overwrite, ranks_here, trim
+from zk.materialize import compute_device
+from zk.memory import ranks_here
 from zk.monitor import stop
-from zk.monitor.measured import measure_update
 from zk.monitor.rates import Rates
-from zk.monitor.start import begin, say
+from zk.monitor.start import begin
 from zk.monitor.summary import Summary, nbytes_of, summary_of
 from zk.offload.cpu_adam import default_threads
 from zk.offload.rules import Rule, rules_for
-from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
@@ -66,11 +63,11 @@ from zk.parallel.released import own_grad
 from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import GradFactors, LossScaler, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
-from zk.prequantized import scales_of
+from zk.sides import check_kernels, chosen, settled
 from zk.speculation import Speculation
 from zk.store import UnitStore
 from zk.torch_calls import watch_pipelines, watch_torch
-from zk.units import Unit, find_units
+from zk.units import Unit
 from zk.updates import Updates, as_now
 
 # what torch's optimizers keep hooks in
@@ -141,8 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
             assert self.config.device is None or isinstance(self.config.device, torch.device)
             self.device = self.config.device or compute_device(model)
-            self._choose_overlap()
-            self._check_side()
+            self.config = settled(self.config, self.device)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         try:
             self.parts = connect_parts(self.comm, self.config.model_parallel_group, self.config.replicated_params, model)
@@ -154,6 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.held: list[UnitStore] = []
         self.handles: list[RemovableHandle] = []
         self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
+        self.frozen: list[nn.Parameter] = []  # of the groups; they may be trained later
         self.in_scaled_backward = False
         self.calls = Calls()  # of the model
         self.saved_nbytes = weakref.WeakKeyDictionary[nn.Module, int]()  # for backward, by a call of a block
@@ -208,14 +205,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
         config, device, here = self.config, self.device, ranks_here(self.everyone.world)
-        units = self._found()
+        units = holding.find(self)
         scale = default_loss_scale({unit.dtype for unit in units if unit.trained}) if config.loss_scale == "auto" else config.loss_scale
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         self.factors = GradFactors(self.scaler, config.clip_grad_norm)
-        self._name(list(enumerate(units)))
+        holding.agree(self, list(enumerate(units)))
         self._agree()
         if config.update_on == "auto":
-            self.config = config = dataclasses.replace(config, update_on=self._chosen_side())
+            self.config = config = dataclasses.replace(config, update_on=chosen(self))
         if self.comm.rank == 0:
             for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
                 warn_of_slow_products(slow)
@@ -239,7 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         before = weakly(self.updates.wait) if isinstance(self.updates.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
         self.partition.experts_done = weakly(self.grads.reduce_together)
-        self._place_buffers(device)
+        self.assembly.place_buffers(self.model, self.stored)
         self.grads.loss_scale = functools.partial(getattr, self.scaler, "scale")
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), weakly(self._check_open))
         if config.overlap_step == "backward":
@@ -247,8 +244,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.speculation = Speculation(self.worker, threads, self.transfer, alone, options, self.factors.of_squares)
         if config.delay_update is not None:
             self.updates.delay = DelayedUpdate(config.delay_update, self.worker, self.updates.threads_beside, self.transfer)
-        for unit in units:
-            self._hold(unit, len(self.held))
+        for number, unit in enumerate(units):
+            holding.hold(self, unit, number)
         computes = weakly(self.gradients.computes)
         self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))))
         self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
@@ -262,11 +259,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self.integrity.weights_came))))
         if config.dtype is not None:
             assert isinstance(config.dtype, torch.dtype)
-            self.handles.append(self.model.register_forward_pre_hook(Hook(self.calls.begin), prepend=True))
-            self.handles.append(self.model.register_forward_hook(Hook(self.calls.end), always_call=True))
-            self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
-            self.cast, self.casting = CastPart(config.dtype, self.calls), weakref.WeakSet[nn.Module]((self.model,))
-            self._cast_inputs()
+            self.casts = InputCasts(self.model, config.dtype, self.calls)
+            self.handles += self.casts.handles
             if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
                 self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
         self.partition.attach()
@@ -276,46 +270,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
                 units[0].name,
             )
-        self._make_room()
-        self._note_frozen()
+        holding.complete(self)
         self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
         # before anything is gathered for it
         self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))
         # an optimizer that is dropped takes no gradients away any more
         self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
         self._finalizer.atexit = False
-
-    def _choose_overlap(self) -> None:
-        """Replace "auto" by what gains: nothing does where update and compute share cores and memory."""
-        if self.config.overlap_step == "auto":
-            tiers = {self.config.param_tier, self.config.optimizer_tier}
-            is_elsewhere = bool(tiers - {"device", "host"}) if link_to(self.device).joined else self.config.optimizer_tier != "device"
-            self.config = dataclasses.replace(self.config, overlap_step="backward" if is_elsewhere else False)
-
-    def _check_side(self) -> None:
-        if self.config.streamed_share and (self.device.type != "cuda" or link_to(self.device).joined):
-            raise ValueError(
-                f"update_on={self.config.update_on!r} needs a CUDA device, and the model is on {self.device}, whose memory is the host's; remove it, "
-                "or use update_on='auto'"
-            )
-
-    def _chosen_side(self) -> float | str:
-        """The share of the update that the device does, for "auto": the smallest of all ranks, which divide their state alike."""
-        share = 0.0 if self.transfer.joined or self.device.type != "cuda" else self._best_share()
-        return min(map(float, self.comm.exchange(str(share), "choosing the side of the update"))) or "host"
-
-    def _best_share(self) -> float:
-        """The share by measured rates, for what the first group has that the device can update; 0 if there is none."""
-        able = [(rule, group) for rule, group in zip(self.rules, self.param_groups, strict=True) if group["params"] and rule.has_kernel(group)]
-        if not able:
-            return 0.0
-        rule, group = able[0]
-        dtype, names = self.stored.get(group["params"][0], group["params"][0].dtype), rule.state_names(group)
-        assert isinstance(self.config.state_dtype, torch.dtype)
-        nbytes = sum(kept.itemsize for kept in state_fields(dtype, names, self.config.state_dtype, rule.splits_master).values())
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        rates = measure_update(self.device, self.num_threads, ranks, lambda text: say(f"zk: {text}"))
-        return best_share(rates, nbytes, dtype.itemsize, self.config.param_tier in ("device", "auto"))
 
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
@@ -326,68 +287,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(self.model, self.param_groups, stored, device)
         check_aliases(self.model)
-        for inner, rule in zip(self.inners, self.rule_of_inner, strict=True) if self.config.update_on not in ("host", "auto") else ():
-            if not all(map(rule.has_kernel, inner.param_groups)):
-                raise ValueError(
-                    f"update_on={self.config.update_on!r} needs Adam or AdamW without amsgrad, whose kernel on the device has the bits of the update "
-                    f"in host memory; {type(inner).__name__} has none, so use update_on='host'"
-                )
+        check_kernels(self)
         if self.config.state_dtype != torch.float32:
             check_state_dtype(self.config.state_dtype, self.rules, self.param_groups, stored)
         return stored
-
-    def _found(self) -> list[Unit]:
-        """The units of the model as it is now."""
-        number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        moved = self.config.device is not None
-        experts = self.config.stage == 3  # below it nothing is gathered
-        world, elsewhere = self.comm.world if experts else 1, self.parts.elsewhere
-        rules, kinds = self.rules, None
-        if any(rule is not rules[0] for rule in rules):
-            firsts = [next(place for place, other in enumerate(rules) if other is rule) for rule in rules]
-            kinds = {param: f"the optimizer of group {firsts[index]}" for param, index in number.items()}
-        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, world, elsewhere, kinds)
-
-    def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
-        """Agree with the other ranks on units that are about to be held, each as its number."""
-        names = [store.unit.name for store in self.held]
-        for number, unit in numbered:
-            names[number : number + 1] = [unit.name]
-        params = {
-            name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
-            + scales_of(param)
-            for _, unit in numbered
-            for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
-        }
-        self.comm.name_units(names, params)
-
-    def _hold(self, unit: Unit, number: int) -> None:
-        """Move a unit's parameters into its store, as this number."""
-        held, is_another = self.assembly.hold(number, unit, self.partition, self.grads), number == len(self.held)
-        self.held[number : number + 1] = [held]
-        for position, param in (*enumerate(unit.params), *unit.around.items()):
-            self.units[param] = (held, position)
-        held.owner = weakref.ref(self)
-        if held.shard is not None:
-            held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
-            if self.speculation is not None:
-                held.has_taken = weakly(self.speculation.has_come)
-        if self.config.overlap_step and is_another:  # see in which order forward uses the units, and let each wait for its own update
-            uses = functools.partial(weakly(self.updates.forward_uses), number)
-            self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
-        trim()
-
-    def _make_room(self) -> None:
-        """Take the memory that updates need which begin early, or end late."""
-        if self.speculation is not None or self.updates.delay is not None:
-            self.assembly.cast_shadows(self.held, self.updates.delay is not None)
-
-    def _cast_inputs(self) -> None:
-        """Cast what layers are given, for model.forward(x), model.encode(x), and layers one by one."""
-        for part in self.model.modules():
-            if part not in self.casting and any(param.dtype == self.config.dtype for param in part.parameters()):
-                self.casting.add(part)
-                self.handles.append(part.register_forward_pre_hook(self.cast, with_kwargs=True))
 
     def _before_forward(self, *_: Any) -> None:
         if self.is_parked:
@@ -395,21 +298,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.integrity.check("the model's forward")
         watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
-            self._train_unfrozen()
-
-    def _place_buffers(self, device: torch.device) -> None:
-        """The model's buffers: made if they were deferred, on the device, in their dtype, the first rank's values on all."""
-        for name, buffer in self.model.named_buffers():
-            dtype = self.stored.get(buffer, buffer.dtype)  # (one that came later keeps its own)
-            if buffer.is_meta:
-                give_memory(buffer, values_of(buffer, name).to(device, buffer.dtype))
-            if self.config.device is not None or dtype != buffer.dtype:
-                buffer.data = buffer.data.to(device if self.config.device is not None else buffer.device, dtype)
-            if isinstance(self.comm, Group):
-                values = buffer.data.contiguous()
-                self.comm.broadcast(-1, values)
-                if values.data_ptr() != buffer.data_ptr():
-                    overwrite(buffer, values)
+            holding.train_unfrozen(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that no group has yet: frozen ones, or new ones of an adapter. On all ranks, between steps."""
@@ -431,7 +320,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stored = stored
         new = [
             unit.part(indices, unit.trained, unit.name)
-            for unit in self._found()
+            for unit in holding.find(self)
             if (indices := [index for index, param in enumerate(unit.params) if param not in self.units])
         ]
         self.unfreeze([param for param in added if param in self.units and param.requires_grad], new)
@@ -442,79 +331,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The store of a frozen unit is given up for one of what stays frozen, and one of what is trained now.
         """
-        chosen = set(params)
-        self.assembly.rules = self.rules
-        self.assembly.regroup()
-        self._end_save()
-        self.updates.apply_delayed()
-        self.updates.wait()
-        self.partition.reset()
-        given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.users)]
-        for store in self._trained:  # buffers of the drive may be others afterwards
-            store.shard.drop_attempt()  # type: ignore[union-attr]
-        taken, numbers = {store.unit.name for store in self.held}, itertools.count(len(self.held))
-
-        def another(unit: Unit) -> tuple[int, Unit]:
-            """The unit under a name and a number that no other has."""
-            names = (f"{unit.name} ({count})" if count > 1 else unit.name for count in itertools.count(1))
-            name = next(name for name in names if name not in taken)
-            taken.add(name)
-            return next(numbers), dataclasses.replace(unit, name=name)
-
-        moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
-        for store in given_up:
-            unit = store.unit
-            by_rule: dict[int | None, list[int]] = {}  # None: what stays frozen
-            for index, param in enumerate(unit.users):
-                by_rule.setdefault(id(self.assembly.rule_of[param]) if param in chosen else None, []).append(index)
-            parts = [unit.part(by_rule[rule], rule is not None, unit.name) for rule in sorted(by_rule, key=lambda rule: rule is not None)]
-            moves.append((store, [(store.index, parts[0]), *map(another, parts[1:])]))
-        moves += [(None, [another(unit)]) for unit in new]
-        numbered = [entry for _, entries in moves for entry in entries]
-        self._name(numbered)
-        with save.together(self.comm, "making room for what is trained from now on"):
-            check_whole([unit for _, unit in numbered], self.assembly.rule, self.parts.pieces_of(self.model))
-            self.assembly.place([unit for _, unit in numbered], [store.unit for store in given_up])
-        self.grads.in_backward |= self.comm.world == 1 and self.assembly.updates_elsewhere
-        given_up.clear()  # each one's memory is freed when its parameters are elsewhere
-        try:
-            while moves:
-                before, entries = moves.pop(0)
-                if before is not None:
-                    before.pin()
-                    self.partition.remove(before)
-                for number, unit in entries:
-                    self._hold(unit, number)
-        except BaseException as error:
-            self._fail(error)
-            self.integrity.tear(error)
-            raise
-        for held in self._trained:
-            for index, param in enumerate(held.unit.users):
-                if param in chosen and own_grad(param) is not None:
-                    held.kept.add(index)
-        self.partition.attach()
-        self._make_room()
-        if self.config.dtype is not None:
-            self._cast_inputs()
-        self._note_frozen()
-
-    def _note_frozen(self) -> None:
-        """Note which parameters of the groups are not trained now: they may be later."""
-        self.frozen = [
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if param not in self.units or self.units[param][0].shard is None
-        ]
-
-    def _train_unfrozen(self) -> None:
-        """Train what user code has unfrozen."""
-        with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
-            unfrozen = [param for param in self.frozen if param.requires_grad]
-        if unfrozen:
-            check_params(self.model, self.param_groups, self.stored, None)
-            self.unfreeze(unfrozen)
+        holding.unfreeze(self, params, new)
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
@@ -751,7 +568,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
         check_groups(self.held, self.param_groups, self.rules)
-        self._train_unfrozen()
+        holding.train_unfrozen(self)
         if self.speculation is not None:
             self.speculation.settle()
         self.grads.finish()
