@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ from zk.units import Unit, find_units
 def find(optimizer: Any) -> list[Unit]:
     """The units of the model as it is now."""
     number = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    moved = optimizer.config.device is not None
-    experts = optimizer.config.stage == 3  # below it nothing is gathered
-    world, elsewhere = optimizer.comm.world if experts else 1, optimizer.parts.elsewhere
-    rules, kinds = optimizer.rules, None
+    config, rules, kinds = optimizer.config, optimizer.rules, None
+    experts = config.stage == 3  # below it nothing is gathered
     if any(rule is not rules[0] for rule in rules):
         firsts = [next(place for place, other in enumerate(rules) if other is rule) for rule in rules]
         kinds = {param: f"the optimizer of group {firsts[index]}" for param, index in number.items()}
-    return find_units(optimizer.model, number, optimizer.stored, optimizer.config.units, optimizer.device, moved, experts, world, elsewhere, kinds)
+    moves = optimizer.device, config.device is not None, experts, optimizer.comm.world if experts else 1, optimizer.parts.elsewhere
+    return find_units(optimizer.model, number, optimizer.stored, config.units, *moves, kinds)
 
 
 def agree(optimizer: Any, numbered: Sequence[tuple[int, Unit]]) -> None:
@@ -144,3 +143,26 @@ def unfreeze(optimizer: Any, params: Collection[nn.Parameter], new: Sequence[Uni
     if optimizer.config.dtype is not None:
         optimizer.handles += optimizer.casts.attach()
     complete(optimizer)
+
+
+def add_group(optimizer: Any, add: Callable[[], None]) -> None:
+    """See ``ZeroOptimizer.add_param_group``; ``add`` is torch's own."""
+    if len(optimizer.inners) > 1:
+        raise ValueError("no group can be added to a list of optimizers; make each with all its groups, also of parameters that are frozen now")
+    before = len(optimizer.param_groups)
+    try:
+        with save.together(optimizer.comm, "add_param_group()"):
+            add()
+            stored = optimizer._checked()
+        optimizer._agree()
+    except BaseException:
+        del optimizer.param_groups[before:]
+        raise
+    optimizer.stored = stored
+    new = [
+        unit.part(indices, unit.trained, unit.name)
+        for unit in find(optimizer)
+        if (indices := [index for index, param in enumerate(unit.params) if param not in optimizer.units])
+    ]
+    added = optimizer.param_groups[-1]["params"]
+    unfreeze(optimizer, [param for param in added if param in optimizer.units and param.requires_grad], new)

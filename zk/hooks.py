@@ -107,6 +107,7 @@ class InputCasts:
             model.register_forward_hook(Hook(calls.end), always_call=True),
             model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True),
             *self.attach(),
+            model.register_forward_hook(ExplainDtypes(dtype), always_call=True),
         ]
 
     def attach(self) -> Iterator[RemovableHandle]:

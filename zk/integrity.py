@@ -47,8 +47,7 @@ class Integrity:
     @contextlib.contextmanager
     def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
         """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
-        before = self.interrupted
-        self.interrupted, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
+        self.interrupted, self.mixed = self.interrupted or f"{what} has not come to its end", self.mixed.union(kinds)
         try:
             # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
             part = save.together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()

@@ -23,7 +23,7 @@ from zk import holding, kernels
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
-from zk.checkpoint import base, load, save, state_dicts
+from zk.checkpoint import load, save, state_dicts
 from zk.checkpoint.consolidated import consolidated
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
@@ -38,7 +38,7 @@ from zk.checks import (
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
-from zk.hooks import Calls, ExplainDtypes, Hook, InputCasts, KeepCodes, weakly
+from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
 from zk.integrity import Integrity
 from zk.logs import log, rank_log
 from zk.materialize import compute_device
@@ -46,7 +46,7 @@ from zk.memory import ranks_here
 from zk.monitor import stop
 from zk.monitor.rates import Rates
 from zk.monitor.start import begin
-from zk.monitor.summary import Summary, nbytes_of, summary_of
+from zk.monitor.summary import Summary, metrics_of, summary_of
 from zk.offload.cpu_adam import default_threads
 from zk.offload.rules import Rule, rules_for
 from zk.offload.streams import link_to
@@ -72,8 +72,6 @@ from zk.updates import Updates, as_now
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
-
-
 # fields of ZeroConfig that may differ from rank to rank
 _OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
 
@@ -136,8 +134,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
 
-            assert self.config.device is None or isinstance(self.config.device, torch.device)
-            self.device = self.config.device or compute_device(model)
+            self.device = torch.device(self.config.device or compute_device(model))
             self.config = settled(self.config, self.device)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         try:
@@ -146,6 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.comm.fail(error)
             raise
         self.everyone = self.parts.everyone
+        self.apart = self.everyone is not self.comm and self.comm.world > 1  # some wait in what this part does, others in what all do
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
         self.handles: list[RemovableHandle] = []
@@ -213,16 +211,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agree()
         if config.update_on == "auto":
             self.config = config = dataclasses.replace(config, update_on=chosen(self))
-        if self.comm.rank == 0:
-            for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
-                warn_of_slow_products(slow)
+        for slow in {unit.dtype for unit in units if unit.device.type == "cpu"} if self.comm.rank == 0 else ():
+            warn_of_slow_products(slow)
         if config.check_memory:
-            ranks = self.comm.world
-            states, joined = [inner.state for inner in self.inners], self.transfer.joined
-            case = Case(self.model, self.stored, units, self.param_groups, self.rules, states, device, joined, self.comm.shards, here, ranks)
-            refuse_what_cannot_fit(case, config, self.comm)
-        rules, groups = self.rules, self.param_groups
-        self.assembly = Assembly(config, self.comm, rules, self.num_threads, groups, device, self.transfer, self.worker, here)
+            memory = [inner.state for inner in self.inners], device, self.transfer.joined, self.comm.shards, here, self.comm.world
+            refuse_what_cannot_fit(Case(self.model, self.stored, units, self.param_groups, self.rules, *memory), config, self.comm)
+        placed_by = config, self.comm, self.rules, self.num_threads, self.param_groups
+        self.assembly = Assembly(*placed_by, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
         check_whole(units, self.assembly.rule, self.parts.pieces_of(self.model))
         self.assembly.place(units)
@@ -246,23 +241,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.updates.delay = DelayedUpdate(config.delay_update, self.worker, self.updates.threads_beside, self.transfer)
         for number, unit in enumerate(units):
             holding.hold(self, unit, number)
-        computes = weakly(self.gradients.computes)
-        self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))))
-        self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
-        self.handles.append(self.model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True))
-        ends_save = weakly(self._end_save)
-        for module in self.model.modules():
-            if any(map(is_dtensor, module.parameters(recurse=False))):
-                self.handles.append(module.register_state_dict_post_hook(show))  # type: ignore[no-untyped-call]
-        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
-        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self.integrity.weights_come))))
-        self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self.integrity.weights_came))))
-        if config.dtype is not None:
-            assert isinstance(config.dtype, torch.dtype)
+        model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self._end_save)
+        self.handles += (
+            model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))),
+            model.register_forward_pre_hook(Hook(functools.partial(computes, True))),
+            model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True),
+            model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())),  # it writes what is being saved
+            model.register_load_state_dict_pre_hook(Hook(weakly(self.integrity.weights_come))),
+            model.register_load_state_dict_post_hook(Hook(weakly(self.integrity.weights_came))),
+        )
+        cut = (module for module in model.modules() if any(map(is_dtensor, module.parameters(recurse=False))))
+        self.handles += (module.register_state_dict_post_hook(show) for module in cut)  # type: ignore[no-untyped-call]
+        if isinstance(config.dtype, torch.dtype):
             self.casts = InputCasts(self.model, config.dtype, self.calls)
             self.handles += self.casts.handles
-            if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
-                self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
         self.partition.attach()
         if len(units) == 1 and self.partition.by_storage:
             log.warning(
@@ -272,17 +264,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         holding.complete(self)
         self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
-        # before anything is gathered for it
-        self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))
+        self.handles.append(model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))  # before anything is gathered for it
         # an optimizer that is dropped takes no gradients away any more
         self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
         self._finalizer.atexit = False
 
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
-        dtype, device = self.config.dtype, self.config.device
+        dtype, device = self.config.dtype, None if self.config.device is None else torch.device(self.config.device)
         assert dtype is None or isinstance(dtype, torch.dtype)
-        assert device is None or isinstance(device, torch.device)
         tie_inner(self.model)
         stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(self.model, self.param_groups, stored, device)
@@ -302,28 +292,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that no group has yet: frozen ones, or new ones of an adapter. On all ranks, between steps."""
-        if not self._built:
+        if self._built:
+            holding.add_group(self, functools.partial(super().add_param_group, param_group))
+        else:
             super().add_param_group(param_group)
-            return
-        if len(self.inners) > 1:
-            raise ValueError("no group can be added to a list of optimizers; make each with all its groups, also of parameters that are frozen now")
-        before = len(self.param_groups)
-        try:
-            with save.together(self.comm, "add_param_group()"):
-                super().add_param_group(param_group)
-                stored = self._checked()
-            self._agree()
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-        added = set(self.param_groups[-1]["params"])
-        self.stored = stored
-        new = [
-            unit.part(indices, unit.trained, unit.name)
-            for unit in holding.find(self)
-            if (indices := [index for index, param in enumerate(unit.params) if param not in self.units])
-        ]
-        self.unfreeze([param for param in added if param in self.units and param.requires_grad], new)
 
     @torch.no_grad()
     def unfreeze(self, params: Collection[nn.Parameter], new: Sequence[Unit] = ()) -> None:
@@ -385,8 +357,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self.integrity.check("accumulate()")
-        apart = self.everyone is not self.comm and self.comm.world > 1
-        with save.telling(self.everyone, "accumulate()", self._fail if apart else None):
+        with save.telling(self.everyone, "accumulate()", self._fail if self.apart else None):
             kept = 0 if keep_activations == 0 else parse_nbytes(keep_activations, "keep_activations")
             return accumulate(self, list(batches), loss_fn, kept)
 
@@ -408,8 +379,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        apart = self.everyone is not self.comm and self.comm.world > 1  # some wait in what this part does, others in what all do
-        with save.telling(self.everyone, "step()", self._fail if apart else None):
+        with save.telling(self.everyone, "step()", self._fail if self.apart else None):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -426,13 +396,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not any(held.used for held in self.held):
             self._without_gradient()
             return loss
-        if self.parts.count > 1:
-            self._compare_parts()
-        norm = self.factors.norm = self._global_norm()
-        grad_scale = self.factors.of(norm)
+        norm = self._measure()
+        grad_scale, is_finite = self.factors.of(norm), math.isfinite(norm)
         if self.speculation is not None:
             self.speculation.know(grad_scale)
-        if math.isfinite(norm):
+        if is_finite:
             self.updates.run(grad_scale)
             self.counters["steps"] += 1
         else:
@@ -441,9 +409,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.speculation is not None:
             self.speculation.ended(self._trained)
         for held in self._trained:
-            if not held.used or not math.isfinite(norm):
+            if not held.used or not is_finite:
                 held.drop_gradient()
-        self.scaler.update(overflow=not math.isfinite(norm))
+        self.scaler.update(overflow=not is_finite)
         self.grads.flushed = False
         self.factors.begin()
         self.partition.prefetcher.between_passes()
@@ -503,9 +471,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be more than 0; got {max_norm!r}")
         self._reduce()
-        if self.parts.count > 1:
-            self._compare_parts()
-        self.factors.norm = self._global_norm()
+        self._measure()
         return torch.tensor(self.factors.clip(float(max_norm)))
 
     def scale_grads(self, by: float) -> None:
@@ -547,14 +513,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
         for index, group in enumerate(map(as_now, self.param_groups)):
             rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
-        self.comm.agree({name: _as_number(value) for name, value in rules.items()})
+        self.comm.agree(rules)
 
-    def _compare_parts(self) -> None:
-        """Compare with other parts of the model what has a gradient, and what becomes of it: a step of one part alone would be another model's."""
-        used = {held.unit.names[index] for held in self._trained for index in held.used}
-        taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
-        rules = {name: _as_number(value) for name, value in self.factors.rules().items()}
-        self.everyone.agree({**rules, **taken}, "have parts of the model that differ")
+    def _measure(self) -> float:
+        """Take the norm, after parts of the model have compared what has a gradient: a step of one part alone would be another model's."""
+        if self.parts.count > 1:
+            used = {held.unit.names[index] for held in self._trained for index in held.used}
+            taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
+            self.everyone.agree({**self.factors.rules(), **taken}, "have parts of the model that differ")
+        self.factors.norm = self._global_norm()
+        return self.factors.norm
 
     @property
     def rules(self) -> list[Rule]:
@@ -736,36 +704,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             OSError: if the drive refuses or has no room; what fails on one rank raises on all. With ``async_save`` it is the next step()
                 after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
         """
-        self._check_open()
-        self.integrity.check("save_checkpoint()")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
-        if on_save_error not in ("raise", "warn"):
-            raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
-        self._end_save()
-        self._keep_state()
-        self.updates.apply_delayed()
-        for held in self.held:
-            if not async_save or held.taken or held.written_since(None):
-                held.arrive()
-            if held.underway is None:
-                held.adopt_writes()  # what the user wrote since the last step
-        self.partition.reset()
-        quiet, self.saved_to, self.resume_from = on_save_error == "warn", Path(directory), None
-        digests = None if frozen else base.digests(self)
-        with save.together(self.everyone, f"saving into {directory}"):
-            begun = save.Save(self, Path(directory), scheduler, extra, keep, digests)
-        if async_save:
-            if self.saver is None:
-                self.saver = save.Saver(self.everyone)
-            self.saver.start(begun, save.room_for_copies(self), quiet)
-            return begun.final
-        try:
-            begun.run(self.everyone)
-        except OSError as error:
-            save.refuse(error, quiet)
-            return None
-        return begun.final
+        return save.start(self, Path(directory), scheduler, extra, keep, async_save, on_save_error, frozen)
 
     def _end_save(self) -> None:
         """Wait for the save that goes on in the background."""
@@ -830,23 +769,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
         training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.
         """
-        prefetcher, nvme = self.partition.prefetcher, self.tiers.get("nvme")
-        moved: dict[str, float] = nvme.metrics() if isinstance(nvme, NVMeTier) else {}
-        if self.transfer.nbytes:
-            moved["pinned_nbytes"] = self.transfer.nbytes
-        if self.saver is not None:
-            moved["save_stall_ms"] = self.saver.stall_ms
-        return {
-            **self.counters,
-            **(self.speculation.counters if self.speculation is not None else {}),
-            "grad_norm": self.factors.norm,
-            "loss_scale": self.scaler.scale,
-            "gathers": prefetcher.uses,
-            "prefetch_hits": prefetcher.hits,
-            **moved,
-            **{f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in nbytes_of(self).items()},
-            **self.rates.take(),
-        }
+        return metrics_of(self)
 
     def summary(self) -> Summary:
         """Bytes of each kind of training state on each tier, and bytes that a step moves, of this rank: ``print(optimizer.summary())``."""
@@ -857,18 +780,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_() if self._built and not self.closed else repr(self)
-
-    def is_vertical(self, order: str, micro_batches: int) -> bool:
-        """Tell if micro-batches are to go block by block: "vertical", "horizontal", or "auto", which is by what each of them would move.
-
-        That is something where parameters or gradients go, in forward and backward, to another rank or memory than they are computed in.
-        """
-        if order != "auto" or micro_batches < 2:
-            return order == "vertical" and micro_batches > 1
-        here = "host" if self.held[0].unit.device.type == "cpu" else "device"
-        tiers = {held.param_tier for held in self.held if held.is_partitioned}
-        tiers |= {section.tier for held in self._trained if held.shard for section in held.shard.sections}
-        return self.comm.world > 1 or bool(tiers - {here, "device"})
 
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""
@@ -938,8 +849,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.worker.close()
         if "device" in self.tiers and self.assembly.stream is not None:
             self.assembly.stream.synchronize()
-        nvme = self.tiers.get("nvme")
-        if isinstance(nvme, NVMeTier):
+        if isinstance(nvme := self.tiers.get("nvme"), NVMeTier):
             nvme.close()
         self.transfer.close()
         kernels.free_tables()
@@ -964,11 +874,6 @@ def _logged() -> Iterator[None]:
         yield
     except Exception as error:
         rank_log.error("while closing: %s: %s", type(error).__name__, error)
-
-
-def _as_number(option: Any) -> Any:
-    """An option, to be compared: 1 is 1.0."""
-    return int(option) if isinstance(option, float) and option.is_integer() else option
 
 
 def _remove(*handles: list[RemovableHandle]) -> None:

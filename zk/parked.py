@@ -52,7 +52,6 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             for held in optimizer.held:
                 again.callback(_usable, held, held.on_use)
                 held.refuse(optimizer._check_open)
-                vars(held)["prefetch"] = optimizer._check_open  # which every gather begins with
             optimizer.is_parked = True
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import torch
 
 from zk.config import ZeroConfig
 from zk.kernels.codec import state_fields
+from zk.memory import ranks_here
 from zk.monitor.measured import measure_update
 from zk.monitor.start import say
 from zk.offload.streamed import best_share
@@ -56,6 +56,5 @@ def _best_share(optimizer: Any) -> float:
     rule, group = able[0]
     dtype = optimizer.stored.get(group["params"][0], group["params"][0].dtype)
     nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule.state_names(group), config.state_dtype, rule.splits_master).values())
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    rates = measure_update(optimizer.device, optimizer.num_threads, ranks, lambda text: say(f"zk: {text}"))
+    rates = measure_update(optimizer.device, optimizer.num_threads, ranks_here(optimizer.everyone.world), lambda text: say(f"zk: {text}"))
     return best_share(rates, nbytes, dtype.itemsize, config.param_tier in ("device", "auto"))

@@ -76,8 +76,8 @@ class Speculation:
             return
         if step.options is None:
             step.options = self.options()
-        runs = list(store.runs(step.options, set(store.unreduced) if self.is_alone else used))
-        attempt = Attempt(store.unit.name, grads, shard.rule, runs, self.grad_scale(0.0), self.transfer.mark(), has_counted=self._taken)
+        change = store.change(step.options, set(store.unreduced) if self.is_alone else used, self.grad_scale(0.0))
+        attempt = Attempt(store.unit.name, grads, change, self.transfer.mark(), has_counted=self._taken)
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
         arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])
         attempt.done = self.worker.submit(functools.partial(self._run, step, attempt, shard, arrival))
@@ -93,7 +93,7 @@ class Speculation:
             found = [section.grads.sum_of_squares() for section in shard.sections if section.beside]
             step.squares += sum(part for part in found if isinstance(part, float))
         # sums of squares only grow
-        step.is_clipped |= not math.isfinite(step.squares) or self.grad_scale(step.squares) != attempt.grad_scale
+        step.is_clipped |= not math.isfinite(step.squares) or self.grad_scale(step.squares) != attempt.change.grad_scale
         if not step.is_clipped:
             attempt.run(self.num_threads, self.worker.stop)
             self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.grads)

@@ -36,18 +36,16 @@ class Updates:
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit; of the step before, where updates are delayed."""
         optimizer, held = self.optimizer, self.optimizer.held
         group_of = self.options()  # what is updated in the background must not see what schedulers write meanwhile
-        optimizer._keep_state()
-        for store in held:
-            store.adopt_writes()  # may refuse, before anything is changed
+        self._adopt()  # may refuse, before anything is changed
         tasks: dict[int, Task] = {}
         try:
             for number, store in enumerate(held):
                 if store.shard is not None and store.used:
-                    runs = list(store.runs(group_of, store.used))
+                    change = store.change(group_of, store.used, grad_scale)
                     store.count_step(group_of)
                     publish = functools.partial(store.publish_beside, self.publisher) if optimizer.config.overlap_step else store.publish
-                    tasks[number] = Task(store.unit.name, store.shard, runs, publish, grad_scale, set(store.used))
-            if self.delay is None or optimizer.counters["steps"] + optimizer.counters["skipped_steps"] < self.delay.since:
+                    tasks[number] = Task(store.unit.name, store.shard, change, publish, set(store.used))
+            if self.delay is None or sum(optimizer.counters.values()) < self.delay.since:
                 self._run(tasks)
                 return
             self._run(self.delay.take())
@@ -64,9 +62,7 @@ class Updates:
         self.wait()
         try:
             optimizer.partition.reset()  # what was asked for ahead has the old values
-            optimizer._keep_state()
-            for store in optimizer.held:
-                store.adopt_writes()
+            self._adopt()
             self._run(self.delay.take())
         except BaseException as error:
             optimizer.integrity.tear(error)
@@ -119,6 +115,12 @@ class Updates:
     def options(self) -> dict[nn.Parameter, dict[str, Any]]:
         """The options of each parameter's group, as they are now."""
         return {param: options for group in self.optimizer.param_groups for options in [as_now(group)] for param in group["params"]}
+
+    def _adopt(self) -> None:
+        """Take over what user code has made of states and parameters."""
+        self.optimizer._keep_state()
+        for store in self.optimizer.held:
+            store.adopt_writes()
 
     def _run(self, tasks: dict[int, Task]) -> None:
         """Update in the background, or at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -51,9 +52,10 @@ def part(optimizer: Any, inner: torch.optim.Optimizer) -> dict[str, Any]:
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """See ``ZeroOptimizer.load_state_dict``."""
     optimizer._check_open()
+    together = functools.partial(save.together, optimizer.everyone, "load_state_dict()")
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    with save.together(optimizer.everyone, "load_state_dict()"):
+    with together():
         params = _saved_params(optimizer, state_dict)
     # (Adagrad has a state of what is frozen, too)
     states = state_dict["state"]
@@ -63,7 +65,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     frozen = [params[key] for key in given if optimizer.units[params[key]][0].shard is None]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
-    with save.together(optimizer.everyone, "load_state_dict()"):
+    with together():
         plan: list[Callable[[], None]] = []
         for key, param in params.items():
             held, index = optimizer.units[param]
@@ -79,14 +81,14 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     if optimizer.integrity.interrupted:
         optimizer._drop_gradients()  # which the step that ended half-way was given
     # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
-    entries = [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
-    with_values = all("master" in entry for entry in entries) and all(held.shard is None or held.shard.has_master for held in optimizer.held)
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    with_values = all("master" in states.get(key, {}) for key in keys) and all(held.shard is None or held.shard.has_master for held in optimizer.held)
     with optimizer.integrity.replacing("load_state_dict()", ("state", "parameters") if with_values else ("state",)):
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for held in optimizer._trained:
             held.settle()
-        with save.together(optimizer.everyone, "load_state_dict()"):  # all of it, before ranks exchange anything
+        with together():  # all of it, before ranks exchange anything
             for write in plan:
                 write()
         for held in optimizer._trained:
@@ -118,9 +120,5 @@ def _saved_params(optimizer: Any, state_dict: dict[str, Any]) -> dict[int, nn.Pa
     for number, (group, saved, rule) in enumerate(zip(optimizer.param_groups, saved_groups, optimizer.rules, strict=True)):
         check_options(number, group, saved, "the state")
         check_group({param: held for param, (held, _) in optimizer.units.items()}, {**group, **saved, "params": group["params"]}, rule)
-    found: dict[int, nn.Parameter] = {}
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        for key, param in zip(saved["params"], group["params"], strict=True):
-            if not is_coded(param):
-                found[key] = param
-    return found
+    pairs = (zip(saved["params"], group["params"], strict=True) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True))
+    return {key: param for key, param in itertools.chain.from_iterable(pairs) if not is_coded(param)}

@@ -96,14 +96,15 @@ def _adam_kernel(
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
+    own = None if master is None else master + start
     if start + BLOCK <= numel:  # no mask: 16 bytes at a time
         _adam_block(
-            param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
+            param + start, grad + start, own, exp_avg + start, exp_avg_sq + start,
             scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step, None, FROM_GRAD, L2, SPLIT, CODED, BLOCK,
         )  # fmt: skip
     else:
         _adam_block(
-            param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
+            param + start, grad + start, own, exp_avg + start, exp_avg_sq + start,
             scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step,
             (numel - start).to(tl.int32), FROM_GRAD, L2, SPLIT, CODED, BLOCK,
         )  # fmt: skip

@@ -96,5 +96,5 @@ def _has_signs(fields: Mapping[str, Tensor]) -> bool:
 
 
 def _copy(field: Tensor, values: Tensor) -> None:
-    if field.data_ptr() != values.data_ptr() or field.dtype != values.dtype:
+    if field.data_ptr() != values.data_ptr():
         field.copy_(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -62,35 +62,32 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor], bounds: Sequence[int], st
 
 
 def update_chunks(
-    param: Tensor,
+    fields: Mapping[str, Tensor],
     grad: Tensor,
-    master: Tensor | None,
-    exp_avg_sq: Tensor | None,
     scale: float,
     update: Callable[[Tensor, Tensor, slice], Tensor | None],
     chunk: int = CHUNK,
 ) -> None:
     """Call ``update(x, g, piece)`` for each piece of ``chunk`` elements: x the fp32 master, changed in place, g the scaled fp32 gradient.
 
-    Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master. What is
-    returned are bits for the rounding of a 24-bit one.
-    Where a parameter is not its master rounded, somebody wrote it, and the master follows.
+    Reads the master of ``fields`` in any layout (codec.py), and writes master and parameter back with one rounding. What is returned are bits
+    for the rounding of a 24-bit one. Where a parameter is not its master rounded, somebody wrote it, and the master follows.
     """
-    chunk = chunk if param.device.type == "cpu" else chunk << 8  # an accelerator wants few, long launches
-    for start in range(0, param.numel(), chunk):
+    master = fields.get("master")
+    chunk = chunk if grad.device.type == "cpu" else chunk << 8  # an accelerator wants few, long launches
+    for start in range(0, len(grad), chunk):
         piece = slice(start, start + chunk)
         g = grad[piece].to(torch.float32, copy=True)
         if scale != 1.0:
             g.mul_(scale)
-        kept = {"param": param, "master": master, "exp_avg_sq": exp_avg_sq}
-        fields = {name: field[piece] for name, field in kept.items() if field is not None}
-        x = codec.read(fields, "master")
+        here = {name: field[piece] for name, field in fields.items()}
+        x, param = codec.read(here, "master"), here["param"]
         if master is not None and master.dtype == torch.float32:
-            written = x.to(param.dtype) != param[piece]  # from outside, since the last update
-            x.copy_(torch.where(written, param[piece].float(), x))
+            written = x.to(param.dtype) != param  # from outside, since the last update
+            x.copy_(torch.where(written, param.float(), x))
         elif master is not None and master.dtype == torch.int16:
-            fields["exp_avg_sq"].abs_()
-        codec.write(fields, {"master": x}, update(x, g, piece))
+            here["exp_avg_sq"].abs_()
+        codec.write(here, {"master": x}, update(x, g, piece))
 
 
 def adam(
@@ -120,7 +117,8 @@ def adam(
         codec.write(moments, {"exp_avg": m, "exp_avg_sq": v}, mix)
         return mix
 
-    update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
+    fields = {"param": param, "exp_avg_sq": exp_avg_sq} | ({} if master is None else {"master": master})
+    update_chunks(fields, grad, step.signed_scale, update)
 
 
 def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False) -> None:

@@ -240,3 +240,24 @@ def _notes(optimizer: Any, traffic: Traffic) -> list[str]:
     if traffic.uploaded or traffic.offloaded:
         notes.append(f"{who} moves {size(traffic.uploaded) or 'nothing'} to the GPU and {size(traffic.offloaded) or 'nothing'} from it")
     return notes
+
+
+def metrics_of(optimizer: Any) -> dict[str, float]:
+    """See ``ZeroOptimizer.metrics``."""
+    prefetcher = optimizer.partition.prefetcher
+    moved: dict[str, float] = optimizer.tiers["nvme"].metrics() if "nvme" in optimizer.tiers else {}
+    if optimizer.transfer.nbytes:
+        moved["pinned_nbytes"] = optimizer.transfer.nbytes
+    if optimizer.saver is not None:
+        moved["save_stall_ms"] = optimizer.saver.stall_ms
+    return {
+        **optimizer.counters,
+        **(optimizer.speculation.counters if optimizer.speculation is not None else {}),
+        "grad_norm": optimizer.factors.norm,
+        "loss_scale": optimizer.scaler.scale,
+        "gathers": prefetcher.uses,
+        "prefetch_hits": prefetcher.hits,
+        **moved,
+        **{f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in nbytes_of(optimizer).items()},
+        **optimizer.rates.take(),
+    }

@@ -236,27 +236,12 @@ class CPUAdam(torch.optim.Optimizer):
                 if not state:
                     state.update(self._start(param))
                 state["step"] += 1
-                scalars = AdamStep(
-                    lr=float(group["lr"]),
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=self.decoupled,
-                    step=int(state["step"]),
-                    maximize=group["maximize"],
-                )
+                # by its own arguments, whatever else a group that was loaded says
+                options = {**group, "decoupled_weight_decay": self.decoupled, "amsgrad": False}
                 flat = {name: kept.view(-1) for name, kept in state.items()}
-                adam_(
-                    param.detach().view(-1),
-                    param.grad.contiguous().view(-1),
-                    flat.get("master"),
-                    flat["exp_avg"],
-                    flat["exp_avg_sq"],
-                    scalars,
-                    engine=self.engine,
-                    num_threads=self.num_threads,
-                )
+                given = (param.detach().view(-1), param.grad.contiguous().view(-1), flat.get("master"), flat["exp_avg"], flat["exp_avg_sq"])
+                scalars = AdamStep.of(options, self.decoupled, int(state["step"]))
+                adam_(*given, scalars, engine=self.engine, num_threads=self.num_threads)
                 torch.autograd.graph.increment_version(param)
         return loss
 

@@ -1,13 +1,7 @@
 """Adam in host memory, compiled by numba: gradients, parameters and state in one pass.
 
-Formulas are those of torch.optim.AdamW, operation for operation, fused multiply-adds where torch's CPU kernels use them:
-    g = grad * grad_scale                       (+ weight_decay * x, for Adam)
-    x = x * (1 - lr * weight_decay)             (AdamW)
-    m = fma(1 - beta1, g - m, m)
-    v = fma((1 - beta2) * g, g, beta2 * v)
-    x = x - (lr / bc1) * m / (sqrt(v) / sqrt(bc2) + eps)
-Bytes per parameter, bf16 gradient and parameter: 28 with an fp32 master (2 grad, 4 + 4 master, 8 + 8 moments, 2 param), 26 with a
-split master. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
+Formulas and bytes are those of the device's kernel (zk/kernels/adam.py), and of torch.optim.AdamW, operation for operation, with fused
+multiply-adds where torch's CPU kernels use them. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
 
 Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of fp16, uint8 codes (eight_bit.py).
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 from zk.events import COMPLETED, Event
 from zk.kernels import codec
 from zk.offload.attempt import Attempt
-from zk.offload.rules import Rule, Run, apply
+from zk.offload.rules import Change, Rule
 from zk.offload.section import Opened, Section, opened
 from zk.offload.snapshot import Unread
 from zk.offload.tiers import Grads
@@ -153,8 +153,7 @@ class OptimizerShard:
     def update(
         self,
         number: int,
-        runs: Sequence[Run],
-        grad_scale: float,
+        change: Change,
         num_threads: int,
         keep: bool,
         mark: Event | None,
@@ -168,19 +167,19 @@ class OptimizerShard:
         ``handed_over``: the gradient of each section that is not where the next one will be.
         """
         section, chunk = self.places[number]
-        is_done = unread is None and attempt is not None and attempt.commit(section, runs, grad_scale)
+        is_done = unread is None and attempt is not None and attempt.commit(section, change)
         grads = handed_over.get(section, section.grads)
         if not is_done and section.stream is not None:
             with contextlib.nullcontext() if unread is None else unread.before_change(number) as hand:
                 if hand is not None:
                     with self.opened(number) as fields:
                         hand(fields)
-                section.stream_through(section.stream, None, grads, chunk, self.rule, runs, grad_scale, mark, keep)
+                section.stream_through(None, grads, chunk, change, mark, keep)
         elif not is_done:
             with self.changed(number, unread, keep) as fields:
                 grad = grads.open(chunk)
                 try:
-                    apply(self.rule, fields, grad, chunk, runs, grad_scale, num_threads)
+                    change.apply(fields, grad, chunk, num_threads)
                 finally:
                     grads.close(chunk)
         event = section.take_home(chunk, mark, section.shadow if is_done else None)
@@ -195,13 +194,9 @@ class OptimizerShard:
         section.state.fetch(chunk)
         section.param.fetch(chunk)
 
-    def dtype_of(self, kind: str) -> torch.dtype:
-        """The dtype of what ``exact`` returns."""
-        return codec.dtype_of(self.dtypes, kind)
-
     def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:
         """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk; codes as bf16, which tells them apart."""
-        return codec.read(_part(fields, here), kind).to(self.dtype_of(kind))
+        return codec.read(_part(fields, here), kind).to(codec.dtype_of(self.dtypes, kind))
 
     def put(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
         """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
@@ -214,15 +209,6 @@ class OptimizerShard:
             section.transfer.follow(self.arriving)
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
-
-    def get_master(self, part: slice) -> Tensor:
-        """The fp32 master of ``part``; may be a view."""
-        return self.get_state("master", part)
-
-    def set_master(self, part: slice, values: Tensor) -> None:
-        """Write (n,) ``values`` of any precision into master and parameter of ``part``."""
-        self.set_state("master", part, values)
-        self.upload()
 
     @property
     def has_copies(self) -> bool:
@@ -249,12 +235,14 @@ class OptimizerShard:
         self.upload()
 
     def get_state(self, name: str, part: slice) -> Tensor:
-        """The state ``name`` of ``part`` in fp32; a view where that is what is stored."""
+        """The "master" of ``part``, or a state by name, in fp32; a view where that is what is stored."""
         return self._read(part, lambda fields, here: codec.read(_part(fields, here), name).float())
 
     def set_state(self, name: str, part: slice, values: Tensor) -> None:
-        """Overwrite the state ``name`` of ``part``; the others keep their value."""
+        """Overwrite the "master" of ``part``, with the parameter, or a state by name, by (n,) ``values``; the others keep their value."""
         self._write(part, lambda fields, here, there: codec.write(_part(fields, here), {name: values[there]}))
+        if name == "master":
+            self.upload()
 
     @property
     def nbytes(self) -> list[tuple[str, str, int]]:
