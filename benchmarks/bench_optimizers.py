@@ -29,7 +29,7 @@ def by_zk(kind: type[torch.optim.Optimizer], param: Tensor, grad: Tensor) -> Wor
     """Chunks of one shard, as the scheduler updates them; Muon's are matrices."""
     options = kind([torch.zeros(2, 2, requires_grad=True)])  # type: ignore[call-arg]
     rule, group = rule_for(options), options_of(options.param_groups[0])
-    fields: dict[str, Tensor | None] = {name: torch.zeros(param.numel()) for name in rule.state_names(group)}
+    fields: dict[str, Tensor] = {name: torch.zeros(param.numel()) for name in rule.state_names(group)}
     fields |= {"param": param, "grad": grad, "master": param.float()}
     size, count = (SIDE * SIDE, 0) if rule.is_whole else (param.numel(), 0)
     scalars = None
@@ -39,7 +39,8 @@ def by_zk(kind: type[torch.optim.Optimizer], param: Tensor, grad: Tensor) -> Wor
         for start in range(0, param.numel(), size):
             part = slice(start, start + size)
             run = Run(part, group, count + 1, scalars, (lambda flat: flat.view(SIDE, -1)) if rule.is_whole else None)
-            rule.update({name: None if field is None else field[part] for name, field in fields.items()}, run, 1.0, torch.get_num_threads())
+            here = {name: field[part] for name, field in fields.items()}
+            rule.update(here, here.pop("grad"), run, 1.0, torch.get_num_threads())
         count, scalars = count + 1, rule.scalars(group, scalars)
 
     return update

@@ -58,6 +58,9 @@ FILES = (
     "zk/checkpoint/shown.py",
     "zk/checkpoint/load.py",
     "zk/optimizer.py",
+    "zk/updates.py",
+    "zk/holding.py",
+    "zk/checkpoint/state_dicts.py",
     "zk/assemble.py",
     "zk/activations.py",
     "zk/offload/stash.py",
@@ -92,10 +95,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
         "the host the collective reads that memory, and nothing here can hold it up"
     ),
-    ("zk/optimizer.py", "ZeroOptimizer.consolidated_state_dict", "self._finish_update()"): (
+    ("zk/optimizer.py", "ZeroOptimizer.consolidated_state_dict", "self.updates.wait()"): (
         "each unit is waited for as it is read; over NCCL this keeps the collectives of two communicators apart, which no test can hold up"
     ),
-    ("zk/optimizer.py", "ZeroOptimizer.unfreeze", "self._finish_update()"): (
+    ("zk/holding.py", "unfreeze", "optimizer.updates.wait()"): (
         "stores that are given up are waited for as they are pinned, and the others stay as they are; over NCCL, again, it keeps two "
         "communicators apart"
     ),
@@ -103,7 +106,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 # statements that are nothing but a wait
 _WAITS = frozenset(
-    "wait synchronize _wait follow arrive settle stall updating join _settle _finish_update _end_update _after_writes".split()  # noqa: SIM905
+    "wait synchronize _wait follow arrive settle stall updating join _settle _after_writes".split()  # noqa: SIM905
 )
 # a call of these may be told what to come after
 _TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))

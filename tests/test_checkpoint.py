@@ -90,7 +90,7 @@ def snapshot(model: GPT, optimizer: zk.ZeroOptimizer) -> dict[str, torch.Tensor]
         if held.shard is None:
             continue
         for kind in ("master", *held.shard.names):
-            full = held.whole_of(held.shard.get_master if kind == "master" else lambda part, kind=kind, held=held: held.shard.get_state(kind, part))
+            full = held.whole_of(lambda part, kind=kind, held=held: held.shard.get_state(kind, part))
             for index, name in enumerate(held.unit.names):
                 found[f"{kind} {name}"] = full[held.layout.whole(index)].clone()
     return {name: value.cpu() for name, value in found.items()}

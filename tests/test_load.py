@@ -189,7 +189,7 @@ def test_any_entry_that_is_missing_or_of_another_kind_is_a_checkpoint_error_or_d
         except CheckpointError:
             assert same(before, everything(model, optimizer)), (path, spoil)
         else:  # an entry that decides nothing: its loss is no harm
-            assert not optimizer.interrupted
+            assert not optimizer.integrity.interrupted
             for file, data in originals.items():
                 file.write_bytes(data)
             optimizer.load_checkpoint(copied, scheduler=scheduler)
@@ -375,7 +375,7 @@ def deep(folder: str) -> dict[str, str]:
     tried("extra", lambda: optimizer.save_checkpoint(root / "other", extra=object() if rank else None))
     tried("extra beside", lambda: optimizer.save_checkpoint(root / "other", extra=object() if rank else None, async_save=True))
     if rank:
-        optimizer._tear(ArithmeticError("of the second rank"))
+        optimizer.integrity.tear(ArithmeticError("of the second rank"))
     tried("a torn step", optimizer.step if rank else lambda: train(model, optimizer, steps=2))
     state = optimizer.state_dict()
     if rank:
@@ -491,7 +491,7 @@ def test_a_state_that_is_wrong_is_found_before_anything_changes(name: str) -> No
     before = everything(model, optimizer)
     with pytest.raises(ValueError, match=r"\S"):
         optimizer.load_state_dict(state)
-    assert same(before, everything(model, optimizer)) and not optimizer.interrupted
+    assert same(before, everything(model, optimizer)) and not optimizer.integrity.interrupted
     train(model, optimizer, steps=2)
     optimizer.close()
 

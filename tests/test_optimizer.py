@@ -152,7 +152,7 @@ def test_clip_grad_norm_returns_torchs_norm_and_clips() -> None:
     assert optimizer.metrics()["grad_norm"] == pytest.approx(mine.item())
     # for one step only
     step(model, optimizer, 3)
-    assert optimizer.max_norm is None
+    assert optimizer.factors.max_norm is None
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
@@ -204,9 +204,9 @@ def test_groups_added_before_the_first_step_train_and_keep_masters() -> None:
     model, other = pair()
     optimizer = wrap(model, adamw(model.blocks.parameters()), dtype="bf16")
     rest = [p for n, p in model.named_parameters() if not n.startswith("blocks")]
-    master = optimizer.held[0].shard.get_master(slice(0, 8)).clone()  # type: ignore[union-attr]
+    master = optimizer.held[0].shard.get_state("master", slice(0, 8)).clone()  # type: ignore[union-attr]
     optimizer.add_param_group({"params": rest, "weight_decay": 0.0})
-    assert torch.equal(optimizer.held[0].shard.get_master(slice(0, 8)), master)  # type: ignore[union-attr]
+    assert torch.equal(optimizer.held[0].shard.get_state("master", slice(0, 8)), master)  # type: ignore[union-attr]
     assert len(optimizer.inners[0].param_groups) == 2
     rest = [param for name, param in other.named_parameters() if not name.startswith("blocks")]
     both = torch.optim.AdamW([{"params": other.blocks.parameters()}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)

@@ -616,7 +616,7 @@ def launches_of_the_step_after(use: str) -> list[str]:
     model = Skips().to(device)
     launched, training_goes_on = [], threading.Event()
     with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, optimizer_tier="host", overlap_step=True) as optimizer:
-        publisher = optimizer.publisher
+        publisher = optimizer.updates.publisher
         assert isinstance(publisher, Group) and publisher is not optimizer.comm
         publish, reduce, broadcast = publisher.all_gather, optimizer.comm.reduce_scatter, optimizer.comm.broadcast
 

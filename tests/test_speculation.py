@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import tempfile
@@ -342,9 +343,9 @@ def test_units_whose_gradients_come_first_have_shadows_as_far_as_memory_is_left(
 def test_the_norm_decides() -> None:
     """Planted fault: what began in backward counts whatever was expected of it. The tests above would notice."""
 
-    def commit(self: Attempt, section: Any, runs: Any, grad_scale: float) -> bool:
-        self.grad_scale = grad_scale
-        return real(self, section, runs, grad_scale)
+    def commit(self: Attempt, section: Any, change: Any) -> bool:
+        self.change = dataclasses.replace(self.change, grad_scale=change.grad_scale)
+        return real(self, section, change)
 
     real = Attempt.commit
     with mock.patch.object(Attempt, "commit", commit):

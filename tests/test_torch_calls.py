@@ -46,7 +46,7 @@ def test_an_infinite_norm_asks_for_the_norm_and_leaves_the_configs_limit() -> No
     model, optimizer = trained(clip_grad_norm=0.05)
     loss_of(model, batch(0)).backward()
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item() > 0.05
-    assert optimizer.max_norm == 0.05
+    assert optimizer.factors.max_norm == 0.05
 
 
 def test_clipping_a_norm_that_is_not_finite_raises_where_that_is_asked_for() -> None:

@@ -54,7 +54,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             owner._check_open()
             if write:
                 owner._end_save()  # which may read what is written here
-                owner._finish_update()  # which publishes on the same ranks
+                owner.updates.wait()  # which publishes on the same ranks
             unit, index = owner.units[param]
             held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[UnitStore] = []

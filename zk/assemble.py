@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from zk.config import ZeroConfig
 from zk.logs import log
 from zk.materialize import give_memory, values_of
+from zk.memory import overwrite
 from zk.offload.nvme import ALIGN, Excerpt, round_up
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
@@ -121,6 +123,20 @@ class Assembly(Placement):
             nvme.crosses = self.stream is not None
             nvme.create()
         self.units = [*others, *units]
+
+    def place_buffers(self, model: nn.Module, stored: Mapping[Tensor, torch.dtype]) -> None:
+        """The model's buffers: made if they were deferred, on the device, in their dtype, the first rank's values on all."""
+        for name, buffer in model.named_buffers():
+            dtype = stored.get(buffer, buffer.dtype)  # (one that came later keeps its own)
+            if buffer.is_meta:
+                give_memory(buffer, values_of(buffer, name).to(self.device, buffer.dtype))
+            if self.config.device is not None or dtype != buffer.dtype:
+                buffer.data = buffer.data.to(self.device if self.config.device is not None else buffer.device, dtype)
+            if isinstance(self.comm, Group):
+                values = buffer.data.contiguous()
+                self.comm.broadcast(-1, values)
+                if values.data_ptr() != buffer.data_ptr():
+                    overwrite(buffer, values)
 
     def _agreed_rooms(self) -> dict[str, int]:
         """The least that any rank has: all divide their state alike, as they publish and gather it in one order, and over one backend."""

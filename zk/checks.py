@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zk.kernels.step import AdamStep
 from zk.materialize import can_make, device_of
 from zk.offload.rules import AdamRule, OwnStep, Rule
 from zk.owners import inner_tensors, is_coded, is_dtensor, is_wrapper, owner_of
@@ -229,7 +230,7 @@ def check_state_dtype(dtype: object, rules: Sequence[Rule], groups: Sequence[Map
             if not isinstance(rule, AdamRule):
                 name = getattr(rule, "name", "SGD")
                 raise ValueError(f"state_dtype='8bit' is for AdamW and Adam, whose second moment bounds the first one; got {name}: remove it")
-            rule.step(group, 1).check_coded()
+            AdamStep.of(group, rule.decoupled, 1).check_coded()
             if any(stored.get(param) == torch.float16 for param in group["params"] if param.requires_grad):
                 raise ValueError("state_dtype='8bit' is for parameters in bf16 and fp32: fp16 has no 24-bit master; use dtype='bf16', or remove it")
         return

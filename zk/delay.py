@@ -41,7 +41,7 @@ class DelayedUpdate:
             grads = {section: its for section, its in task.handed_over.items() if section.shadow is not None}
             if not grads or task.unread is not None:
                 continue
-            attempt = Attempt(task.name, grads, shard.rule, task.runs, task.grad_scale, self.transfer.mark(), True)
+            attempt = Attempt(task.name, grads, task.change, self.transfer.mark(), True)
             task.attempt = shard.attempt = attempt
             attempt.done = self.worker.submit(functools.partial(attempt.run, self.num_threads, self.worker.stop))
 

@@ -7,12 +7,13 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 
 class Hook:
@@ -89,6 +90,32 @@ class CastPart(CastInputs):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if self.calls.depth else super().__call__(module, args, kwargs)
+
+
+class InputCasts:
+    """Casts of what a model is given: by its own call, for model.encode(x), and for layers one by one.
+
+    Args:
+        dtype: of its parameters.
+        calls: counter of the model's calls.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, calls: Calls) -> None:
+        self.model, self.part, self.casting = model, CastPart(dtype, calls), weakref.WeakSet((model,))
+        self.handles = [
+            model.register_forward_pre_hook(Hook(calls.begin), prepend=True),
+            model.register_forward_hook(Hook(calls.end), always_call=True),
+            model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True),
+            *self.attach(),
+            model.register_forward_hook(ExplainDtypes(dtype), always_call=True),
+        ]
+
+    def attach(self) -> Iterator[RemovableHandle]:
+        """Hook parts of the model that have no hook yet."""
+        for part in self.model.modules():
+            if part not in self.casting and any(param.dtype == self.part.dtype for param in part.parameters()):
+                self.casting.add(part)
+                yield part.register_forward_pre_hook(self.part, with_kwargs=True)
 
 
 _TWO_DTYPES = re.compile(

@@ -10,77 +10,68 @@ import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zk import kernels, numa
+from zk import holding, kernels, numa
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
-from zk.checkpoint import base, load, save
+from zk.checkpoint import load, save, state_dicts
+from zk.checkpoint.consolidated import consolidated
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
 from zk.checks import (
     check_aliases,
     check_arguments,
-    check_group,
     check_groups,
-    check_options,
     check_params,
-    check_scale_and_counters,
     check_state_dtype,
     check_whole,
 )
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
 from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
-from zk.hooks import Calls, CastInputs, CastPart, ExplainDtypes, Hook, KeepCodes, weakly
+from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
+from zk.integrity import Integrity
 from zk.logs import log, rank_log
-from zk.materialize import compute_device, give_memory, values_of
-from zk.memory import overwrite, ranks_here, trim
+from zk.materialize import compute_device
+from zk.memory import ranks_here
 from zk.monitor import stop
-from zk.monitor.measured import measure_update
 from zk.monitor.rates import Rates
-from zk.monitor.start import begin, say
-from zk.monitor.summary import Summary, nbytes_of, summary_of
-from zk.offload import pipeline
+from zk.monitor.start import begin
+from zk.monitor.summary import Summary, metrics_of, summary_of
 from zk.offload.cpu_adam import default_threads
-from zk.offload.pipeline import Options, Task
-from zk.offload.rules import Rule, Run, rules_for
-from zk.offload.state import state_fields
-from zk.offload.streamed import best_share
+from zk.offload.rules import Rule, rules_for
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.owners import held_params, inner_tensors, is_coded, is_dtensor, owner_of, rebuilt, tie_inner
-from zk.parallel.comm import Group, Solo, connect, giving_up
-from zk.parallel.dtensors import is_first_part, join_parts, show
+from zk.owners import held_params, is_dtensor, owner_of, tie_inner
+from zk.parallel.comm import Group, connect, giving_up
+from zk.parallel.dtensors import show
 from zk.parallel.grads import GradReducer
 from zk.parallel.model_parallel import connect_parts
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
-from zk.precision import LossScaler, clip_coefficient, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
-from zk.prequantized import scales_of
+from zk.precision import GradFactors, LossScaler, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
+from zk.sides import check_kernels, chosen, settled
 from zk.speculation import Speculation
 from zk.store import UnitStore
-from zk.tiles import pieces_of
 from zk.torch_calls import watch_pipelines, watch_torch
-from zk.units import Unit, find_units
+from zk.units import Unit
+from zk.updates import Updates, as_now
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
-
-
 # fields of ZeroConfig that may differ from rank to rank
 _OF_A_RANK = ("device", "process_group", "model_parallel_group", "units", "num_threads", "nvme_path", "host_budget", "device_budget")
 
@@ -143,10 +134,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
 
-            assert self.config.device is None or isinstance(self.config.device, torch.device)
-            self.device = self.config.device or compute_device(model)
-            self._choose_overlap()
-            self._check_side()
+            self.device = torch.device(self.config.device or compute_device(model))
+            self.config = settled(self.config, self.device)
         self.comm = connect(self.config.process_group, self.config.overlap, self.device, self.config.exact_reduce)
         try:
             self.parts = connect_parts(self.comm, self.config.model_parallel_group, self.config.replicated_params, model)
@@ -154,28 +143,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.comm.fail(error)
             raise
         self.everyone = self.parts.everyone
+        self.apart = self.everyone is not self.comm and self.comm.world > 1  # some wait in what this part does, others in what all do
         numa.bind(numa.find(self.device))
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
-        self.forward_order: dict[int, None] = {}  # of units, with overlap_step
         self.handles: list[RemovableHandle] = []
         self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
-        self.max_norm = self.config.clip_grad_norm
-        self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
-        self.scaled_by = 1.0  # and what scale_grads has; their norm is taken after it
+        self.frozen: list[nn.Parameter] = []  # of the groups; they may be trained later
         self.in_scaled_backward = False
         self.calls = Calls()  # of the model
         self.saved_nbytes = weakref.WeakKeyDictionary[nn.Module, int]()  # for backward, by a call of a block
         self.counters = {"steps": 0, "skipped_steps": 0}
-        self.last_norm = math.nan
-        self.interrupted = ""  # what has left parameters and state mixed
-        self.mixed: set[str] = set()  # which of them
+        self.integrity = Integrity(self.comm, self.everyone, self.held)
         self.tiers: dict[str, Tier] = {}
         self.transfer = Transfer(link_to(self.device), None, self.config.overlap)
         self.worker = Worker("zk update")
         self.speculation: Speculation | None = None
-        self.delay: DelayedUpdate | None = None
-        self.publisher: Solo | Group = Solo()
+        self.updates = Updates(self)
         self.claim = Claim()  # of the folders that it saves into
         self.saver: save.Saver | None = None  # made with the first save in the background
         self.saved_to: Path | None = None  # the folder of the last checkpoint that was saved or loaded
@@ -187,10 +171,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with _logged():
                 self._close_memory()
             raise
-        scale = self.config.loss_scale
-        if scale == "auto":
-            scale = default_loss_scale({held.unit.dtype for held in self.held if held.shard})
-        self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         watch_torch()
         watch_pipelines()
         shown, self.state = self.state, defaultdict(dict)
@@ -224,36 +204,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
         config, device, here = self.config, self.device, ranks_here(self.everyone.world)
-        units = self._found()
-        self._name(list(enumerate(units)))
+        units = holding.find(self)
+        scale = default_loss_scale({unit.dtype for unit in units if unit.trained}) if config.loss_scale == "auto" else config.loss_scale
+        self.scaler = LossScaler(scale)  # type: ignore[arg-type]
+        self.factors = GradFactors(self.scaler, config.clip_grad_norm)
+        holding.agree(self, list(enumerate(units)))
         self._agree()
         if config.update_on == "auto":
-            self.config = config = dataclasses.replace(config, update_on=self._chosen_side())
-        if self.comm.rank == 0:
-            for slow in {unit.dtype for unit in units if unit.device.type == "cpu"}:
-                warn_of_slow_products(slow)
+            self.config = config = dataclasses.replace(config, update_on=chosen(self))
+        for slow in {unit.dtype for unit in units if unit.device.type == "cpu"} if self.comm.rank == 0 else ():
+            warn_of_slow_products(slow)
         if config.check_memory:
-            ranks = self.comm.world
-            states, joined = [inner.state for inner in self.inners], self.transfer.joined
-            case = Case(self.model, self.stored, units, self.param_groups, self.rules, states, device, joined, self.comm.shards, here, ranks)
-            refuse_what_cannot_fit(case, config, self.comm)
-        rules, groups = self.rules, self.param_groups
-        self.assembly = Assembly(config, self.comm, rules, self.num_threads, groups, device, self.transfer, self.worker, here)
+            memory = [inner.state for inner in self.inners], device, self.transfer.joined, self.comm.shards, here, self.comm.world
+            refuse_what_cannot_fit(Case(self.model, self.stored, units, self.param_groups, self.rules, *memory), config, self.comm)
+        placed_by = config, self.comm, self.rules, self.num_threads, self.param_groups
+        self.assembly = Assembly(*placed_by, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
         check_whole(units, self.assembly.rule, self.parts.pieces_of(self.model))
         self.assembly.place(units)
         if config.overlap_step and config.stage in (1, 2) and isinstance(self.comm, Group):
             self.refuse_collectives_beside("model parallel ranks" if self.parts.count > 1 else "")
-            self.publisher = self.comm.twin()  # ranks' connections of the update that goes on in the background
+            self.updates.publisher = self.comm.twin()
         self.partition = Partition(self.model, config.prefetch, weakly(self._written), self.comm)
         # alone, gradients go on as they are produced only if the optimizer's memory is not the device's
         in_backward = self.assembly.updates_elsewhere if self.comm.world == 1 else config.stage != 1
         # the update publishes from its own thread: all of it comes before the next reduction, so every rank launches both in one order
-        before = weakly(self._finish_update) if isinstance(self.publisher, Group) else lambda: None
+        before = weakly(self.updates.wait) if isinstance(self.updates.publisher, Group) else lambda: None
         self.grads = GradReducer(self.comm, in_backward, config.stage == 0, weakly(self._check_arrival), self.transfer.follow, before)
         self.partition.experts_done = weakly(self.grads.reduce_together)
-        self._place_buffers(device)
-        self.grads.loss_scale = weakly(self._loss_scale)
+        self.assembly.place_buffers(self.model, self.stored)
+        self.grads.loss_scale = functools.partial(getattr, self.scaler, "scale")
         self.grads.agrees = not config.keep_gradients and self.comm.world > 1
         if self.grads.agrees and config.stage == 1:
             raise ValueError(
@@ -262,34 +242,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         looks_at = functools.partial(weakly(self._check_kept), "reading or writing param.grad")
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), looks_at)
         if config.overlap_step == "backward":
-            options = weakly(self._options)
-            alone = self.comm.world == 1
-            keeps, scale = config.keep_gradients, weakly(self._grad_scale_of)
-            self.speculation = Speculation(self.worker, self._threads_beside, self.transfer, alone, keeps, options, scale)
+            alone, keeps, threads, options = self.comm.world == 1, config.keep_gradients, self.updates.threads_beside, weakly(self.updates.options)
+            self.speculation = Speculation(self.worker, threads, self.transfer, alone, keeps, options, self.factors.of_squares)
         if config.delay_update is not None:
-            self.delay = DelayedUpdate(config.delay_update, self.worker, self._threads_beside, self.transfer)
-        for unit in units:
-            self._hold(unit, len(self.held))
-        computes = weakly(self.gradients.computes)
-        self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))))
-        self.handles.append(self.model.register_forward_pre_hook(Hook(functools.partial(computes, True))))
-        self.handles.append(self.model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True))
-        ends_save = weakly(self._end_save)
-        for module in self.model.modules():
-            if any(map(is_dtensor, module.parameters(recurse=False))):
-                self.handles.append(module.register_state_dict_post_hook(show))  # type: ignore[no-untyped-call]
-        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())))  # it writes what is being saved
-        self.handles.append(self.model.register_load_state_dict_pre_hook(Hook(weakly(self._weights_come))))
-        self.handles.append(self.model.register_load_state_dict_post_hook(Hook(weakly(self._weights_came))))
-        if config.dtype is not None:
-            assert isinstance(config.dtype, torch.dtype)
-            self.handles.append(self.model.register_forward_pre_hook(Hook(self.calls.begin), prepend=True))
-            self.handles.append(self.model.register_forward_hook(Hook(self.calls.end), always_call=True))
-            self.handles.append(self.model.register_forward_pre_hook(CastInputs(config.dtype), with_kwargs=True))
-            self.cast, self.casting = CastPart(config.dtype, self.calls), weakref.WeakSet[nn.Module]((self.model,))
-            self._cast_inputs()
-            if any(buffer.is_floating_point() and buffer.dtype != config.dtype for buffer in self.model.buffers()):
-                self.handles.append(self.model.register_forward_hook(ExplainDtypes(config.dtype), always_call=True))
+            self.updates.delay = DelayedUpdate(config.delay_update, self.worker, self.updates.threads_beside, self.transfer)
+        for number, unit in enumerate(units):
+            holding.hold(self, unit, number)
+        model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self._end_save)
+        self.handles += (
+            model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))),
+            model.register_forward_pre_hook(Hook(functools.partial(computes, True))),
+            model.register_forward_hook(Hook(functools.partial(computes, False)), always_call=True),
+            model.register_load_state_dict_pre_hook(Hook(lambda *_: ends_save())),  # it writes what is being saved
+            model.register_load_state_dict_pre_hook(Hook(weakly(self.integrity.weights_come))),
+            model.register_load_state_dict_post_hook(Hook(weakly(self.integrity.weights_came))),
+        )
+        cut = (module for module in model.modules() if any(map(is_dtensor, module.parameters(recurse=False))))
+        self.handles += (module.register_state_dict_post_hook(show) for module in cut)  # type: ignore[no-untyped-call]
+        if isinstance(config.dtype, torch.dtype):
+            self.casts = InputCasts(self.model, config.dtype, self.calls)
+            self.handles += self.casts.handles
         self.partition.attach()
         if len(units) == 1 and self.partition.by_storage:
             log.warning(
@@ -297,171 +269,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",
                 units[0].name,
             )
-        self._make_room()
-        self._note_frozen()
+        holding.complete(self)
         self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
-        # before anything is gathered for it
-        self.handles.append(self.model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))
+        self.handles.append(model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))  # before anything is gathered for it
         # an optimizer that is dropped takes no gradients away any more
         self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
         self._finalizer.atexit = False
 
-    def _choose_overlap(self) -> None:
-        """Replace "auto" by what gains: nothing does where update and compute share cores and memory."""
-        if self.config.overlap_step == "auto":
-            tiers = {self.config.param_tier, self.config.optimizer_tier}
-            is_elsewhere = bool(tiers - {"device", "host"}) if link_to(self.device).joined else self.config.optimizer_tier != "device"
-            self.config = dataclasses.replace(self.config, overlap_step="backward" if is_elsewhere else False)
-
-    def _check_side(self) -> None:
-        if self.config.streamed_share and (self.device.type != "cuda" or link_to(self.device).joined):
-            raise ValueError(
-                f"update_on={self.config.update_on!r} needs a CUDA device, and the model is on {self.device}, whose memory is the host's; remove it, "
-                "or use update_on='auto'"
-            )
-
-    def _chosen_side(self) -> float | str:
-        """The share of the update that the device does, for "auto": the smallest of all ranks, which divide their state alike."""
-        share = 0.0 if self.transfer.joined or self.device.type != "cuda" else self._best_share()
-        return min(map(float, self.comm.exchange(str(share), "choosing the side of the update"))) or "host"
-
-    def _best_share(self) -> float:
-        """The share by measured rates, for what the first group has that the device can update; 0 if there is none."""
-        able = [(rule, group) for rule, group in zip(self.rules, self.param_groups, strict=True) if group["params"] and rule.has_kernel(group)]
-        if not able:
-            return 0.0
-        rule, group = able[0]
-        dtype, names = self.stored.get(group["params"][0], group["params"][0].dtype), rule.state_names(group)
-        assert isinstance(self.config.state_dtype, torch.dtype)
-        nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule, names, self.config.state_dtype).values())
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        rates = measure_update(self.device, self.num_threads, ranks, lambda text: say(f"zk: {text}"))
-        return best_share(rates, nbytes, dtype.itemsize, self.config.param_tier in ("device", "auto"))
-
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
-        dtype, device = self.config.dtype, self.config.device
+        dtype, device = self.config.dtype, None if self.config.device is None else torch.device(self.config.device)
         assert dtype is None or isinstance(dtype, torch.dtype)
-        assert device is None or isinstance(device, torch.device)
         tie_inner(self.model)
         stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
         check_params(self.model, self.param_groups, stored, device)
         check_aliases(self.model)
-        for inner, rule in zip(self.inners, self.rule_of_inner, strict=True) if self.config.update_on not in ("host", "auto") else ():
-            if not all(map(rule.has_kernel, inner.param_groups)):
-                raise ValueError(
-                    f"update_on={self.config.update_on!r} needs Adam or AdamW without amsgrad, whose kernel on the device has the bits of the update "
-                    f"in host memory; {type(inner).__name__} has none, so use update_on='host'"
-                )
+        check_kernels(self)
         if self.config.state_dtype != torch.float32:
             check_state_dtype(self.config.state_dtype, self.rules, self.param_groups, stored)
         return stored
 
-    def _found(self) -> list[Unit]:
-        """The units of the model as it is now."""
-        number = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        moved = self.config.device is not None
-        experts = self.config.stage == 3  # below it nothing is gathered
-        world, elsewhere = self.comm.world if experts else 1, self.parts.elsewhere
-        rules, kinds = self.rules, None
-        if any(rule is not rules[0] for rule in rules):
-            firsts = [next(place for place, other in enumerate(rules) if other is rule) for rule in rules]
-            kinds = {param: f"the optimizer of group {firsts[index]}" for param, index in number.items()}
-        return find_units(self.model, number, self.stored, self.config.units, self.device, moved, experts, world, elsewhere, kinds)
-
-    def _name(self, numbered: Sequence[tuple[int, Unit]]) -> None:
-        """Agree with the other ranks on units that are about to be held, each as its number."""
-        names = [store.unit.name for store in self.held]
-        for number, unit in numbered:
-            names[number : number + 1] = [unit.name]
-        params = {
-            name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
-            + scales_of(param)
-            for _, unit in numbered
-            for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
-        }
-        self.comm.name_units(names, params)
-
-    def _hold(self, unit: Unit, number: int) -> None:
-        """Move a unit's parameters into its store, as this number."""
-        held, is_another = self.assembly.hold(number, unit, self.partition, self.grads), number == len(self.held)
-        self.held[number : number + 1] = [held]
-        for position, param in (*enumerate(unit.params), *unit.around.items()):
-            self.units[param] = (held, position)
-        held.owner = weakref.ref(self)
-        if held.shard is not None:
-            held.loss_scale, held.clip, held.gradients = self.grads.loss_scale, weakly(self._clip), weakref.ref(self.gradients)
-            if self.speculation is not None:
-                held.has_taken = weakly(self.speculation.has_come)
-            if not self.config.keep_gradients:
-                held.hands_over = weakly(self._hands_over)
-        if self.config.overlap_step and is_another:  # see in which order forward uses the units, and let each wait for its own update
-            uses = functools.partial(weakly(self._forward_uses), number)
-            self.handles += [anchor.register_forward_pre_hook(Hook(uses)) for anchor in unit.anchors]
-        trim()
-
-    def _make_room(self) -> None:
-        """Take the memory that updates need which begin early, or end late."""
-        if self.speculation is not None or self.delay is not None:
-            self.assembly.cast_shadows(self.held, self.delay is not None)
-
-    def _cast_inputs(self) -> None:
-        """Cast what layers are given, for model.forward(x), model.encode(x), and layers one by one."""
-        for part in self.model.modules():
-            if part not in self.casting and any(param.dtype == self.config.dtype for param in part.parameters()):
-                self.casting.add(part)
-                self.handles.append(part.register_forward_pre_hook(self.cast, with_kwargs=True))
-
     def _before_forward(self, *_: Any) -> None:
         if self.is_parked:
             self._check_open()
-        self._check_whole("the model's forward")
+        self.integrity.check("the model's forward")
         watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
-            self._train_unfrozen()
-
-    def _forward_uses(self, number: int, *_: Any) -> None:
-        self.forward_order[number] = None
-        self.held[number].arrive()
-
-    def _place_buffers(self, device: torch.device) -> None:
-        """The model's buffers: made if they were deferred, on the device, in their dtype, the first rank's values on all."""
-        for name, buffer in self.model.named_buffers():
-            dtype = self.stored.get(buffer, buffer.dtype)  # (one that came later keeps its own)
-            if buffer.is_meta:
-                give_memory(buffer, values_of(buffer, name).to(device, buffer.dtype))
-            if self.config.device is not None or dtype != buffer.dtype:
-                buffer.data = buffer.data.to(device if self.config.device is not None else buffer.device, dtype)
-            if isinstance(self.comm, Group):
-                values = buffer.data.contiguous()
-                self.comm.broadcast(-1, values)
-                if values.data_ptr() != buffer.data_ptr():
-                    overwrite(buffer, values)
+            holding.train_unfrozen(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that no group has yet: frozen ones, or new ones of an adapter. On all ranks, between steps."""
-        if not self._built:
+        if self._built:
+            holding.add_group(self, functools.partial(super().add_param_group, param_group))
+        else:
             super().add_param_group(param_group)
-            return
-        if len(self.inners) > 1:
-            raise ValueError("no group can be added to a list of optimizers; make each with all its groups, also of parameters that are frozen now")
-        before = len(self.param_groups)
-        try:
-            with save.together(self.comm, "add_param_group()"):
-                super().add_param_group(param_group)
-                stored = self._checked()
-            self._agree()
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-        added = set(self.param_groups[-1]["params"])
-        self.stored = stored
-        new = [
-            unit.part(indices, unit.trained, unit.name)
-            for unit in self._found()
-            if (indices := [index for index, param in enumerate(unit.params) if param not in self.units])
-        ]
-        self.unfreeze([param for param in added if param in self.units and param.requires_grad], new)
 
     @torch.no_grad()
     def unfreeze(self, params: Collection[nn.Parameter], new: Sequence[Unit] = ()) -> None:
@@ -469,79 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The store of a frozen unit is given up for one of what stays frozen, and one of what is trained now.
         """
-        chosen = set(params)
-        self.assembly.rules = self.rules
-        self.assembly.regroup()
-        self._end_save()
-        self._apply_delayed()
-        self._finish_update()
-        self.partition.reset()
-        given_up = [store for store in self.held if not chosen.isdisjoint(store.unit.users)]
-        for store in self._trained:  # buffers of the drive may be others afterwards
-            store.shard.drop_attempt()  # type: ignore[union-attr]
-        taken, numbers = {store.unit.name for store in self.held}, itertools.count(len(self.held))
-
-        def another(unit: Unit) -> tuple[int, Unit]:
-            """The unit under a name and a number that no other has."""
-            names = (f"{unit.name} ({count})" if count > 1 else unit.name for count in itertools.count(1))
-            name = next(name for name in names if name not in taken)
-            taken.add(name)
-            return next(numbers), dataclasses.replace(unit, name=name)
-
-        moves: list[tuple[UnitStore | None, list[tuple[int, Unit]]]] = []
-        for store in given_up:
-            unit = store.unit
-            by_rule: dict[int | None, list[int]] = {}  # None: what stays frozen
-            for index, param in enumerate(unit.users):
-                by_rule.setdefault(id(self.assembly.rule_of[param]) if param in chosen else None, []).append(index)
-            parts = [unit.part(by_rule[rule], rule is not None, unit.name) for rule in sorted(by_rule, key=lambda rule: rule is not None)]
-            moves.append((store, [(store.index, parts[0]), *map(another, parts[1:])]))
-        moves += [(None, [another(unit)]) for unit in new]
-        numbered = [entry for _, entries in moves for entry in entries]
-        self._name(numbered)
-        with save.together(self.comm, "making room for what is trained from now on"):
-            check_whole([unit for _, unit in numbered], self.assembly.rule, self.parts.pieces_of(self.model))
-            self.assembly.place([unit for _, unit in numbered], [store.unit for store in given_up])
-        self.grads.in_backward |= self.comm.world == 1 and self.assembly.updates_elsewhere
-        given_up.clear()  # each one's memory is freed when its parameters are elsewhere
-        try:
-            while moves:
-                before, entries = moves.pop(0)
-                if before is not None:
-                    before.pin()
-                    self.partition.remove(before)
-                for number, unit in entries:
-                    self._hold(unit, number)
-        except BaseException as error:
-            self._fail(error)
-            self._tear(error)
-            raise
-        for held in self._trained:
-            for index, param in enumerate(held.unit.users):
-                if param in chosen and own_grad(param) is not None:
-                    held.kept.add(index)
-        self.partition.attach()
-        self._make_room()
-        if self.config.dtype is not None:
-            self._cast_inputs()
-        self._note_frozen()
-
-    def _note_frozen(self) -> None:
-        """Note which parameters of the groups are not trained now: they may be later."""
-        self.frozen = [
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if param not in self.units or self.units[param][0].shard is None
-        ]
-
-    def _train_unfrozen(self) -> None:
-        """Train what user code has unfrozen."""
-        with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
-            unfrozen = [param for param in self.frozen if param.requires_grad]
-        if unfrozen:
-            check_params(self.model, self.param_groups, self.stored, None)
-            self.unfreeze(unfrozen)
+        holding.unfreeze(self, params, new)
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
@@ -594,9 +363,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Whatever is raised, all gradients are dropped, and training can go on; of several ranks, if all of them raise it.
         """
         self._check_open()
-        self._check_whole("accumulate()")
-        apart = self.everyone is not self.comm and self.comm.world > 1
-        with save.telling(self.everyone, "accumulate()", self._fail if apart else None):
+        self.integrity.check("accumulate()")
+        with save.telling(self.everyone, "accumulate()", self._fail if self.apart else None):
             kept = 0 if keep_activations == 0 else parse_nbytes(keep_activations, "keep_activations")
             return accumulate(self, list(batches), loss_fn, kept)
 
@@ -618,17 +386,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        apart = self.everyone is not self.comm and self.comm.world > 1  # some wait in what this part does, others in what all do
-        with save.telling(self.everyone, "step()", self._fail if apart else None):
+        with save.telling(self.everyone, "step()", self._fail if self.apart else None):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        self._check_whole("step()")
+        self.integrity.check("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._finish_update()
+        self.updates.wait()
         self._agree()
         if self.saver is not None:
             self.saver.check(self.everyone)
@@ -636,26 +403,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not any(held.used for held in self.held):
             self._without_gradient()
             return loss
-        if self.parts.count > 1:
-            self._compare_parts()
-        self.last_norm = self._global_norm()
-        grad_scale = self._grad_scale(self.last_norm)
+        norm = self._measure()
+        grad_scale, is_finite = self.factors.of(norm), math.isfinite(norm)
         if self.speculation is not None:
             self.speculation.know(grad_scale)
-        is_delayed = self.delay is not None and self.counters["steps"] + self.counters["skipped_steps"] >= self.delay.since
-        if math.isfinite(self.last_norm):
-            self._update(grad_scale, is_delayed)
+        if is_finite:
+            self.updates.run(grad_scale)
             self.counters["steps"] += 1
         else:
-            self._apply_delayed()
+            self.updates.apply_delayed()
             self._report_skip()
         if self.speculation is not None:
             self.speculation.ended(self._trained)
         for held in self._trained:
-            if not held.used or not math.isfinite(self.last_norm) or not self.config.keep_gradients:
+            if not held.used or not is_finite or not self.config.keep_gradients:
                 held.drop_gradient()
-        self.scaler.update(overflow=not math.isfinite(self.last_norm))
-        self._between_steps()
+        self.scaler.update(overflow=not is_finite)
+        self.grads.flushed = False
+        self.factors.begin()
         self.partition.prefetcher.between_passes()
         for inner in self.inners:
             inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
@@ -717,20 +482,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not math.isinf(max_norm):
             self._check_kept("clipping")
         self._reduce()
-        if self.parts.count > 1:
-            self._compare_parts()
-        self.last_norm = self._global_norm()
-        norm = self.last_norm * self.clip_by
-        if not math.isinf(max_norm):
-            self.clip_by *= clip_coefficient(norm, float(max_norm)) if math.isfinite(norm) else 1
-            self.max_norm = None
-        return torch.tensor(norm)
+        self._measure()
+        return torch.tensor(self.factors.clip(float(max_norm)))
 
     def scale_grads(self, by: float) -> None:
         """Reduce the gradients that are there, and multiply them by ``by``: a factor of the update, and of their norm. On all ranks."""
         self._check_kept("scale_grads()")
         self._reduce()
-        self.scaled_by *= by
+        self.factors.scaled_by *= by
 
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
@@ -745,8 +504,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A delayed update counts then.
         """
-        self._apply_delayed()
-        self._finish_update()
+        self.updates.settle()
         self._end_save()
         while self.grads.queue:
             self.grads._complete()
@@ -761,20 +519,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.comm.world == 1:
             return
         if self._built:  # the rest has been compared, and cannot change
-            rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
-            rules["the factor of a pipeline's scale_grads"] = self.scaled_by
+            rules = {**self.factors.rules(), "the factor of a pipeline's scale_grads": self.factors.scaled_by}
         else:
             rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
-        for index, group in enumerate(map(_as_now, self.param_groups)):
+        for index, group in enumerate(map(as_now, self.param_groups)):
             rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
-        self.comm.agree({name: _as_number(value) for name, value in rules.items()})
+        self.comm.agree(rules)
 
-    def _compare_parts(self) -> None:
-        """Compare with other parts of the model what has a gradient, and what becomes of it: a step of one part alone would be another model's."""
-        rules = {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
-        used = {held.unit.names[index] for held in self._trained for index in held.used}
-        taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
-        self.everyone.agree({**{name: _as_number(value) for name, value in rules.items()}, **taken}, "have parts of the model that differ")
+    def _measure(self) -> float:
+        """Take the norm, after parts of the model have compared what has a gradient: a step of one part alone would be another model's."""
+        if self.parts.count > 1:
+            used = {held.unit.names[index] for held in self._trained for index in held.used}
+            taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
+            self.everyone.agree({**self.factors.rules(), **taken}, "have parts of the model that differ")
+        self.factors.norm = self._global_norm()
+        return self.factors.norm
 
     @property
     def rules(self) -> list[Rule]:
@@ -788,7 +547,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
         check_groups(self.held, self.param_groups, self.rules)
-        self._train_unfrozen()
+        holding.train_unfrozen(self)
         if self.speculation is not None:
             self.speculation.settle()
         self.grads.finish()
@@ -807,25 +566,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _clip(self) -> None:
         """Clip and scale the gradients that are there, as they are about to be looked at or changed, by what was asked for."""
-        by, self.clip_by, self.scaled_by = self.clip_by * self.scaled_by, 1.0, 1.0
+        by = self.factors.take()
         for held in self._trained if by != 1 else ():
             if held.used:
                 held.spent = by / self.scaler.scale
                 held.renew()
-
-    def _loss_scale(self) -> float:
-        return self.scaler.scale
-
-    def _grad_scale(self, norm: float) -> float:
-        """The factor of gradients in the update, if ``norm`` is their norm."""
-        return self.scaled_by * self.clip_by * clip_coefficient(norm, self.max_norm) / self.scaler.scale
-
-    def _grad_scale_of(self, squares: float) -> float:
-        return self._grad_scale(norm_of(squares * self.scaled_by**2, self.scaler.scale))
-
-    def _options(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The options of each parameter's group, as they are now."""
-        return {param: options for group in self.param_groups for options in [_as_now(group)] for param in group["params"]}
 
     def _global_norm(self) -> float:
         """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
@@ -835,120 +580,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         on_device = [part for part, _ in sums if isinstance(part, Tensor)]
         values = iter(torch.stack(on_device).tolist() if on_device else ())  # one read of the device
         found = [(next(values) if isinstance(part, Tensor) else part, counts) for part, counts in sums]
-        total = sum(part for part, counts in found if counts or not math.isfinite(part)) * self.scaled_by**2
+        total = sum(part for part, counts in found if counts or not math.isfinite(part)) * self.factors.scaled_by**2
         if (self.config.stage > 0 and self.comm.world > 1) or self.parts.count > 1:
             everywhere = torch.tensor([total], dtype=torch.float64)
             self.everyone.all_reduce(everywhere)
             total = everywhere.item()
         return norm_of(total, self.scaler.scale)
-
-    def _update(self, grad_scale: float, is_delayed: bool = False) -> None:
-        """fetch -> update -> cast -> evict -> upload -> gather, unit by unit; of the step before, where updates are delayed."""
-        beside = self.config.overlap_step
-        group_of = self._options()  # what is updated in the background must not see what schedulers write meanwhile
-        self._keep_state()
-        for held in self.held:
-            held.adopt_writes()  # may refuse, before anything is changed
-        all_runs = {number: list(held.runs(group_of, held.used)) for number, held in enumerate(self.held) if held.shard is not None and held.used}
-        if not self.config.keep_gradients:
-            with save.together(self.everyone, "step()"):  # before any rank waits for what another publishes
-                for number, runs in all_runs.items():
-                    self._check_as_expected(self.held[number], runs, grad_scale)
-        tasks: dict[int, Task] = {}
-        try:
-            for number, runs in all_runs.items():
-                held = self.held[number]
-                if held.shard is not None:
-                    held.count_step(group_of)
-                    publish = functools.partial(held.publish_beside, self.publisher) if beside else held.publish
-                    tasks[number] = Task(held.unit.name, held.shard, runs, publish, grad_scale, set(held.used))
-            if self.delay is None or not is_delayed:
-                self._run_tasks(tasks)
-                return
-            self._run_tasks(self.delay.take())
-            self.delay.begin(tasks, self.held)
-        except BaseException as error:
-            self._tear(error)
-            raise
-
-    def _run_tasks(self, tasks: dict[int, Task]) -> None:
-        """Update in the background, or at once."""
-        if self.config.overlap_step:
-            self._update_beside(tasks)
-            return
-        self._update_now(tasks)
-        for number, task in tasks.items():
-            self.held[number].updated(task.used)
-            self.held[number].underway = task
-            self.held[number].arrive()
-
-    def _apply_delayed(self) -> None:
-        """Make the update that has been delayed count."""
-        if self.delay is None or not self.delay.pending:
-            return
-        self._finish_update()
-        try:
-            self.partition.reset()  # what was asked for ahead has the old values
-            self._keep_state()
-            for held in self.held:
-                held.adopt_writes()
-            self._run_tasks(self.delay.take())
-        except BaseException as error:
-            self._tear(error)
-            raise
-
-    def update_order(self) -> tuple[list[int], bool]:
-        """In which order the next update goes through the units that are trained, by number; and whether from the last chunk to the first."""
-        trained = [number for number, held in enumerate(self.held) if held.shard is not None]
-        if isinstance(self.publisher, Group):  # ranks publish alike, and a forward may use units of its own (experts): as backward ended with them
-            return [self.grads.stores[position].index for position in reversed(self.grads.order)], False
-        if self.config.overlap_step:  # as forward will want them
-            order = [number for number in self.forward_order if self.held[number].shard is not None]
-            return order + [number for number in trained if number not in self.forward_order], False
-        if "nvme" in self.tiers:  # there and back again: what is still in memory comes first
-            return trained, self.counters["steps"] % 2 == 1
-        return [self.grads.stores[position].index for position in self.grads.order], False  # in which gradients have left
-
-    def _update_now(self, tasks: dict[int, Task]) -> None:
-        """Update in this thread."""
-        order, backwards = self.update_order()
-        options = Options(self.num_threads, keep="nvme" in self.tiers, backwards=backwards)
-        pipeline.update([tasks[number] for number in order if number in tasks], options)
-
-    def _update_beside(self, tasks: dict[int, Task]) -> None:
-        """Hand the update over to the worker."""
-        order = [number for number in self.update_order()[0] if number in tasks]
-        ordered = [tasks[number] for number in order]
-        shared = [number for number in order if self.held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
-        threads = self._threads_beside
-        pipeline.update(ordered, Options(threads), beside=False)
-        options = Options(threads, mark=self.transfer.mark())
-        tell = functools.partial(save.tell, self.publisher, "the update in the background")
-        self.worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=self.worker.stop, tell=tell))
-        for number in order:
-            self.held[number].updated(tasks[number].used)
-            self.held[number].begin(tasks[number])
-        for number in shared:
-            self.held[number].arrive()
-
-    @property
-    def _threads_beside(self) -> int:
-        """Threads of the update in the background: one is left for this one, which launches what the device computes."""
-        return self.num_threads if self.config.num_threads else max(1, self.num_threads - 1)
-
-    def _finish_update(self) -> None:
-        """Wait for what is updated in the background."""
-        for held in self.held:
-            try:
-                held.arrive()
-            except BaseException as error:
-                if held.underway is not None and held.underway.done.error is error:  # and not Ctrl-C: that ends the waiting only
-                    self._tear(error)
-                raise
-
-    def _tear(self, error: BaseException) -> None:
-        self.interrupted = self.interrupted or f"an earlier step() ended half-way ({type(error).__name__}: {error})"
-        self.mixed = {"parameters", "state"}
 
     def _fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
@@ -965,11 +602,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held.drop_gradient()
         if self.speculation is not None:
             self.speculation.begin()
-        self._between_steps()
-
-    def _between_steps(self) -> None:
         self.grads.flushed = False
-        self.max_norm, self.clip_by, self.scaled_by = self.config.clip_grad_norm, 1.0, 1.0
+        self.factors.begin()
 
     def _report_skip(self) -> None:
         self.counters["skipped_steps"] += 1
@@ -1008,61 +642,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "gone; use keep_gradients=True"
             )
 
-    def _hands_over(self, store: UnitStore) -> bool:
-        """Tell if a gradient that comes now goes to its update in memory. Raises for a second one before step(): the first may have been used."""
-        assert store.shard is not None and self.speculation is not None
-        if store.shard.stats:
-            raise RuntimeError(
-                f"a second gradient of unit {store.unit.name!r} comes before step() or zero_grad(), and with keep_gradients=False the first was all "
-                "of it, and has gone to its update. Give all micro-batches to optimizer.accumulate(), or call backward of all but the last within "
-                "optimizer.no_sync(); call zero_grad() after an error in backward; and use keep_gradients=True for parameters with hooks of your own "
-                "(register_post_accumulate_grad_hook), and for blocks that backward goes through twice (checkpoints with use_reentrant=True)"
-            )
-        return self.speculation.hands_over(store)
-
-    def _check_as_expected(self, held: UnitStore, runs: Sequence[Run], grad_scale: float) -> None:
-        """Raise where a unit's gradient was handed over to an update that is not that of the step."""
-        shard = held.shard
-        if shard is None or not shard.is_handed_over:
-            return
-        attempt = shard.attempt
-        if attempt is None or list(attempt.runs) != list(runs) or attempt.grad_scale != grad_scale or shard.unread is not None:
-            raise RuntimeError(
-                f"unit {held.unit.name!r} was updated in backward, as keep_gradients=False asks for, and parameters, optimizer.state or options of "
-                "param_groups were changed after that, or a save was begun. Do so between step() and the next backward, or use keep_gradients=True; "
-                "call zero_grad() to leave this step out"
-            )
-
-    def _check_whole(self, what: str) -> None:
-        if self.interrupted:
-            mends = {
-                frozenset({"state"}): "load_state_dict()",
-                frozenset({"parameters"}): "model.load_state_dict() or zk.load_pretrained()",
-            }.get(frozenset(self.mixed), "model.load_state_dict() and then load_state_dict()")
-            raise RuntimeError(
-                f"{self.interrupted}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() "
-                f"makes all of it whole again; so does {mends}, of what was saved together"
-            )
-
-    @contextlib.contextmanager
-    def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
-        """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
-        before = self.interrupted
-        self.interrupted, self.mixed = before or f"{what} has not come to its end", self.mixed.union(kinds)
-        try:
-            # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
-            part = save.together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
-            with save.together(self.everyone, what), part:
-                yield
-        except BaseException as error:
-            self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"
-            raise
-        self._made_whole(kinds)
-
-    def _made_whole(self, kinds: Collection[str]) -> None:
-        self.mixed = self.mixed.difference(kinds)
-        self.interrupted = self.interrupted if self.mixed else ""
-
     def _check_arrival(self, param: nn.Parameter) -> None:
         self._check_open()
         if self.scaler.active and not self.in_scaled_backward and torch._C._current_graph_task_id() != -1:
@@ -1075,9 +654,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _settle_state(self) -> None:
         self._check_open()
-        self._apply_delayed()
+        self.updates.apply_delayed()
         self._end_save()
-        self._finish_update()
+        self.updates.wait()
 
     def _keep_state(self) -> None:
         """Keep what user code has made of ``optimizer.state``: no update has begun since it was shown."""
@@ -1092,34 +671,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``master``); with several ranks at stages 1 and 2 a collective, so call it on all ranks. Stage 3 with several ranks: this rank's
         own slices, as ``zk.checkpoint.dcp.Part``. Before the first step there is no state, and nothing is collective.
         """
-        self._check_open()
-        if not self.interrupted:
-            self._apply_delayed()
-            self._finish_update()
-        if self.interrupted:
-            log.warning("this state_dict() is of mixed parameters and state: %s", self.interrupted)
-        self._keep_state()
-        if self.asked:
-            for held in self._trained:
-                held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
-        shown, self.state = self.state, defaultdict(dict)
-        try:
-            if any(held.steps for held in self.held):
-                for held in self.held:
-                    self.state.update(held.export_state(own_part=self.config.stage == 3 and self.comm.shards > 1))  # type: ignore[arg-type]
-            plain = super().state_dict()
-        finally:
-            self.state = shown
-        plain["zk"] = {"loss_scale": self.scaler.state_dict(), "counters": dict(self.counters)}
-        return plain
+        return state_dicts.export(self)
 
     def state_dict_of(self, inner: torch.optim.Optimizer) -> dict[str, Any]:
         """The part of ``state_dict()`` that is of one of several optimizers, as plain torch loads it."""
-        plain, own = self.state_dict(), {id(group) for group in inner.param_groups}
-        groups = [saved for group, saved in zip(self.param_groups, plain["param_groups"], strict=True) if id(group) in own]
-        numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
-        state = {numbers[key]: kept for key, kept in plain["state"].items() if key in numbers}
-        return {"state": state, "param_groups": [{**group, "params": [numbers[key] for key in group["params"]]} for group in groups]}
+        return state_dicts.part(self, inner)
 
     def load_state_dict_of(self, inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Refuse to load the state of one of several optimizers."""
@@ -1134,87 +690,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: before anything is changed, if groups or shapes differ.
         """
-        self._check_open()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        with save.together(self.everyone, "load_state_dict()"):
-            params = self._saved_params(state_dict)
-        # (Adagrad has a state of what is frozen, too)
-        states = state_dict["state"]
-        given = {
-            key: states[key] for key, param in params.items() if key in states and (self.units[param][0].shard or states[key].get("step") != 0)
-        }
-        frozen = [params[key] for key in given if self.units[params[key]][0].shard is None]
-        if frozen:
-            self.unfreeze(frozen)  # as they had been when it was saved
-        with save.together(self.everyone, "load_state_dict()"):
-            plan: list[Callable[[], None]] = []
-            for key, param in params.items():
-                held, index = self.units[param]
-                if key in given:
-                    plan += held.import_plan(index, given[key])
-                elif index in held.steps:
-                    plan.append(functools.partial(held.forget_state, index))
-        for held in self._trained:
-            held.shown_state.clear()
-        if not self.interrupted:
-            self._apply_delayed()
-        self._end_update()
-        if self.interrupted:
-            self._drop_gradients()  # which the step that ended half-way was given
-        # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
-        entries = [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
-        with_values = all("master" in entry for entry in entries) and all(held.shard is None or held.shard.has_master for held in self.held)
-        with self.replacing("load_state_dict()", ("state", "parameters") if with_values else ("state",)):
-            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
-            for held in self._trained:
-                held.settle()
-            with save.together(self.everyone, "load_state_dict()"):  # all of it, before ranks exchange anything
-                for write in plan:
-                    write()
-            for held in self._trained:
-                held.republish()
-            if "zk" in state_dict:
-                self.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
-                self.counters.update(state_dict["zk"]["counters"])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _saved_params(self, state_dict: dict[str, Any]) -> dict[int, nn.Parameter]:
-        """The parameter of each key of a state, after checking that its groups and options fit."""
-        if not {"state", "param_groups"} <= set(state_dict):
-            raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
-        if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
-            raise ValueError(
-                f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's. If it comes from "
-                "torch.distributed.checkpoint: that loads only what there is before; give it get_optimizer_state_dict(model, optimizer)"
-            )
-        if "zk" in state_dict:
-            check_scale_and_counters(state_dict["zk"], "the state")
-        saved_groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
-                f"{[len(g['params']) for g in self.param_groups]}; build the same groups in the same order first"
-            )
-        for number, (group, saved, rule) in enumerate(zip(self.param_groups, saved_groups, self.rules, strict=True)):
-            check_options(number, group, saved, "the state")
-            check_group({param: held for param, (held, _) in self.units.items()}, {**group, **saved, "params": group["params"]}, rule)
-        found: dict[int, nn.Parameter] = {}
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            for key, param in zip(saved["params"], group["params"], strict=True):
-                if not is_coded(param):
-                    found[key] = param
-        return found
-
-    def _weights_come(self, *given: Any) -> None:
-        self._misfits: list[str] = given[-1]  # the list in which torch collects what does not fit
-
-    def _weights_came(self, _: nn.Module, differ: Any) -> None:
-        """A model whose parameters were mixed has been given all of them."""
-        if self.mixed and not self._misfits and not set(differ.missing_keys).intersection(name for held in self.held for name in held.unit.names):
-            self._made_whole(("parameters",))
+        state_dicts.load(self, state_dict)
 
     def save_checkpoint(
         self,
@@ -1247,36 +723,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             OSError: if the drive refuses or has no room; what fails on one rank raises on all. With ``async_save`` it is the next step()
                 after the failure that raises, before it changes anything. Earlier checkpoints stay whole in any case.
         """
-        self._check_open()
-        self._check_whole("save_checkpoint()")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
-        if on_save_error not in ("raise", "warn"):
-            raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
-        self._end_save()
-        self._keep_state()
-        self._apply_delayed()
-        for held in self.held:
-            if not async_save or held.taken or held.written_since(None):
-                held.arrive()
-            if held.underway is None:
-                held.adopt_writes()  # what the user wrote since the last step
-        self.partition.reset()
-        quiet, self.saved_to, self.resume_from = on_save_error == "warn", Path(directory), None
-        digests = None if frozen else base.digests(self)
-        with save.together(self.everyone, f"saving into {directory}"):
-            begun = save.Save(self, Path(directory), scheduler, extra, keep, digests)
-        if async_save:
-            if self.saver is None:
-                self.saver = save.Saver(self.everyone)
-            self.saver.start(begun, save.room_for_copies(self), quiet)
-            return begun.final
-        try:
-            begun.run(self.everyone)
-        except OSError as error:
-            save.refuse(error, quiet)
-            return None
-        return begun.final
+        return save.start(self, Path(directory), scheduler, extra, keep, async_save, on_save_error, frozen)
 
     def _end_save(self) -> None:
         """Wait for the save that goes on in the background."""
@@ -1302,9 +749,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         with save.together(self.everyone, "load_checkpoint()"):
             self._end_save()
-            self._end_update()
-            if self.delay is not None:
-                self.delay.forget()
+            self.updates.join()
+            if self.updates.delay is not None:
+                self.updates.delay.forget()
             self._drop_gradients()
             for held in self._trained:
                 held.shown_state.clear()
@@ -1326,45 +773,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
         """
         self._check_open()
-        self._check_whole("consolidated_state_dict()")
+        self.integrity.check("consolidated_state_dict()")
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
-        self._apply_delayed()
-        self._finish_update()
+        self.updates.apply_delayed()
+        self.updates.wait()
         self.partition.reset()
-        is_kept = not rank0_only or (self.comm.rank == 0 and is_first_part(self.model))
-        full: dict[Tensor, Tensor] = {}
-        all_named = dict(self.model.named_parameters(remove_duplicate=False))
-        tiles = pieces_of(self.model)
-        shown_as = {name: tiles[name].whole if name in tiles else name for name in all_named}
-        chosen, coded = set[Tensor](), set[Tensor]()
-        for name, param in all_named.items():
-            if names is None or shown_as[name] in names:
-                inner = [tensor for _, tensor in inner_tensors(param)]
-                chosen.update(inner)
-                coded.update(inner if is_coded(param) else ())
-        for held in self.held:
-            if not chosen.intersection(held.unit.params):
-                continue
-            for param, values in held.masters().items():
-                if param in chosen and (is_kept or held.unit.around):
-                    full[param] = values.to("cpu", held.unit.dtype if wanted is None or param in coded else wanted).contiguous()
-            held.unpin()
-        join_parts(self.model, full)
-        with self.partition.reading():
-            added = {name: value for _, name, value in base.entries_of(self.model) if names is None or name in names}
-        if not is_kept:
-            return {}
-        named: dict[str, Tensor] = {}
-        for name, param in all_named.items():
-            if names is not None and shown_as[name] not in names:
-                continue
-            if param in full and name in tiles:
-                whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
-                whole[tiles[name].place] = full[param]
-            elif all(tensor in full for _, tensor in inner_tensors(param)):
-                named[name] = full[next(inner_tensors(param))[1]] if is_dtensor(param) else rebuilt(param, full.__getitem__)
-        beside = {**added, **dict(save.buffers_of(self))}
-        return {**named, **{name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in beside.items()}}
+        return consolidated(self, wanted, rank0_only, names)
 
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, this rank's bytes by tier and kind, and rates since the last call that found a step.
@@ -1374,23 +788,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
         training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.
         """
-        prefetcher, nvme = self.partition.prefetcher, self.tiers.get("nvme")
-        moved: dict[str, float] = nvme.metrics() if isinstance(nvme, NVMeTier) else {}
-        if self.transfer.nbytes:
-            moved["pinned_nbytes"] = self.transfer.nbytes
-        if self.saver is not None:
-            moved["save_stall_ms"] = self.saver.stall_ms
-        return {
-            **self.counters,
-            **(self.speculation.counters if self.speculation is not None else {}),
-            "grad_norm": self.last_norm,
-            "loss_scale": self.scaler.scale,
-            "gathers": prefetcher.uses,
-            "prefetch_hits": prefetcher.hits,
-            **moved,
-            **{f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in nbytes_of(self).items()},
-            **self.rates.take(),
-        }
+        return metrics_of(self)
 
     def summary(self) -> Summary:
         """Bytes of each kind of training state on each tier, and bytes that a step moves, of this rank: ``print(optimizer.summary())``."""
@@ -1401,18 +799,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_() if self._built and not self.closed else repr(self)
-
-    def is_vertical(self, order: str, micro_batches: int) -> bool:
-        """Tell if micro-batches are to go block by block: "vertical", "horizontal", or "auto", which is by what each of them would move.
-
-        That is something where parameters or gradients go, in forward and backward, to another rank or memory than they are computed in.
-        """
-        if order != "auto" or micro_batches < 2:
-            return order == "vertical" and micro_batches > 1
-        here = "host" if self.held[0].unit.device.type == "cpu" else "device"
-        tiers = {held.param_tier for held in self.held if held.is_partitioned}
-        tiers |= {section.tier for held in self._trained if held.shard for section in held.shard.sections}
-        return self.comm.world > 1 or bool(tiers - {here, "device"})
 
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""
@@ -1450,9 +836,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             return
         try:
-            if not self.interrupted:
-                self._apply_delayed()
-                self._finish_update()
+            if not self.integrity.interrupted:
+                self.updates.settle()
             self._end_save()
             self.grads.forget()
             if gather:
@@ -1466,25 +851,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.closed = self.closed = True
         for one in (self, *self.inners):
             one.state = defaultdict(dict)
-        self._end_update()
+        self.updates.join()
         for held in self.held:
             held.let_be()
         self._close_memory()
         self.claim.release()
         self.comm.close()
         self.everyone.close()
-        self.publisher.close()
-
-    def _end_update(self) -> None:
-        """Return when the update in the background has ended, well or not."""
-        for held in self.held:
-            if held.underway is not None:
-                held.underway.done.join()
-                if held.underway.done.error is None:
-                    held.arrive()
-                elif held.shard is not None:
-                    held.transfer.follow(held.shard.arriving)  # what was updated before the error is on its way
-                    held.forget_update()
+        self.updates.publisher.close()
 
     def _close_memory(self) -> None:
         """End the threads, remove files, and give page-locked memory back."""
@@ -1494,8 +868,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.worker.close()
         if "device" in self.tiers and self.assembly.stream is not None:
             self.assembly.stream.synchronize()
-        nvme = self.tiers.get("nvme")
-        if isinstance(nvme, NVMeTier):
+        if isinstance(nvme := self.tiers.get("nvme"), NVMeTier):
             nvme.close()
         self.transfer.close()
         kernels.free_tables()
@@ -1509,7 +882,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         self._fail(error)  # others may be waiting for this rank
         self.worker.close()  # the run is over: what is in progress is not worth waiting for, but a save
-        self.interrupted, self.mixed = self.interrupted or f"the run ended with {kind.__name__}", {"parameters", "state"}
+        self.integrity.tear(f"the run ended with {kind.__name__}")
         with _logged():
             self.close()
 
@@ -1521,22 +894,6 @@ def _logged() -> Iterator[None]:
         yield
     except Exception as error:
         rank_log.error("while closing: %s: %s", type(error).__name__, error)
-
-
-def _as_number(option: Any) -> Any:
-    """An option, to be compared: 1 is 1.0."""
-    return int(option) if isinstance(option, float) and option.is_integer() else option
-
-
-def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on in the background."""
-
-    def value(option: Any) -> Any:
-        if isinstance(option, (Tensor, np.generic)):
-            return option.item()
-        return tuple(map(value, option)) if isinstance(option, (tuple, list)) else option
-
-    return {name: value(option) for name, option in group.items() if name != "params"}
 
 
 def _remove(*handles: list[RemovableHandle]) -> None:

@@ -30,7 +30,7 @@ _PIECE_NBYTES = 64 << 20  # of device memory on its way to the drive
 def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> Iterator[None]:
     """See ``ZeroOptimizer.parked``."""
     optimizer._check_open()
-    optimizer._check_whole("parked()")
+    optimizer.integrity.check("parked()")
     if path is None and optimizer.transfer.joined:
         raise ValueError("parked() moves device memory to the host, and here both are the same; give path=, a folder on a drive")
     if any(held.used or held.unreduced or held.present for held in optimizer.held):
@@ -56,7 +56,6 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             for held in optimizer.held:
                 again.callback(_usable, held, held.on_use)
                 held.refuse(optimizer._check_open)
-                vars(held)["prefetch"] = optimizer._check_open  # which every gather begins with
             optimizer.is_parked = True
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -80,7 +79,7 @@ def _room(again: contextlib.ExitStack, paths: Sequence[str], rank: int, spans: S
 def _note_loss(optimizer: Any, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
     """Values that were not taken again are refused from now on."""
     if isinstance(error, _NotThere):
-        optimizer._tear(error)
+        optimizer.integrity.tear(error)
 
 
 class _NotThere(OSError):

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from zk.config import ZeroConfig
+from zk.kernels.codec import state_fields
 from zk.materialize import place_of
 from zk.offload.nvme import Excerpt
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
-from zk.offload.state import state_fields
 from zk.offload.streamed import buffer_nbytes
 from zk.offload.tiers import CHUNKS_IN_MEMORY, GRADIENTS_IN_MEMORY, HANDED_OVER, Needs, place
 from zk.units import Layout, Unit
@@ -80,7 +80,7 @@ class Placement:
         rule = self.rule(unit)
         names = list(dict.fromkeys(name for group in groups.values() for name in rule.state_names(group)))
         assert isinstance(self.config.state_dtype, torch.dtype)
-        return names, state_fields(unit.dtype, rule, names, self.config.state_dtype)
+        return names, state_fields(unit.dtype, names, self.config.state_dtype, rule.splits_master)
 
     def layout(self, unit: Unit) -> Layout:
         """The flat buffer of a unit for these ranks."""

@@ -150,6 +150,51 @@ class LossScaler:
             self.scale, self.clean_steps, self.patience = float(state["scale"]), int(state["clean_steps"]), int(state["patience"])
 
 
+class GradFactors:
+    """Factor of the gradients of a step in its update: of the loss scale, of clipping, and as was asked for.
+
+    Args:
+        scaler: of the loss.
+        max_norm: that each step clips to; None: no clipping.
+    """
+
+    def __init__(self, scaler: LossScaler, max_norm: float | None) -> None:
+        self.scaler, self.default = scaler, max_norm
+        self.norm = math.nan  # of all gradients, as it was taken last
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.max_norm = self.default
+        self.clip_by = 1.0  # what clip_grad_norm_ has the gradients that are there multiplied by
+        self.scaled_by = 1.0  # and what scale_grads has; their norm is taken after it
+
+    def of(self, norm: float) -> float:
+        """The factor in the update, of gradients of this norm."""
+        return self.scaled_by * self.clip_by * clip_coefficient(norm, self.max_norm) / self.scaler.scale
+
+    def of_squares(self, squares: float) -> float:
+        """The factor, if these are the squares of all gradients."""
+        return self.of(norm_of(squares * self.scaled_by**2, self.scaler.scale))
+
+    def clip(self, max_norm: float) -> float:
+        """Clip to ``max_norm`` instead of what the config says, unless it is infinite; returns the norm before."""
+        norm = self.norm * self.clip_by
+        if not math.isinf(max_norm):
+            self.clip_by *= clip_coefficient(norm, max_norm) if math.isfinite(norm) else 1
+            self.max_norm = None
+        return norm
+
+    def take(self) -> float:
+        """The factor that was asked for, of gradients that are multiplied by it now."""
+        by, self.clip_by, self.scaled_by = self.clip_by * self.scaled_by, 1.0, 1.0
+        return by
+
+    def rules(self) -> dict[str, Any]:
+        """Numbers that all ranks must have in common."""
+        return {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
+
+
 def default_loss_scale(dtypes: set[torch.dtype]) -> DynamicLossScale | None:
     """The meaning of loss_scale="auto": dynamic if any trained parameter is fp16, whose gradients underflow; none otherwise."""
     return DynamicLossScale() if torch.float16 in dtypes else None

@@ -226,7 +226,7 @@ def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
     with contextlib.ExitStack() as replacing:
         for owner in owners.values():
             owner._end_save()
-            replacing.enter_context(owner.replacing(f"load_pretrained({str(path)!r})", ("parameters",)))
+            replacing.enter_context(owner.integrity.replacing(f"load_pretrained({str(path)!r})", ("parameters",)))
         for owner, held, of_unit in units.values():
             with save.together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything
                 values = {index: source.make(held.unit.params[index]) for index, source in of_unit.items()}

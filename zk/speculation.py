@@ -71,9 +71,19 @@ class Speculation:
         self.counters = {"updates_in_backward": 0, "updates_in_backward_taken": 0}  # of units
 
     def hands_over(self, store: UnitStore) -> bool:
-        """Tell if a unit's gradient that comes now is to stay in memory for its update. Waits until there is room for it."""
+        """Tell if a gradient that comes now goes to its update in memory. Waits until there is room for it.
+
+        Raises for a second one before step(): the first may have been used.
+        """
         assert store.shard is not None
-        if self.keeps_gradients or self.step.is_over or store.shard.unread is not None:
+        if store.shard.stats:
+            raise RuntimeError(
+                f"a second gradient of unit {store.unit.name!r} comes before step() or zero_grad(), and with keep_gradients=False the first was all "
+                "of it, and has gone to its update. Give all micro-batches to optimizer.accumulate(), or call backward of all but the last within "
+                "optimizer.no_sync(); call zero_grad() after an error in backward; and use keep_gradients=True for parameters with hooks of your own "
+                "(register_post_accumulate_grad_hook), and for blocks that backward goes through twice (checkpoints with use_reentrant=True)"
+            )
+        if self.step.is_over or store.shard.unread is not None:
             return False
         if len(self.step.attempts) >= HANDED_OVER:
             with phase("wait", "updates in backward"):
@@ -91,8 +101,8 @@ class Speculation:
             return
         if step.options is None:
             step.options = self.options()
-        runs = list(store.runs(step.options, set(store.unreduced) if self.is_alone else used))
-        attempt = Attempt(store.unit.name, grads, shard.rule, runs, self.grad_scale(0.0), self.transfer.mark(), has_counted=self._taken)
+        change = store.change(step.options, set(store.unreduced) if self.is_alone else used, self.grad_scale(0.0))
+        attempt = Attempt(store.unit.name, grads, change, self.transfer.mark(), has_counted=self._taken)
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured
         arrival = None if stats is None else self.transfer.offload(stats, [slice(0, stats.numel())])
         attempt.done = self.worker.submit(functools.partial(self._run, step, attempt, shard, arrival))
@@ -108,7 +118,7 @@ class Speculation:
             found = [section.grads.sum_of_squares() for section in shard.sections if section.beside]
             step.squares += sum(part for part in found if isinstance(part, float))
         # sums of squares only grow
-        step.is_clipped |= not math.isfinite(step.squares) or self.grad_scale(step.squares) != attempt.grad_scale
+        step.is_clipped |= not math.isfinite(step.squares) or self.grad_scale(step.squares) != attempt.change.grad_scale
         if not step.is_clipped:
             attempt.run(self.num_threads, self.worker.stop)
             self.counters["updates_in_backward"] += len(attempt.finished) == len(attempt.grads)

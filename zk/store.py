@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zk.events import COMPLETED, Awaited, Event
 from zk.memory import Lease, zeros
 from zk.offload.pipeline import Task
-from zk.offload.rules import Run, Scalars, as_number
+from zk.offload.rules import Change, Run, Scalars, as_number
 from zk.offload.spill import FileParams
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import ResidentFields
@@ -286,6 +286,7 @@ class UnitStore:
     def refuse(self, check: Callable[[], None]) -> None:
         """Refuse every use of the parameters from now on: ``check`` raises."""
         self.on_use = lambda _: check()
+        vars(self)["prefetch"] = check  # which every gather begins with
         for param in self.unit.objects:
             mark(param, self)
 
@@ -299,7 +300,7 @@ class UnitStore:
     # ---- the step ------------------------------------------------------------------------------------------------------------
 
     def count_step(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """The parameters in use are about to be updated, by ``runs`` that were made before."""
+        """The parameters in use are about to be updated, by a ``change`` that was made before."""
         assert self.shard is not None
         for index in self.used:
             self.steps[index] = self.steps.get(index, 0) + 1
@@ -307,29 +308,26 @@ class UnitStore:
             if after is not None:
                 self.scalars[index] = after
 
-    def runs(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]], used: Collection[int]) -> Iterator[Run]:
+    def change(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]], used: Collection[int], grad_scale: float) -> Change:
         """The next update: neighbours of one group and step count, merged, if they may be cut anywhere.
 
         Parameters without a gradient (not ``used``) are left out, as torch leaves them alone.
         """
         assert self.shard is not None
-        run: Run | None = None
+        runs, is_neighbour = list[Run](), False
         for index, param in enumerate(self.unit.users):
             part = self.mine(index)
-            if index in used and part.stop > part.start:
+            if index not in used:
+                is_neighbour = False
+            elif part.stop > part.start:
                 shaped = functools.partial(self.unit.shaped, index) if self.shard.rule.is_whole else None
                 new = Run(part, group_of[param], self.steps.get(index, 0) + 1, self.scalars.get(index), shaped)
-                if run is not None and shaped is None and run.group is new.group and (run.step, run.scalars) == (new.step, new.scalars):
-                    run = dataclasses.replace(run, part=slice(run.part.start, part.stop))
-                    continue
-                if run is not None:
-                    yield run
-                run = new
-            elif run is not None and index not in used:
-                yield run
-                run = None
-        if run is not None:
-            yield run
+                if is_neighbour and shaped is None and runs[-1].group is new.group and (runs[-1].step, runs[-1].scalars) == (new.step, new.scalars):
+                    runs[-1] = dataclasses.replace(new, part=slice(runs[-1].part.start, part.stop))
+                else:
+                    runs.append(new)
+                is_neighbour = True
+        return Change(self.shard.rule, runs, grad_scale)
 
     def updated(self, used: Collection[int]) -> None:
         """These parameters have new values, as autograd should know."""
@@ -384,7 +382,7 @@ class UnitStore:
             self.forget_update()
             self.transfer.follow(task.arriving)
             if task.keep:
-                self.spent = task.grad_scale
+                self.spent = task.change.grad_scale
             self.refresh()
 
     def forget_update(self) -> None:
@@ -629,7 +627,7 @@ class UnitStore:
         self.settle()
         for index, make in values.items():
             mine, piece = self.layout.part(index, self.held)
-            self.shard.set_master(mine, self.unit.flat(index, make())[piece])
+            self.shard.set_state("master", mine, self.unit.flat(index, make())[piece])
         self.republish()
 
     def whole_of(self, read: Callable[[slice], Tensor]) -> Tensor:
@@ -645,7 +643,7 @@ class UnitStore:
         """Copies of the parameters in full precision, with what the user has written."""
         self.adopt_writes()
         self.pin()
-        exact = self.whole_of(self.shard.get_master) if self.shard is not None else self.full
+        exact = self.whole_of(functools.partial(self.shard.get_state, "master")) if self.shard is not None else self.full
         return {param: self.unit.shaped(index, exact[self.layout.whole(index)]).clone() for index, param in enumerate(self.unit.params)}
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------------
@@ -658,18 +656,17 @@ class UnitStore:
         state: dict[nn.Parameter, dict[str, Tensor]] = {}
         if self.shard is None:
             return state
-        readers: dict[str, Callable[[slice], Tensor]] = {name: functools.partial(self.shard.get_state, name) for name in self.shard.names}
-        if self.shard.has_master:
-            readers["master"] = self.shard.get_master
+        names = (*self.shard.names, *(("master",) if self.shard.has_master else ()))
         if own_part:
             from zk.checkpoint.dcp import part_of  # with all of DTensor
-        for name, read in readers.items():
+        for name in names:
+            read = functools.partial(self.shard.get_state, name)
             full = self.whole_of(read) if not own_part or self.unit.around else None
             for index in sorted(self.steps):
                 entry = state.setdefault(self.unit.user(index), self._counts(index))
                 is_part = full is None or (own_part and index not in self.unit.around)
                 entry[name] = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
-        if not readers:
+        if not names:
             for index in sorted(self.steps):
                 state[self.unit.user(index)] = self._counts(index)
         return state
@@ -793,8 +790,5 @@ class UnitStore:
                     f"{key!r} of {name!r} has shape {tuple(value.shape)}; this parameter is {tuple(param.shape)} and this rank holds "
                     f"{mine.stop - mine.start} elements of it"
                 )
-            if key == "master":
-                writes.append(lambda value=value: shard.set_master(mine, value))  # type: ignore[misc]
-            else:
-                writes.append(lambda key=key, value=value: shard.set_state(key, mine, value))  # type: ignore[misc]
+            writes.append(functools.partial(shard.set_state, key, mine, value))
         return writes

@@ -72,7 +72,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
         with save.together(optimizer.everyone, f"checking {manifest.folder}"):
             targets = _check(optimizer, manifest)
-    with optimizer.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
+    with optimizer.integrity.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
         _fill_all(optimizer, manifest, targets)
         for target in targets:
             held, index = target.held, target.index
@@ -99,7 +99,7 @@ def load_model(optimizer: Training, path: Path) -> None:
     with _checking(optimizer, path) as manifest:
         targets = _check_model(optimizer, manifest)
     _check_base(optimizer, manifest, targets)
-    with optimizer.replacing(f"loading {manifest.folder}"):
+    with optimizer.integrity.replacing(f"loading {manifest.folder}"):
         _fill_all(optimizer, manifest, targets)
 
 

@@ -22,8 +22,6 @@ from zk.checkpoint.folders import MANIFEST, crc_of
 from zk.tiles import Piece as TilePlace
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
     from zk.checkpoint.folders import Claim
@@ -61,13 +59,13 @@ class Training(Protocol):
     frozen: list[nn.Parameter]
     partition: Partition
     claim: Claim
+    integrity: Any
+    updates: Any
 
     @property
     def rules(self) -> list[Rule]: ...
     def metrics(self) -> dict[str, float]: ...
-    def update_order(self) -> tuple[list[int], bool]: ...
     def unfreeze(self, params: Collection[nn.Parameter]) -> None: ...
-    def replacing(self, what: str, kinds: Collection[str] = ...) -> AbstractContextManager[None]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

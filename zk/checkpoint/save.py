@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from zk.checkpoint import folders, manifest
-from zk.checkpoint.base import digests_of_entries
+from zk.checkpoint.base import digests, digests_of_entries
 from zk.checkpoint.files import CheckpointError, Entry, Writer, overlap, undone, write_durably
 from zk.events import COMPLETED, Event, Ticket
+from zk.kernels.codec import dtype_of
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
 from zk.offload.snapshot import Snapshot, Unread
@@ -97,7 +98,7 @@ class Part:
 
 def parts_of(optimizer: Training) -> list[Part]:
     """All that this rank writes, in the order in which the next update changes it."""
-    order, backwards = optimizer.update_order()
+    order, backwards = optimizer.updates.order()
     parts: list[Part] = []
     if optimizer.comm.replica:
         return parts
@@ -105,7 +106,7 @@ def parts_of(optimizer: Training) -> list[Part]:
         held = optimizer.held[number]
         if not held.unit.is_counted:
             continue
-        dtypes = {kind: held.unit.dtype if held.shard is None else held.shard.dtype_of(kind) for kind in manifest.kinds_of(held)}
+        dtypes = {kind: held.unit.dtype if held.shard is None else dtype_of(held.shard.dtypes, kind) for kind in manifest.kinds_of(held)}
         for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
             first = held.held.start + chunk.start
             mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.shard_rank))
@@ -472,3 +473,39 @@ def _finish_all() -> None:
             ticket.join()
             if ticket.error is not None:
                 rank_log.error("a checkpoint was not saved: %s", ticket.error)
+
+
+def start(
+    optimizer: Any, directory: Path, scheduler: Any, extra: Any, keep: int | None, async_save: bool, on_save_error: str, frozen: bool
+) -> Path | None:
+    """See ``ZeroOptimizer.save_checkpoint``."""
+    optimizer._check_open()
+    optimizer.integrity.check("save_checkpoint()")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
+    if on_save_error not in ("raise", "warn"):
+        raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
+    optimizer._end_save()
+    optimizer._keep_state()
+    optimizer.updates.apply_delayed()
+    for held in optimizer.held:
+        if not async_save or held.taken or held.written_since(None):
+            held.arrive()
+        if held.underway is None:
+            held.adopt_writes()  # what the user wrote since the last step
+    optimizer.partition.reset()
+    quiet, optimizer.saved_to, optimizer.resume_from = on_save_error == "warn", directory, None
+    of_frozen = None if frozen else digests(optimizer)
+    with together(optimizer.everyone, f"saving into {directory}"):
+        begun = Save(optimizer, directory, scheduler, extra, keep, of_frozen)
+    if async_save:
+        if optimizer.saver is None:
+            optimizer.saver = Saver(optimizer.everyone)
+        optimizer.saver.start(begun, room_for_copies(optimizer), quiet)
+        return begun.final
+    try:
+        begun.run(optimizer.everyone)
+    except OSError as error:
+        refuse(error, quiet)
+        return None
+    return begun.final

@@ -145,7 +145,7 @@ class Engine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients over all ranks, before clipping; None before the first step."""
-        return None if self.global_steps == 0 and math.isnan(self.optimizer.last_norm) else self.optimizer.last_norm
+        return None if self.global_steps == 0 and math.isnan(self.optimizer.factors.norm) else self.optimizer.factors.norm
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
+from zk.accumulation.schedule import is_vertical
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig, check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
@@ -170,7 +171,7 @@ class ZeroTrainerMixin:
         if self._rates is not None and isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), torch.Tensor):
             self._rates.tokens += inputs["input_ids"].numel() * self.args.world_size
         if not self._losses:
-            if self.zero is None or not self.zero.is_vertical(self.accumulation, len(self._samples)):
+            if self.zero is None or not is_vertical(self.zero, self.accumulation, len(self._samples)):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             one = super().training_step  # type: ignore[misc]
             samples, self._samples = self._samples, []

@@ -257,7 +257,7 @@ class TrainerStrategy(Strategy):
             self._connector = None
         if zero is not None and not zero.closed:
             try:
-                if not zero.interrupted and not (self._failed and zero.comm.world > 1):
+                if not zero.integrity.interrupted and not (self._failed and zero.comm.world > 1):
                     self._make_whole(zero, plugin.master_dtype)
             except Exception as error:
                 if not self._failed:

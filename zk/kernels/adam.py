@@ -21,12 +21,12 @@ from torch import Tensor
 
 from zk.kernels import eight_bit, reference
 from zk.kernels.launch import BLOCK, cdiv, grid, op
-from zk.kernels.numerics import jit, product, rounded, rounded_bits, tl, widened
+from zk.kernels.numerics import constants, jit, product, rounded, rounded_bits, tl, widened
 from zk.kernels.step import AdamStep, check_adam
 
 # numbers of eight_bit.py, as kernels take them
-_NUMBERS = (eight_bit.GOLDEN, eight_bit.FIRST, eight_bit.SECOND, eight_bit.SMALLEST, 2.0**35)
-GOLDEN, FIRST, SECOND, SMALLEST, V_MOST = (tl.constexpr(value) if tl else value for value in _NUMBERS)
+SMALLEST, V_MOST, M_ADDED, M_MOST = constants(eight_bit.FLOATS)
+V_SHIFT, V_FIRST, V_WHOLE, V_OFF, M_SHIFT, M_FIRST, M_UNIT, GOLDEN, FIRST, SECOND = constants(eight_bit.WORDS)
 
 
 @jit
@@ -39,36 +39,36 @@ def _mixed(g, x, step):
 
 @jit
 def _exponent(code):
-    return tl.where(code < 224, code >> 2, code - 168)
+    return tl.where(code < V_WHOLE, code >> 2, code - V_OFF)
 
 
 @jit
 def _second_moment(code):
-    bits = ((_exponent(code) + 75) << 23) | tl.where(code < 224, (code & 3) << 21, 0)
+    bits = ((_exponent(code) + V_FIRST) << 23) | tl.where(code < V_WHOLE, (code & 3) << V_SHIFT, 0)
     return bits.to(tl.float32, bitcast=True) - SMALLEST
 
 
 @jit
 def _first_moment(own, code):
-    size = (((own & 127) << 19) + (123 << 23)).to(tl.float32, bitcast=True) - 0.0625
-    unit = ((101 + (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
+    size = (((own & 127) << M_SHIFT) + (M_FIRST << 23)).to(tl.float32, bitcast=True) - M_ADDED
+    unit = ((M_UNIT + (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
     return (product(size, unit).to(tl.uint32, bitcast=True) | ((own >> 7) << 31)).to(tl.float32, bitcast=True)
 
 
 @jit
 def _second_code(v, mix):
     bits = tl.minimum(v + SMALLEST, V_MOST).to(tl.uint32, bitcast=True)
-    fine = ((bits + (mix >> 11)) >> 21) - 300
-    whole = ((bits + (mix >> 9)) >> 23) + 93
-    return tl.where(fine < 224, fine, tl.minimum(whole, 255))
+    fine = ((bits + (mix >> (32 - V_SHIFT))) >> V_SHIFT) - (V_FIRST << 2)
+    whole = ((bits + (mix >> 9)) >> 23) + (V_OFF - V_FIRST)
+    return tl.where(fine < V_WHOLE, fine, tl.minimum(whole, 255))
 
 
 @jit
 def _first_code(m, code, mix):
     sign = (m.to(tl.uint32, bitcast=True) >> 31) << 7
-    unit = ((153 - (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
-    size = tl.minimum(product(tl.abs(m), unit) + 0.0625, 15.5).to(tl.uint32, bitcast=True)
-    return tl.minimum(((size + (mix & 0x7FFFF)) >> 19) - (123 << 4), 127) | sign
+    unit = ((254 - M_UNIT - (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
+    size = tl.minimum(product(tl.abs(m), unit) + M_ADDED, M_MOST).to(tl.uint32, bitcast=True)
+    return tl.minimum(((size + (mix & ((1 << M_SHIFT) - 1))) >> M_SHIFT) - (M_FIRST << 4), 127) | sign
 
 
 @jit
@@ -96,14 +96,15 @@ def _adam_kernel(
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
+    own = None if master is None else master + start
     if start + BLOCK <= numel:  # no mask: 16 bytes at a time
         _adam_block(
-            param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
+            param + start, grad + start, own, exp_avg + start, exp_avg_sq + start,
             scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step, None, FROM_GRAD, L2, SPLIT, CODED, BLOCK,
         )  # fmt: skip
     else:
         _adam_block(
-            param + start, grad + start, None if master is None else master + start, exp_avg + start, exp_avg_sq + start,
+            param + start, grad + start, own, exp_avg + start, exp_avg_sq + start,
             scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step,
             (numel - start).to(tl.int32), FROM_GRAD, L2, SPLIT, CODED, BLOCK,
         )  # fmt: skip

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 CODES = torch.uint8  # the dtype of moments, and of the lower bits of a master
-SMALLEST = 2.0**-52
-# second moments: bits of fp32 below a code, the exponent of the first code, and the first code that is a whole power of two
-V_SHIFT, V_FIRST, V_WHOLE = 21, 127 - 52, 224
-# first moments: bits of fp32 below a code, the exponent of the first code, what is added, the largest sum that a code holds
-M_SHIFT, M_FIRST, M_ADDED, M_MOST = 19, 127 - 4, 2.0**-4, 15.5
-# what is multiplied with the number of a step, and the multipliers of MurmurHash3's last steps
-GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+# second moments: what is added, and the largest; first moments: what is added, and the largest sum that a code holds
+FLOATS = SMALLEST, V_MOST, M_ADDED, M_MOST = 2.0**-52, 2.0**35, 2.0**-4, 15.5
+# second moments: bits of fp32 below a code, the exponent of the first code, the first code that is a whole power of two, and such a code less its
+# exponent; first moments: bits below a code, the exponent of the first one, and of the unit of the first second moment; what is multiplied with the
+# number of a step, and the multipliers of MurmurHash3's last steps
+WORDS = V_SHIFT, V_FIRST, V_WHOLE, V_OFF, *_ = 21, 127 - 52, 224, 168, 19, 127 - 4, 127 - 26, 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+M_SHIFT, M_FIRST, M_UNIT, GOLDEN, FIRST, SECOND = WORDS[4:]
 
 
 def _signed(word: int) -> int:
@@ -46,7 +46,7 @@ def mixed(grad: Tensor, master: Tensor, step: int) -> Tensor:
 
 
 def _exponent(codes: Tensor) -> Tensor:
-    return torch.where(codes < V_WHOLE, codes >> 2, codes - (V_WHOLE - V_WHOLE // 4))
+    return torch.where(codes < V_WHOLE, codes >> 2, codes - V_OFF)
 
 
 def second_moment(codes: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def second_moment(codes: Tensor) -> Tensor:
 
 def _unit(codes: Tensor, sign: int) -> Tensor:
     """The power of two by which first moments are multiplied: what they are divided by with ``sign`` -1."""
-    return ((127 + sign * ((_exponent(codes.to(torch.int32)) >> 1) - 26)) << 23).view(torch.float32)
+    return ((127 + sign * ((_exponent(codes.to(torch.int32)) >> 1) + M_UNIT - 127)) << 23).view(torch.float32)
 
 
 def first_moment(codes: Tensor, second_codes: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ def first_moment(codes: Tensor, second_codes: Tensor) -> Tensor:
 
 def encode_(exp_avg: Tensor, exp_avg_sq: Tensor, first_codes: Tensor, second_codes: Tensor, mix: Tensor | None = None) -> None:
     """Write the codes of both moments (n,) fp32; ``mix`` as from ``mixed``, None for the nearest ones."""
-    bits = (exp_avg_sq + SMALLEST).clamp_(max=2.0**35).view(torch.int32)
+    bits = (exp_avg_sq + SMALLEST).clamp_(max=V_MOST).view(torch.int32)
     fine = ((bits + (1 << (V_SHIFT - 1) if mix is None else _shifted(mix, 11))) >> V_SHIFT) - (V_FIRST << 2)
-    whole = ((bits + (1 << 22 if mix is None else _shifted(mix, 9))) >> 23) - (V_FIRST + V_WHOLE // 4 - V_WHOLE)
+    whole = ((bits + (1 << 22 if mix is None else _shifted(mix, 9))) >> 23) - (V_FIRST - V_OFF)
     second_codes.copy_(torch.where(fine < V_WHOLE, fine, whole.clamp_(max=255)))
     size = ((exp_avg * _unit(second_codes, -1)).abs_() + M_ADDED).clamp_(max=M_MOST).view(torch.int32)
     size = ((size + (1 << (M_SHIFT - 1) if mix is None else mix & ((1 << M_SHIFT) - 1))) >> M_SHIFT) - (M_FIRST << 4)

@@ -7,7 +7,7 @@ rounding. So a kernel's result does not depend on the compiler, and equals that 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from zk.kernels.launch import HAVE_TRITON, INTERPRETED
@@ -16,6 +16,11 @@ tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else None
 
 libdevice: Any = importlib.import_module("triton.language.extra.libdevice") if tl else None
 _INTERPRETED = tl.constexpr(INTERPRETED) if tl else INTERPRETED
+
+
+def constants(values: Iterable[float]) -> Iterator[Any]:
+    """Numbers of a module, as kernels take them."""
+    return (tl.constexpr(value) if HAVE_TRITON and not INTERPRETED else value for value in values)
 
 
 def jit(function: Callable[..., Any]) -> Any:

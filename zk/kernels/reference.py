@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zk.kernels import eight_bit
-from zk.kernels.split import join, split_
+from zk.kernels import codec, eight_bit
 from zk.kernels.step import AdamStep
 
 # elements worked on at once: six fp32 arrays of it fit in a core's L2 cache
@@ -63,43 +62,32 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor], bounds: Sequence[int], st
 
 
 def update_chunks(
-    param: Tensor,
+    fields: Mapping[str, Tensor],
     grad: Tensor,
-    master: Tensor | None,
-    exp_avg_sq: Tensor | None,
     scale: float,
     update: Callable[[Tensor, Tensor, slice], Tensor | None],
     chunk: int = CHUNK,
 ) -> None:
     """Call ``update(x, g, piece)`` for each piece of ``chunk`` elements: x the fp32 master, changed in place, g the scaled fp32 gradient.
 
-    Reads the master in any layout and writes master and parameter back with one rounding. ``exp_avg_sq`` goes with a split master. What is
-    returned are bits for the rounding of a 24-bit one.
-    Where a parameter is not its master rounded, somebody wrote it, and the master follows.
+    Reads the master of ``fields`` in any layout (codec.py), and writes master and parameter back with one rounding. What is returned are bits
+    for the rounding of a 24-bit one. Where a parameter is not its master rounded, somebody wrote it, and the master follows.
     """
-    chunk = chunk if param.device.type == "cpu" else chunk << 8  # an accelerator wants few, long launches
-    for start in range(0, param.numel(), chunk):
+    master = fields.get("master")
+    chunk = chunk if grad.device.type == "cpu" else chunk << 8  # an accelerator wants few, long launches
+    for start in range(0, len(grad), chunk):
         piece = slice(start, start + chunk)
         g = grad[piece].to(torch.float32, copy=True)
         if scale != 1.0:
             g.mul_(scale)
-        if master is None:
-            update(param[piece], g, piece)
-        elif master.dtype == torch.float32:
-            x = master[piece]
-            written = x.to(param.dtype) != param[piece]  # from outside, since the last update
-            x.copy_(torch.where(written, param[piece].float(), x))
-            update(x, g, piece)
-            param[piece] = x
-        elif master.dtype == eight_bit.CODES:
-            x = eight_bit.join24(param[piece], master[piece])
-            eight_bit.split24_(x, param[piece], master[piece], update(x, g, piece))
-        else:
-            assert exp_avg_sq is not None
-            x = join(param[piece], master[piece], exp_avg_sq[piece])
-            exp_avg_sq[piece].abs_()
-            update(x, g, piece)
-            split_(x, param[piece], master[piece], exp_avg_sq[piece])
+        here = {name: field[piece] for name, field in fields.items()}
+        x, param = codec.read(here, "master"), here["param"]
+        if master is not None and master.dtype == torch.float32:
+            written = x.to(param.dtype) != param  # from outside, since the last update
+            x.copy_(torch.where(written, param.float(), x))
+        elif master is not None and master.dtype == torch.int16:
+            here["exp_avg_sq"].abs_()
+        codec.write(here, {"master": x}, update(x, g, piece))
 
 
 def adam(
@@ -116,10 +104,8 @@ def adam(
             x.mul_(1 - step.lr * step.weight_decay)
         elif step.weight_decay != 0:
             g = g.add(x, alpha=step.weight_decay)
-        if coded:
-            m, v = eight_bit.first_moment(exp_avg[piece], exp_avg_sq[piece]), eight_bit.second_moment(exp_avg_sq[piece])
-        else:
-            m, v = exp_avg[piece].float(), exp_avg_sq[piece].float()
+        moments = {"exp_avg": exp_avg[piece], "exp_avg_sq": exp_avg_sq[piece]}
+        m, v = (codec.read(moments, name).float() for name in moments)
         m.lerp_(g, 1 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         largest = v
@@ -128,13 +114,11 @@ def adam(
             largest = max_exp_avg_sq[piece]
             torch.maximum(largest, v, out=largest)
         x.addcdiv_(m, (largest.sqrt() / bc2_sqrt).add_(step.eps), value=step.step_size)
-        if coded:
-            eight_bit.encode_(m, v, exp_avg[piece], exp_avg_sq[piece], mix)
-        elif exp_avg.dtype != torch.float32:
-            exp_avg[piece], exp_avg_sq[piece] = m, v
+        codec.write(moments, {"exp_avg": m, "exp_avg_sq": v}, mix)
         return mix
 
-    update_chunks(param, grad, master, exp_avg_sq, step.signed_scale, update)
+    fields = {"param": param, "exp_avg_sq": exp_avg_sq} | ({} if master is None else {"master": master})
+    update_chunks(fields, grad, step.signed_scale, update)
 
 
 def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,13 @@ class AdamStep:
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ValueError(f"step counts from 1; got {self.step}")
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], decoupled: bool, number: int, grad_scale: float = 1.0) -> AdamStep:
+        """The scalars of update ``number``, by the options of a param_group; ``decoupled`` where these do not say it."""
+        lr, beta1, beta2, eps, decay = map(float, (group["lr"], *group["betas"], group["eps"], group["weight_decay"]))
+        decoupled, *flags = (bool(group.get(*option)) for option in (("decoupled_weight_decay", decoupled), ("maximize",), ("amsgrad",)))
+        return cls(lr, beta1, beta2, eps, decay, decoupled, number, grad_scale, *flags)
 
     @property
     def bias_corrections(self) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def tell() -> bool:
     """Print the line of each optimizer that was in use when it was interrupted, from its first rank. False if there is none."""
     if os.environ.get("ZK_TRACEBACK", "") not in ("", "0"):
         return False
-    stopped = [one for one in _TRAINING if not one.forked and (not one.closed or "KeyboardInterrupt" in one.interrupted)]
+    stopped = [one for one in _TRAINING if not one.forked and (not one.closed or "KeyboardInterrupt" in one.integrity.interrupted)]
     for optimizer in stopped:
         if optimizer.everyone.rank == 0:
             say_always(f"\nzk: {line(optimizer)}")

@@ -202,7 +202,7 @@ def _heading(optimizer: Any) -> str:
     trained = sum(param.numel() for store in held if store.shard is not None for param in store.unit.users)
     dtypes = " and ".join(_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype, _ in elements.most_common())
     shards = [store.shard for store in held if store.shard is not None]
-    is_split, has_master = any(shard.split for shard in shards), any(shard.has_master for shard in shards)
+    is_split, has_master = any(shard.is_split for shard in shards), any(shard.has_master for shard in shards)
     master = ", fp32 master split" if is_split else ", fp32 master" if has_master else ""
     if config.state_dtype == torch.uint8:
         master = ", 24-bit master" * (is_split or has_master) + ", 8-bit moments"
@@ -250,3 +250,24 @@ def _notes(optimizer: Any, traffic: Traffic) -> list[str]:
     if traffic.uploaded or traffic.offloaded:
         notes.append(f"{who} moves {size(traffic.uploaded) or 'nothing'} to the GPU and {size(traffic.offloaded) or 'nothing'} from it")
     return notes
+
+
+def metrics_of(optimizer: Any) -> dict[str, float]:
+    """See ``ZeroOptimizer.metrics``."""
+    prefetcher = optimizer.partition.prefetcher
+    moved: dict[str, float] = optimizer.tiers["nvme"].metrics() if "nvme" in optimizer.tiers else {}
+    if optimizer.transfer.nbytes:
+        moved["pinned_nbytes"] = optimizer.transfer.nbytes
+    if optimizer.saver is not None:
+        moved["save_stall_ms"] = optimizer.saver.stall_ms
+    return {
+        **optimizer.counters,
+        **(optimizer.speculation.counters if optimizer.speculation is not None else {}),
+        "grad_norm": optimizer.factors.norm,
+        "loss_scale": optimizer.scaler.scale,
+        "gathers": prefetcher.uses,
+        "prefetch_hits": prefetcher.hits,
+        **moved,
+        **{f"{tier}_{kind}_nbytes": nbytes for (tier, kind), nbytes in nbytes_of(optimizer).items()},
+        **optimizer.rates.take(),
+    }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from zk.events import COMPLETED, Event, Ticket
-from zk.offload.rules import Rule, Run
+from zk.offload.rules import Change
 from zk.offload.section import Section
 from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
@@ -20,8 +20,7 @@ class Attempt:
     Args:
         name: of the unit.
         grads: the gradient of each section that is updated, all of which have a shadow.
-        rule: the optimizer's arithmetic.
-        runs, grad_scale: of the step, as they are expected to be.
+        change: of the step, as it is expected to be.
         mark: what compute must have done before memory on the device is written.
         is_handed_over: ``grads`` are not those that change with the next backward.
         has_counted: called once, if it does.
@@ -31,14 +30,12 @@ class Attempt:
         self,
         name: str,
         grads: Mapping[Section, Grads],
-        rule: Rule,
-        runs: Sequence[Run],
-        grad_scale: float,
+        change: Change,
         mark: Event,
         is_handed_over: bool = False,
         has_counted: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.grads, self.rule, self.runs, self.grad_scale, self.mark = name, grads, rule, runs, grad_scale, mark
+        self.name, self.grads, self.change, self.mark = name, grads, change, mark
         self.is_handed_over, self.has_counted = is_handed_over, has_counted
         self.is_given_up = self.has_begun = False
         self.finished: set[Section] = set()
@@ -57,8 +54,7 @@ class Attempt:
                 if following is not None:
                     following[0].fetch(following[1], self.grads[following[0]])
                 with phase("update", self.name):
-                    given = self.rule, self.runs, self.grad_scale, num_threads, self.mark
-                    streams = section.shadow.update(section, self.grads[section], chunk, *given)
+                    streams = section.shadow.update(section, self.grads[section], chunk, self.change, num_threads, self.mark)
                     behind.close()  # the chunk before this one
                 if following is None or following[0] is not section:
                     behind.callback(self._finish, section)
@@ -89,13 +85,13 @@ class Attempt:
         self.finished.clear()
         self.discard(*self.grads)
 
-    def commit(self, section: Section, runs: Sequence[Run], grad_scale: float) -> bool:
+    def commit(self, section: Section, change: Change) -> bool:
         """Make a section what this has made of it, if the step is what was expected. Says the same for all of its chunks."""
         if section.shadow is None:
             return False
         if section not in self.taken:
             self.done.wait()
-            self.taken[section] = section in self.finished and grad_scale == self.grad_scale and list(runs) == list(self.runs)
+            self.taken[section] = section in self.finished and change == self.change
             if self.taken[section]:
                 section.shadow.commit(section)
                 if sum(self.taken.values()) == 1:

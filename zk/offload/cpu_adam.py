@@ -3,8 +3,7 @@
 Two engines under one function, ``adam_``: "numba", one pass over memory (cpu_adam_numba.py), and "torch", foreach-style torch ops over
 chunks that fit the cache, which runs wherever torch does (any device) and is bitwise equal to torch.optim.Adam and AdamW. State on a GPU
 goes to the kernel in zk.kernels.adam.
-Layouts of the fp32 master, told apart by what is passed as ``master``: None (the parameter is fp32 and is the master), fp32
-(a separate master), int16 (a split master: see split.py), uint8 (24 bits: see eight_bit.py). Moments are fp32, or bf16 or in 8 bits by choice.
+Layouts of master and moments are told by their dtypes (zk/kernels/codec.py).
 Source: Adam, arXiv 1412.6980; decoupled weight decay, arXiv 1711.05101; the CPU update of ZeRO-Offload, arXiv 2101.06840, section 5.
 """
 
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor
 
 from zk import kernels, numa
-from zk.kernels import eight_bit, reference
-from zk.kernels.split import join, split_
+from zk.kernels import codec, reference
+from zk.kernels.eight_bit import CODES
 from zk.kernels.step import AdamStep, check_adam
 
 Engine = Literal["numba", "torch", "triton"]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @functools.cache
@@ -187,10 +187,10 @@ class CPUAdam(torch.optim.Optimizer):
         engine: Engine | None = None,
         num_threads: int | None = None,
     ) -> None:
-        state_dtype = eight_bit.CODES if state_dtype == "8bit" else state_dtype
-        if not isinstance(state_dtype, torch.dtype) or state_dtype not in (torch.float32, torch.bfloat16, eight_bit.CODES):
+        state_dtype = CODES if state_dtype == "8bit" else state_dtype
+        if not isinstance(state_dtype, torch.dtype) or state_dtype not in (torch.float32, torch.bfloat16, CODES):
             raise ValueError(f"state_dtype must be torch.float32, torch.bfloat16 or '8bit'; got {state_dtype!r}")
-        if state_dtype == eight_bit.CODES and not split_master:
+        if state_dtype == CODES and not split_master:
             raise ValueError("split_master=False does not go with state_dtype='8bit', whose masters are split; remove one of them")
         if engine not in (None, "numba", "torch"):
             raise ValueError(f"engine must be 'numba', 'torch' or None; got {engine!r}")
@@ -209,7 +209,7 @@ class CPUAdam(torch.optim.Optimizer):
         """Add a group; ValueError for parameters that are not as ``params`` must be."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if self.state_dtype == eight_bit.CODES and param.dtype == torch.float16:
+            if self.state_dtype == CODES and param.dtype == torch.float16:
                 self.param_groups.pop()
                 raise ValueError("state_dtype='8bit' is for parameters in bf16 and fp32; got one in fp16, which has no 24-bit master")
             if param.device.type != "cpu" or not param.is_contiguous() or param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -220,14 +220,10 @@ class CPUAdam(torch.optim.Optimizer):
                 )
 
     def _start(self, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": torch.tensor(0.0)}
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(param, dtype=self.state_dtype)
-        if param.dtype == torch.bfloat16 and self.split_master:
-            state["low"] = torch.zeros_like(param, dtype=eight_bit.CODES if self.state_dtype == eight_bit.CODES else torch.int16)
-        elif param.dtype != torch.float32:
-            state["master"] = param.detach().float()
-        return state
+        fields = codec.state_fields(param.dtype, _MOMENTS, self.state_dtype, self.split_master)
+        state = {name: torch.empty_like(param, dtype=dtype) for name, dtype in fields.items()}
+        codec.start({**state, "param": param.detach()}, param.detach())
+        return {"step": torch.tensor(0.0), **state}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -250,27 +246,12 @@ class CPUAdam(torch.optim.Optimizer):
                 if not state:
                     state.update(self._start(param))
                 state["step"] += 1
-                scalars = AdamStep(
-                    lr=float(group["lr"]),
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=self.decoupled,
-                    step=int(state["step"]),
-                    maximize=group["maximize"],
-                )
-                master = state.get("low", state.get("master"))
-                adam_(
-                    param.detach().view(-1),
-                    param.grad.contiguous().view(-1),
-                    None if master is None else master.view(-1),
-                    state["exp_avg"].view(-1),
-                    state["exp_avg_sq"].view(-1),
-                    scalars,
-                    engine=self.engine,
-                    num_threads=self.num_threads,
-                )
+                # by its own arguments, whatever else a group that was loaded says
+                options = {**group, "decoupled_weight_decay": self.decoupled, "amsgrad": False}
+                flat = {name: kept.view(-1) for name, kept in state.items()}
+                given = (param.detach().view(-1), param.grad.contiguous().view(-1), flat.get("master"), flat["exp_avg"], flat["exp_avg_sq"])
+                scalars = AdamStep.of(options, self.decoupled, int(state["step"]))
+                adam_(*given, scalars, engine=self.engine, num_threads=self.num_threads)
                 torch.autograd.graph.increment_version(param)
         return loss
 
@@ -279,18 +260,8 @@ class CPUAdam(torch.optim.Optimizer):
         plain = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         for index, state in plain["state"].items():
-            plain["state"][index] = entry = dict(state)
-            if self.state_dtype == eight_bit.CODES:
-                if "low" in entry:
-                    entry["master"] = eight_bit.join24(params[index].detach(), entry.pop("low"))
-                entry["exp_avg"] = eight_bit.first_moment(entry["exp_avg"], entry["exp_avg_sq"])
-                entry["exp_avg_sq"] = eight_bit.second_moment(entry["exp_avg_sq"])
-            elif "low" in entry:
-                flat = join(params[index].detach().view(-1), entry.pop("low").view(-1), entry["exp_avg_sq"].view(-1))
-                entry["master"] = flat.view_as(params[index])
-                entry["exp_avg_sq"] = entry["exp_avg_sq"].abs()
-            for name in ("exp_avg", "exp_avg_sq"):
-                entry[name] = entry[name].float()
+            fields = {**state, "param": params[index].detach()}
+            plain["state"][index] = {name: kept if name == "step" else codec.read(fields, name).float() for name, kept in state.items()}
         return plain
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -301,17 +272,6 @@ class CPUAdam(torch.optim.Optimizer):
             param = params[index]
             state = self._start(param)
             state["step"] += float(saved["step"])
-            if self.state_dtype == eight_bit.CODES:
-                eight_bit.encode_(saved["exp_avg"].float(), saved["exp_avg_sq"].float(), state["exp_avg"], state["exp_avg_sq"])
-            else:
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name].copy_(saved[name])
-            master = saved.get("master", param.detach().float())
-            if "low" in state and self.state_dtype == eight_bit.CODES:
-                eight_bit.split24_(master.float(), param.detach(), state["low"])
-            elif "low" in state:
-                split_(master.reshape(-1), param.detach().view(-1), state["low"].view(-1), state["exp_avg_sq"].view(-1))
-            elif "master" in state:
-                state["master"].copy_(master)
-                param.detach().copy_(master)
+            given = {name: saved[name] for name in state.keys() - {"step"} if name != "master" or name in saved}
+            codec.write({**state, "param": param.detach()}, given)
             self.state[param] = state

@@ -1,13 +1,7 @@
 """Adam in host memory, compiled by numba: gradients, parameters and state in one pass.
 
-Formulas are those of torch.optim.AdamW, operation for operation, fused multiply-adds where torch's CPU kernels use them:
-    g = grad * grad_scale                       (+ weight_decay * x, for Adam)
-    x = x * (1 - lr * weight_decay)             (AdamW)
-    m = fma(1 - beta1, g - m, m)
-    v = fma((1 - beta2) * g, g, beta2 * v)
-    x = x - (lr / bc1) * m / (sqrt(v) / sqrt(bc2) + eps)
-Bytes per parameter, bf16 gradient and parameter: 28 with an fp32 master (2 grad, 4 + 4 master, 8 + 8 moments, 2 param), 26 with a
-split master. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
+Formulas and bytes are those of the device's kernel (zk/kernels/adam.py), and of torch.optim.AdamW, operation for operation, with fused
+multiply-adds where torch's CPU kernels use them. The only difference from torch is the square root: this one is correctly rounded, MKL's is not.
 
 Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16, int16 the bits of fp16, uint8 codes (eight_bit.py).
 """
@@ -36,10 +30,8 @@ from zk.offload.worker import Worker
 F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
 # elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
 BLOCK = 1 << 14
-SMALLEST, V_MOST, M_ADDED, M_MOST = F32(eight_bit.SMALLEST), F32(2.0**35), F32(eight_bit.M_ADDED), F32(eight_bit.M_MOST)
-V_SHIFT, V_FIRST, V_WHOLE = U32(eight_bit.V_SHIFT), U32(eight_bit.V_FIRST), U32(eight_bit.V_WHOLE)
-M_SHIFT, M_FIRST = U32(eight_bit.M_SHIFT), U32(eight_bit.M_FIRST)
-GOLDEN, FIRST, SECOND = U32(eight_bit.GOLDEN), U32(eight_bit.FIRST), U32(eight_bit.SECOND)
+SMALLEST, V_MOST, M_ADDED, M_MOST = map(F32, eight_bit.FLOATS)
+V_SHIFT, V_FIRST, V_WHOLE, V_OFF, M_SHIFT, M_FIRST, M_UNIT, GOLDEN, FIRST, SECOND = map(U32, eight_bit.WORDS)
 
 
 @intrinsic
@@ -154,7 +146,7 @@ def _(array, i):
 
 @numba.njit(inline="always")
 def _exponent(code):
-    return U32(code >> U32(2)) if code < V_WHOLE else U32(code - U32(168))
+    return U32(code >> U32(2)) if code < V_WHOLE else U32(code - V_OFF)
 
 
 @overload(_mixed, inline="always")
@@ -177,7 +169,7 @@ def _(array, i, code):
     def load_code(array, i, code):
         own = U32(array[i])
         size = _as_float(U32(U32((own & U32(127)) << M_SHIFT) + U32(M_FIRST << U32(23)))) - M_ADDED
-        unit = _as_float(U32((U32(101) + U32(_exponent(code) >> U32(1))) << U32(23)))
+        unit = _as_float(U32((M_UNIT + U32(_exponent(code) >> U32(1))) << U32(23)))
         return _as_float(U32(_as_bits(size * unit) | U32((own >> U32(7)) << U32(31))))
 
     return load_code if array.dtype == types.uint8 else lambda array, i, code: _load(array, i)
@@ -186,10 +178,10 @@ def _(array, i, code):
 @overload(_store_first, inline="always")
 def _(array, i, m, code, mix):
     def store_code(array, i, m, code, mix):
-        unit = _as_float(U32((U32(153) - U32(_exponent(code) >> U32(1))) << U32(23)))
+        unit = _as_float(U32((U32(254) - M_UNIT - U32(_exponent(code) >> U32(1))) << U32(23)))
         size = _as_float(U32(_as_bits(m) & U32(0x7FFFFFFF))) * unit + M_ADDED
         size = size if size < M_MOST else M_MOST
-        own = U32(U32(U32(_as_bits(size) + U32(mix & U32(0x7FFFF))) >> M_SHIFT) - U32(M_FIRST << U32(4)))
+        own = U32(U32(U32(_as_bits(size) + U32(mix & U32((U32(1) << M_SHIFT) - U32(1)))) >> M_SHIFT) - U32(M_FIRST << U32(4)))
         array[i] = U8(U32(own if own < U32(127) else U32(127)) | U32((_as_bits(m) >> U32(31)) << U32(7)))
 
     return store_code if array.dtype == types.uint8 else lambda array, i, m, code, mix: _store(array, i, m)
@@ -208,8 +200,8 @@ def _(array, i, v, flag, mix):
     def store_code(array, i, v, flag, mix):
         v = v + SMALLEST
         bits = _as_bits(v if v < V_MOST else V_MOST)
-        fine = U32(U32(U32(bits + U32(mix >> U32(11))) >> V_SHIFT) - U32(V_FIRST << U32(2)))
-        whole = U32(U32(U32(bits + U32(mix >> U32(9))) >> U32(23)) + U32(V_WHOLE - V_FIRST - (V_WHOLE >> U32(2))))
+        fine = U32(U32(U32(bits + U32(mix >> U32(U32(32) - V_SHIFT))) >> V_SHIFT) - U32(V_FIRST << U32(2)))
+        whole = U32(U32(U32(bits + U32(mix >> U32(9))) >> U32(23)) + U32(V_OFF - V_FIRST))
         whole = whole if whole < U32(255) else U32(255)
         code = fine if fine < V_WHOLE else whole
         array[i] = U8(code)

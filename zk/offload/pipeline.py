@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
 from zk.offload.attempt import Attempt
-from zk.offload.rules import Run
+from zk.offload.rules import Change
 from zk.offload.section import Section
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
@@ -29,10 +29,9 @@ class Task:
 
     name: str
     shard: OptimizerShard
-    runs: Sequence[Run]
+    change: Change
     # brings the updated slice to the other ranks, after its last copy home and a mark, as for Transfer; returns what compute must follow
     publish: Callable[[Event, Event | None], Awaited]
-    grad_scale: float  # what the gradient is multiplied by on the way
     used: Collection[int]  # numbers of the parameters that have a gradient
     done: Ticket = dataclasses.field(default_factory=Ticket)  # all of it is updated, and published
     arriving: Awaited = COMPLETED  # set when done: what compute must follow before it uses the parameters
@@ -107,7 +106,7 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
             keep = options.keep and position >= len(work) - CHUNKS_KEPT
             with phase("update", task.name):
                 given = task.unread, task.attempt, task.handed_over
-                streams = task.shard.update(index, task.runs, task.grad_scale, options.num_threads, keep, options.mark, *given)
+                streams = task.shard.update(index, task.change, options.num_threads, keep, options.mark, *given)
             behind.close()  # the chunk before this one, which has streamed meanwhile
             behind.callback(_end, task, streams, options.mark)
             if streams is None:

@@ -44,8 +44,8 @@ class Rule(abc.ABC):
         """Names of the per-element state that parameters of ``group`` need, as torch's optimizer calls them."""
 
     @abc.abstractmethod
-    def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
-        """Update in place: ``flat`` has param, grad, master and the states, all (n,), of elements of the run."""
+    def update(self, fields: Mapping[str, Tensor], grad: Tensor, run: Run, grad_scale: float, num_threads: int) -> None:
+        """Update in place: ``fields`` has param, master if there is one, and the states, all (n,), of elements of the run."""
 
     def has_kernel(self, group: Mapping[str, Any]) -> bool:
         """Tell if a kernel on the device has the bits of the update in host memory, for parameters of ``group``."""
@@ -61,17 +61,23 @@ class Rule(abc.ABC):
         return {name: torch.full_like(one, value) if isinstance(one, Tensor) else type(one)(value) for name, one, value in kept}
 
 
-def apply(rule: Rule, fields: Mapping[str, Tensor], grad: Tensor, elements: slice, runs: Sequence[Run], grad_scale: float, num_threads: int) -> None:
-    """Update ``fields``, which are these ``elements`` of a shard, by their ``grad``: what lies in each run."""
-    for run in runs:
-        start, stop = max(run.part.start, elements.start), min(run.part.stop, elements.stop)
-        if start < stop:
-            assert not rule.is_whole or (start, stop) == (run.part.start, run.part.stop), "a chunk cuts a parameter that is updated whole"
-            here = slice(start - elements.start, stop - elements.start)
-            flat: dict[str, Tensor | None] = {name: field[here] for name, field in fields.items()}
-            flat["grad"] = grad[here]
-            flat.setdefault("master", None)
-            rule.update(flat, run, grad_scale, num_threads)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """Update of a shard in one step."""
+
+    rule: Rule
+    runs: Sequence[Run]
+    grad_scale: float  # what the gradient is multiplied by on the way
+
+    def apply(self, fields: Mapping[str, Tensor], grad: Tensor, elements: slice, num_threads: int) -> None:
+        """Update ``fields``, which are these ``elements`` of the shard, by their ``grad``: what lies in each run."""
+        for run in self.runs:
+            start, stop = max(run.part.start, elements.start), min(run.part.stop, elements.stop)
+            if start < stop:
+                is_uncut = (start, stop) == (run.part.start, run.part.stop)
+                assert is_uncut or not self.rule.is_whole, "a chunk cuts a parameter that is updated whole"
+                here = slice(start - elements.start, stop - elements.start)
+                self.rule.update({name: field[here] for name, field in fields.items()}, grad[here], run, self.grad_scale, num_threads)
 
 
 @dataclasses.dataclass
@@ -87,27 +93,9 @@ class AdamRule(Rule):
     def has_kernel(self, group: Mapping[str, Any]) -> bool:
         return not group.get("amsgrad")
 
-    def step(self, group: Mapping[str, Any], number: int, grad_scale: float = 1.0) -> AdamStep:
-        """The scalars of an update, by the options of ``group``."""
-        beta1, beta2 = group["betas"]
-        return AdamStep(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay", self.decoupled)),
-            step=number,
-            grad_scale=grad_scale,
-            maximize=bool(group.get("maximize")),
-            amsgrad=bool(group.get("amsgrad")),
-        )
-
-    def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
-        scalars = self.step(run.group, run.step, grad_scale)
-        param, grad, exp_avg, exp_avg_sq = flat["param"], flat["grad"], flat["exp_avg"], flat["exp_avg_sq"]
-        assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-        adam_(param, grad, flat["master"], exp_avg, exp_avg_sq, scalars, max_exp_avg_sq=flat.get("max_exp_avg_sq"), num_threads=num_threads)
+    def update(self, fields: Mapping[str, Tensor], grad: Tensor, run: Run, grad_scale: float, num_threads: int) -> None:
+        step, kept = AdamStep.of(run.group, self.decoupled, run.step, grad_scale), (fields.get("master"), fields["exp_avg"], fields["exp_avg_sq"])
+        adam_(fields["param"], grad, *kept, step, max_exp_avg_sq=fields.get("max_exp_avg_sq"), num_threads=num_threads)
 
 
 @dataclasses.dataclass
@@ -117,16 +105,15 @@ class SGDRule(Rule):
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
+    def update(self, fields: Mapping[str, Tensor], grad: Tensor, run: Run, grad_scale: float, num_threads: int) -> None:
         group = run.group
         lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
-        buffer = flat.get("momentum_buffer")
 
         def update(x: Tensor, g: Tensor, piece: slice) -> None:
             if decay:
                 g = g.add(x, alpha=decay)
             if momentum:
-                assert buffer is not None
+                buffer = fields["momentum_buffer"]
                 held = buffer[piece].float()  # the buffer itself where it is fp32
                 if run.step == 1:
                     held.copy_(g)
@@ -137,9 +124,7 @@ class SGDRule(Rule):
                 g = g.add(held, alpha=momentum) if group["nesterov"] else held
             x.add_(g, alpha=-lr)
 
-        param, grad = flat["param"], flat["grad"]
-        assert param is not None and grad is not None
-        update_chunks(param, grad, flat["master"], None, -grad_scale if group["maximize"] else grad_scale, update)
+        update_chunks(fields, grad, -grad_scale if group["maximize"] else grad_scale, update)
 
 
 # options that choose between ways to compute the same; slices take the plain one
@@ -217,26 +202,24 @@ class OwnStep(Rule):
             self._after[key] = {name: as_number(after[name]) for name in self.templates if name in after}
         return self._after[key]
 
-    def update(self, flat: Mapping[str, Tensor | None], run: Run, grad_scale: float, num_threads: int) -> None:
+    def update(self, fields: Mapping[str, Tensor], grad: Tensor, run: Run, grad_scale: float, num_threads: int) -> None:
         names, shaped = self.state_names(run.group), run.shaped if self.is_whole and run.shaped is not None else lambda values: values
 
         def update(x: Tensor, g: Tensor, piece: slice) -> None:
-            fields = {name: shaped(field[piece]) for name in names if (field := flat[name]) is not None}
-            state = {} if run.scalars is None else self.stored(run.scalars) | fields
+            kept = {name: shaped(fields[name][piece]) for name in names}
+            state = {} if run.scalars is None else self.stored(run.scalars) | kept
             after = self._state(self.call(shaped(x), shaped(g), run.group, state))
-            new = [name for name, kept in after.items() if kept is not None and name not in fields and name not in self.templates]
+            new = [name for name, value in after.items() if value is not None and name not in kept and name not in self.templates]
             if new:
                 raise RuntimeError(
                     f"{self.name} has begun to keep {', '.join(new)} in update {run.step}, for which no room was made: an optimizer must keep the "
                     "same states from its first step on"
                 )
-            for name, field in fields.items():
+            for name, field in kept.items():
                 if after[name].data_ptr() != field.data_ptr():
                     field.copy_(after[name])
 
-        param, grad = flat["param"], flat["grad"]
-        assert param is not None and grad is not None
-        update_chunks(param, grad, flat["master"], None, grad_scale, update, param.numel() if self.is_whole else _STEP_NUMEL)
+        update_chunks(fields, grad, grad_scale, update, len(grad) if self.is_whole else _STEP_NUMEL)
 
     def try_elementwise(self, group: Mapping[str, Any]) -> None:
         """Update a small tensor whole, in halves and in another order; TypeError if that makes a difference, or something is kept elsewhere."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
-from zk.offload.rules import Rule, Run, apply
+from zk.offload.rules import Change
 from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, Grads, HostCopies, HostGrads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
@@ -22,17 +22,15 @@ _BLOCK = 1 << 17
 
 
 @contextlib.contextmanager
-def opened(state: Fields, param: Fields | HostCopies, chunk: slice, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Opened]:
+def opened(state: Fields, param: Fields | HostCopies | None, chunk: slice, changes: bool, read: bool = True, keep: bool = False) -> Iterator[Opened]:
     """All fields of one chunk, put back whatever happens inside."""
-    fields = state.open(chunk, read)
-    try:
-        beside = param.open(chunk, read)
-        try:
-            yield {**fields, **beside}
-        finally:
-            param.close(chunk, changes)
-    finally:
-        state.close(chunk, changes, keep)
+    with contextlib.ExitStack() as closing:
+        fields = {**state.open(chunk, read)}
+        closing.callback(state.close, chunk, changes, keep)
+        if param is not None:
+            fields |= param.open(chunk, read)
+            closing.callback(param.close, chunk, changes)
+        yield fields
 
 
 def _settle(written: Event) -> None:
@@ -53,14 +51,14 @@ class Shadow:
         self.state, self.param, self.near = state, param, near
 
     def update(
-        self, section: Section, grads: Grads, chunk: slice, rule: Rule, runs: Sequence[Run], grad_scale: float, num_threads: int, mark: Event | None
+        self, section: Section, grads: Grads, chunk: slice, change: Change, num_threads: int, mark: Event | None
     ) -> contextlib.ExitStack | None:
         """Make what ``chunk`` of the section becomes by ``grads``. ``mark``: what compute must have done before ``near`` is written.
 
         Returns as ``Section.stream_through``.
         """
         if section.stream is not None:
-            return section.stream_through(section.stream, self, grads, chunk, rule, runs, grad_scale, mark)
+            return section.stream_through(self, grads, chunk, change, mark)
         assert self.param is not None
         with (
             opened(section.state, section.param, chunk, changes=False) as now,
@@ -68,11 +66,11 @@ class Shadow:
         ):
             grad = grads.open(chunk)
             try:
-                for block in evenly(0, chunk.stop - chunk.start, chunk.stop if rule.is_whole else _BLOCK, 64):
+                for block in evenly(0, chunk.stop - chunk.start, chunk.stop if change.rule.is_whole else _BLOCK, 64):
                     for name, field in then.items():
                         field[block].copy_(now[name][block])
                     elements = slice(chunk.start + block.start, chunk.start + block.stop)
-                    apply(rule, {name: field[block] for name, field in then.items()}, grad[block], elements, runs, grad_scale, num_threads)
+                    change.apply({name: field[block] for name, field in then.items()}, grad[block], elements, num_threads)
             finally:
                 grads.close(chunk)
         if self.near is not None:
@@ -130,49 +128,36 @@ class Section:
         return values[chunk.start - start : chunk.stop - start]
 
     def stream_through(
-        self,
-        stream: Stream,
-        shadow: Shadow | None,
-        grads: Grads,
-        chunk: slice,
-        rule: Rule,
-        runs: Sequence[Run],
-        grad_scale: float,
-        mark: Event | None,
-        keep: bool = False,
+        self, shadow: Shadow | None, grads: Grads, chunk: slice, change: Change, mark: Event | None, keep: bool = False
     ) -> contextlib.ExitStack | None:
         """Start to update ``chunk`` on the device, in place or into a ``shadow``; after ``mark``, as for Transfer.
 
         What is in memory is there once the copies of its fields are over. What is on the drive is put back when the result is closed, which waits
         for them: after the next chunk has been started, so that this one streams while that one is read. None if nothing is on the drive.
         """
+        assert self.stream is not None
         after = mark or self.transfer.mark()
         with contextlib.ExitStack() as closing:
-            fields: list[Fields] = [self.state, self.resting]
-            now, then = dict[str, Tensor](), dict[str, Tensor]()
-            for one in (self.state, self.resting):
-                now |= one.open(chunk)
-                closing.callback(one.close, chunk, shadow is None, keep and one is self.state)
-            for room in (shadow.state, shadow.param) if shadow is not None else ():
-                if room is not None:
-                    then |= room.open(chunk, False)
-                    closing.callback(room.close, chunk, True)
-                    fields.append(room)
-            if shadow is not None and shadow.near is not None:
-                then["param"] = self.part_of(shadow.near, chunk)
+            fields: list[Fields | None] = [self.state, self.resting]
+            now = then = closing.enter_context(opened(self.state, self.resting, chunk, shadow is None, keep=keep))
+            if shadow is not None:
+                fields += (shadow.state, shadow.param)
+                then = closing.enter_context(opened(shadow.state, shadow.param, chunk, True, read=False))
+                if shadow.near is not None:
+                    then["param"] = self.part_of(shadow.near, chunk)
             grad = grads.open(chunk)
             closing.callback(grads.close, chunk)
 
-            def change(block: Opened, part: slice) -> None:
-                apply(rule, block, block.pop("grad"), slice(chunk.start + part.start, chunk.start + part.stop), runs, grad_scale, 1)
+            def update(block: Opened, part: slice) -> None:
+                change.apply(block, block.pop("grad"), slice(chunk.start + part.start, chunk.start + part.stop), 1)
 
-            done = stream.update(now, then or now, grad, change, after)
+            done = self.stream.update(now, then, grad, update, after)
             for one in fields:
                 if isinstance(one, ResidentFields):
                     one.copies[chunk.start] = done.ready if one.memory == "device" else done.written
             if isinstance(grads, HostGrads):
                 grads.reader = done.read
-            if isinstance(grads, HostGrads) and all(one.resident for one in fields):
+            if isinstance(grads, HostGrads) and all(one.resident for one in fields if one is not None):
                 return None
             closing.callback(_settle, done.written)
             return closing.pop_all()

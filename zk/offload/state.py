@@ -9,28 +9,13 @@ import torch
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
-from zk.kernels import eight_bit
-from zk.kernels.split import join, split_
+from zk.kernels import codec
 from zk.offload.attempt import Attempt
-from zk.offload.rules import Rule, Run, apply
+from zk.offload.rules import Change, Rule
 from zk.offload.section import Opened, Section, opened
 from zk.offload.snapshot import Unread
 from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
-
-
-def state_fields(dtype: torch.dtype, rule: Rule, names: Sequence[str], state_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Name -> dtype of what is kept for each element of a ``dtype`` parameter: the master (its lower half or bits where that is enough), moments."""
-    fields: dict[str, torch.dtype] = {}
-    if state_dtype == eight_bit.CODES and dtype == torch.bfloat16:
-        fields["master"] = eight_bit.CODES
-    elif dtype == torch.bfloat16 and rule.splits_master and "exp_avg_sq" in names:
-        fields["master"] = torch.int16
-    elif dtype != torch.float32:
-        fields["master"] = torch.float32
-    for name in names:
-        fields[name] = state_dtype if name != "max_exp_avg_sq" else torch.float32
-    return fields
 
 
 class OptimizerShard:
@@ -46,7 +31,8 @@ class OptimizerShard:
         self.rule, self.sections, self.names = rule, sections, tuple(names)
         self.places = [(section, chunk) for section in sections for chunk in section.state.chunks]
         self.chunks = [chunk for _, chunk in self.places]
-        self.split = self.has_master = self.coded = False  # known with the first fields; split: the master is made with the parameter
+        self.dtypes = sections[0].state.dtypes  # of master and moments
+        self.has_master, self.is_split = "master" in self.dtypes, codec.is_split(self.dtypes)
         self.stats: list[Tensor | None] = []  # of each gradient that was added, as for ``add``
         self.arriving: Event = COMPLETED  # the last copy home
         self.unread: Unread | None = None  # by a save in progress
@@ -56,15 +42,7 @@ class OptimizerShard:
         """Masters start from ``initial`` (n,), the values in the model's original precision; moments from zero."""
         for index, chunk in enumerate(self.chunks):
             with self.opened(index, changes=True, read=False) as fields:
-                for name, field in fields.items():
-                    if name != "param":
-                        field.zero_()
-                self.has_master = "master" in fields
-                self.split = self.has_master and fields["master"].dtype != torch.float32
-                self.coded = "exp_avg" in fields and fields["exp_avg"].dtype == eight_bit.CODES
-                self._set_master(fields, slice(0, chunk.stop - chunk.start), initial[chunk])
-                if self.coded and self.split:  # compute has the parameters as torch casts them
-                    eight_bit.cast24_(initial[chunk].to(fields["param"].device), fields["param"], fields["master"])
+                codec.start(fields, initial[chunk])
         self.upload()
 
     # ---- chunks --------------------------------------------------------------------------------------------------------------
@@ -191,8 +169,7 @@ class OptimizerShard:
     def update(
         self,
         number: int,
-        runs: Sequence[Run],
-        grad_scale: float,
+        change: Change,
         num_threads: int,
         keep: bool,
         mark: Event | None,
@@ -206,19 +183,19 @@ class OptimizerShard:
         ``handed_over``: the gradient of each section that is not where the next one will be.
         """
         section, chunk = self.places[number]
-        is_done = unread is None and attempt is not None and attempt.commit(section, runs, grad_scale)
+        is_done = unread is None and attempt is not None and attempt.commit(section, change)
         grads, streams = handed_over.get(section, section.grads), None
         if not is_done and section.stream is not None:
             with contextlib.nullcontext() if unread is None else unread.before_change(number) as hand:
                 if hand is not None:
                     with self.opened(number) as fields:
                         hand(fields)
-                streams = section.stream_through(section.stream, None, grads, chunk, self.rule, runs, grad_scale, mark, keep)
+                streams = section.stream_through(None, grads, chunk, change, mark, keep)
         elif not is_done:
             with self.changed(number, unread, keep) as fields:
                 grad = grads.open(chunk)
                 try:
-                    apply(self.rule, fields, grad, chunk, runs, grad_scale, num_threads)
+                    change.apply(fields, grad, chunk, num_threads)
                 finally:
                     grads.close(chunk)
         event = section.take_home(chunk, mark, section.shadow if is_done else None)
@@ -234,26 +211,13 @@ class OptimizerShard:
         section.state.fetch(chunk)
         section.param.fetch(chunk)
 
-    def dtype_of(self, kind: str) -> torch.dtype:
-        """The dtype of what ``exact`` returns."""
-        return torch.float32 if kind == "master" else torch.bfloat16 if self.coded else self.sections[0].state.dtypes[kind]
-
     def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:
         """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk; codes as bf16, which tells them apart."""
-        if kind == "master":
-            return self._master(fields, here).float()
-        if self.coded:
-            return self._moment(kind, fields, here).bfloat16()
-        state = fields[kind][here]
-        return state.abs() if self.split and kind == "exp_avg_sq" else state
+        return codec.read(_part(fields, here), kind).to(codec.dtype_of(self.dtypes, kind))
 
     def put(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
         """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
-        if self.coded:
-            self._encode(fields, here, values)
-        for name in self.names if not self.coded else ():
-            fields[name][here].copy_(values[name])
-        self._set_master(fields, here, values["master"])
+        codec.write(_part(fields, here), values)
 
     def upload(self) -> None:
         """Bring all parameters to where they rest, for compute to use."""
@@ -263,45 +227,10 @@ class OptimizerShard:
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
 
-    def _encode(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
-        """Both moments, of which the first one is held in units of the second one."""
-        first, second = fields["exp_avg"][here], fields["exp_avg_sq"][here]
-        eight_bit.encode_(values["exp_avg"].to(first.device), values["exp_avg_sq"].to(first.device), first, second)
-
-    def _master(self, fields: Opened, here: slice) -> Tensor:
-        if self.coded and self.split:
-            return eight_bit.join24(fields["param"][here], fields["master"][here])
-        if self.split:
-            return join(fields["param"][here], fields["master"][here], fields["exp_avg_sq"][here])
-        return fields["master" if self.has_master else "param"][here]
-
-    def _set_master(self, fields: Opened, here: slice, values: Tensor) -> None:
-        param = fields["param"][here]
-        values = values.to(param.device)
-        if self.coded and self.split:
-            eight_bit.split24_(values.float(), param, fields["master"][here])
-            return
-        if self.split:
-            split_(values.float(), param, fields["master"][here], fields["exp_avg_sq"][here])
-            return
-        if self.has_master:
-            fields["master"][here].copy_(values)
-        if param.data_ptr() != values.data_ptr():
-            param.copy_(values)
-
-    def get_master(self, part: slice) -> Tensor:
-        """The fp32 master of ``part``; may be a view."""
-        return self._read(part, self._master)
-
-    def set_master(self, part: slice, values: Tensor) -> None:
-        """Write (n,) ``values`` of any precision into master and parameter of ``part``."""
-        self._write(part, lambda fields, here, there: self._set_master(fields, here, values[there]))
-        self.upload()
-
     @property
     def has_copies(self) -> bool:
         """Check that what is written to parameters has to reach a master, or a copy of them that is updated."""
-        return (self.has_master and not self.split) or any(section.home is not None for section in self.sections)
+        return (self.has_master and not self.is_split) or any(section.home is not None for section in self.sections)
 
     def adopt(self, parts: Sequence[slice]) -> None:
         """Parameters of ``parts`` were written from outside: elements that changed replace their master, the others keep it.
@@ -316,38 +245,21 @@ class OptimizerShard:
             for index, here, there in self._overlap(part):
                 home = self.places[index][0].home
                 with self.changed(index, self.unread) as fields:
-                    master = self._master(fields, here)
+                    master = codec.read(_part(fields, here), "master")
                     written = fields["param"][here].clone() if home is None else home.whole()[part][there].to(master.device, copy=True)
                     held = master.to(written.dtype) if home is None else fields["param"][here]  # a 24-bit master rounds in its own way
-                    self._set_master(fields, here, torch.where(held == written, master, written.float()))
+                    codec.write(_part(fields, here), {"master": torch.where(held == written, master, written.float())})
         self.upload()
 
-    def _moment(self, name: str, fields: Opened, here: slice) -> Tensor:
-        if self.coded:
-            second = fields["exp_avg_sq"][here]
-            return eight_bit.second_moment(second) if name == "exp_avg_sq" else eight_bit.first_moment(fields["exp_avg"][here], second)
-        state = fields[name][here].float()
-        return state.abs() if self.split and name == "exp_avg_sq" else state
-
     def get_state(self, name: str, part: slice) -> Tensor:
-        """The state ``name`` of ``part`` in fp32; a view where that is what is stored."""
-        return self._read(part, lambda fields, here: self._moment(name, fields, here))
+        """The "master" of ``part``, or a state by name, in fp32; a view where that is what is stored."""
+        return self._read(part, lambda fields, here: codec.read(_part(fields, here), name).float())
 
     def set_state(self, name: str, part: slice, values: Tensor) -> None:
-        """Overwrite the state ``name`` of ``part``; the master keeps its value."""
-
-        def write(fields: Opened, here: slice, there: slice) -> None:
-            if self.coded:
-                both = {each: self._moment(each, fields, here) for each in self.names}
-                self._encode(fields, here, {**both, name: values[there].float()})
-            elif self.split and name == "exp_avg_sq":
-                master = self._master(fields, here)
-                fields[name][here].copy_(values[there])
-                self._set_master(fields, here, master)
-            else:
-                fields[name][here].copy_(values[there])
-
-        self._write(part, write)
+        """Overwrite the "master" of ``part``, with the parameter, or a state by name, by (n,) ``values``; the others keep their value."""
+        self._write(part, lambda fields, here, there: codec.write(_part(fields, here), {name: values[there]}))
+        if name == "master":
+            self.upload()
 
     @property
     def nbytes(self) -> list[tuple[str, str, int]]:
@@ -366,3 +278,8 @@ class OptimizerShard:
                 if section.shadow.near is not None:
                     sizes.append(("device", "shadow", section.shadow.near.nbytes))
         return sizes
+
+
+def _part(fields: Opened, here: slice) -> Opened:
+    """Some elements of the fields of a chunk."""
+    return {name: field[here] for name, field in fields.items()}

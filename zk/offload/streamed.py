@@ -137,14 +137,23 @@ def best_share(rates: Mapping[str, float], state_nbytes: int, size: int, is_near
         state_nbytes, size: bytes of an element's master and moments, and of its parameter or gradient.
         is_near: parameters rest on the device.
     """
-    there, moved = not is_near and size, state_nbytes + size  # parameters that travel along; state and gradient
+    there = 0 if is_near else size  # parameters that travel along
+    shares = (step / 32 for step in range(33))
+    return min(shares, key=lambda share: max(update_seconds(share, rates, state_nbytes + there, state_nbytes, size, (1 - share) * (size - there))))
+
+
+def update_seconds(
+    share: float, rates: Mapping[str, float], back: int, state_nbytes: int, size: int, returned: float, wide: int = 1
+) -> tuple[float, float]:
+    """Seconds by element of an update of which the device does ``share``: of the host's threads and memory, and of the link.
+
+    Args:
+        rates, state_nbytes, size: as for ``best_share``.
+        back: bytes of an element that streams through the device which return, to host memory.
+        returned: bytes of updated parameters that go up, by element of the whole update.
+        wide: bytes of a gradient's element over those of the parameter's.
+    """
     touched = 2 * state_nbytes + 3 * size  # of host memory, by the update there
-    memory = max(rates["memory"], rates["cpu"] * touched)
-
-    def seconds(share: float) -> float:
-        rest = 1 - share
-        up, down = share * (moved + there) + rest * (size - there), share * (state_nbytes + there)
-        both = (share * (moved + state_nbytes + 2 * there) + rest * touched) / memory
-        return max(rest / rates["cpu"], up / rates["up"], down / rates["down"], both)
-
-    return min((step / 32 for step in range(33)), key=seconds)
+    both = share * (2 * back + size) + (1 - share) * touched
+    host = max((1 - share) / rates["cpu"], both / max(rates["memory"], rates["cpu"] * touched))
+    return host, max((share * (back + size * wide) + returned) / rates["up"], share * back / rates["down"])

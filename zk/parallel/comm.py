@@ -232,7 +232,8 @@ class Group:
 
     def agree(self, rules: Mapping[str, object], failing: str = "train by different rules") -> None:
         """Compare what must be the same on all ranks; RuntimeError on all of them, naming the first difference, where it is not."""
-        text = json.dumps({key: str(value) for key, value in sorted(rules.items())})
+        # (1 is 1.0)
+        text = json.dumps({key: str(int(rule) if isinstance(rule, float) and rule.is_integer() else rule) for key, rule in sorted(rules.items())})
         mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         _, check = self._announce(RULES, -1, mine)
         if set(check()) == {mine}:

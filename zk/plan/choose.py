@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from zk.config import ZeroConfig
+from zk.kernels.codec import state_fields
 from zk.linear_loss import PIECE, PIECE_ON_DEVICE
 from zk.offload.rules import AdamRule
-from zk.offload.state import state_fields
 from zk.offload.streamed import best_share
 from zk.plan.check import changes
 from zk.plan.footprint import CPU, Footprint, footprint_of
@@ -148,14 +148,11 @@ def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     if config.update_on != "auto" or machine.joined:
         return as_given(shape, config, machine, tokens, micro_batches)
     by_host = as_given(shape, dataclasses.replace(config, update_on="host"), machine, tokens, micro_batches)
-    if by_host is None:
-        return None
-    cpu, link = 1e9 * machine.cpu_adam / machine.per_machine, 1e9 * machine.link_gbps
-    memory = 1e9 * (machine.memory_gbps or 0) / machine.per_machine
+    if by_host is None or config.optimizer_tier == "device":
+        return by_host
     assert isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
-    kept, size = state_fields(config.dtype, AdamRule(decoupled=True), ("exp_avg", "exp_avg_sq"), config.state_dtype).values(), config.dtype.itemsize
-    rates = {"cpu": cpu, "up": link, "down": link, "memory": memory}
-    share = best_share(rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
+    kept, size = state_fields(config.dtype, ("exp_avg", "exp_avg_sq"), config.state_dtype, True).values(), config.dtype.itemsize
+    share = best_share(machine.update_rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
     split = as_given(shape, dataclasses.replace(config, update_on=share), machine, tokens, micro_batches) if share else None
     if split is None or split.fits < by_host.fits or split.step.seconds > _WORTH * by_host.step.seconds:
         return by_host

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from zk.config import ZeroConfig
+from zk.offload.streamed import update_seconds
 from zk.plan.footprint import Footprint
 from zk.plan.shape import Shape
 
@@ -43,6 +44,12 @@ class Machine:
     def shards(self) -> int:
         """Ranks that partition the states."""
         return self.world // (self.tensor * self.replicas)
+
+    @property
+    def update_rates(self) -> dict[str, float]:
+        """Of a rank, as ``zk.offload.streamed.best_share`` takes them."""
+        host = {"cpu": 1e9 * self.cpu_adam / self.per_machine, "memory": 1e9 * (self.memory_gbps or 0) / self.per_machine}
+        return host | dict.fromkeys(("up", "down"), 1e9 * self.link_gbps)
 
     def crossing(self, nbytes: int, ranks: int, stride: int) -> tuple[int, int]:
         """Bytes that come to a rank from its machine, and from other machines, where it has one of ``ranks`` parts and gets the others'.
@@ -122,12 +129,10 @@ def step_of(
         # what comes over the link for each use; parameters of the drive come through host memory
         uploaded = found.sizes["host", "param"] + drive if found.sizes["device", "gathered"] else 0
     updated = (grads + machine.joined * found.sizes["device", "grad"]) // size
-    # of an element that streams through the device: what goes up, what the host's memory moves, and what it moves for an update there
-    share, kept = config.streamed_share * (not machine.joined), found.sizes["host", "master"] + found.sizes["host", "moments"] + state
-    back = kept // max(1, updated) + size * bool(found.sizes["host", "param"] + drive)
-    passing, touched = 2 * back + size, 2 * kept // max(1, updated) + 3 * size
-    memory = 1e9 * (machine.memory_gbps or 0)
-    both = (share * passing + (1 - share) * touched) / max(memory / (1e9 * machine.cpu_adam), touched, 1)  # of updates of an element
+    share, speed = config.streamed_share * (not machine.joined), machine.update_rates
+    kept = (found.sizes["host", "master"] + found.sizes["host", "moments"] + state) // max(1, updated)
+    back = kept + size * bool(found.sizes["host", "param"] + drive)
+    by_host, by_link = update_seconds(share, speed, back, kept, size, returned / max(1, updated), wide)
     stored, changed = (sum(units.stored_nbytes(size) for units in shape.units if units.trained or not only) for only in (False, True))
 
     def exchanged(gathers: int, reductions: int, is_averaged: bool, sums: int) -> dict[str, int]:
@@ -166,8 +171,8 @@ def step_of(
         **exchanged(passes * (stage == 3), (early + (stage == 0)) * (wide if vertical else passes), early, 4 * shape.layers + 1),
     )
     update = Counter(
-        link=max(returned + int(share * updated) * (back + size * wide), away * (not early)),
-        cpu=int(updated * max(1 - share, both)),
+        link=max(round(updated * by_link * speed["up"]), away * (not early)),
+        cpu=round(updated * by_host * speed["cpu"]),
         disk=written * (1 + (not early)) + 2 * drive * changed // stored + 2 * state,
         **exchanged(False, (not early) + (stage in (1, 2)), not early, 0),
     )
@@ -176,8 +181,8 @@ def step_of(
         work = {"backward": backward, "update and forward": forward + update}
     rates = {
         "compute": 1e12 * machine.tflops,
-        "link": 1e9 * machine.link_gbps,
-        "cpu": 1e9 * machine.cpu_adam / machine.per_machine,
+        "link": speed["up"],
+        "cpu": speed["cpu"],
         "disk": 1e9 * machine.disk_gbps / machine.per_machine,
         "ranks": 1e9 * machine.fabric_gbps,
         "tensor": 1e9 * machine.fabric_gbps,

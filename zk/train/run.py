@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import zk
+from zk.accumulation.schedule import is_vertical
 from zk.config import check_order, parse_device, parse_dtype
 from zk.monitor.report import write as write_report
 from zk.offload.tiers import readable
@@ -162,7 +163,7 @@ def train(job: Job) -> Record:
         position = resume.Position([], validate(model, text, job, device), sample(model, text, job, device), draws, zlib.crc32(raw))
     record = Record(losses=position.losses, valid={0: position.valid})
     first = len(record.losses)
-    vertical = optimizer.is_vertical(job.accumulation, job.accumulate)
+    vertical = is_vertical(optimizer, job.accumulation, job.accumulate)
     ended = any((job.out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")

@@ -1,0 +1,124 @@
+"""State dicts of torch's format: of a ZeroOptimizer, or of one of its several optimizers; and how one is taken over."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zk.checkpoint import save
+from zk.checks import check_group, check_options, check_scale_and_counters
+from zk.logs import log
+from zk.owners import is_coded
+
+
+def export(optimizer: Any) -> dict[str, Any]:
+    """See ``ZeroOptimizer.state_dict``."""
+    optimizer._check_open()
+    if not optimizer.integrity.interrupted:
+        optimizer.updates.settle()
+    if optimizer.integrity.interrupted:
+        log.warning("this state_dict() is of mixed parameters and state: %s", optimizer.integrity.interrupted)
+    optimizer._keep_state()
+    if optimizer.asked:
+        for held in optimizer._trained:
+            held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
+    shown, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        if any(held.steps for held in optimizer.held):
+            for held in optimizer.held:
+                optimizer.state.update(held.export_state(own_part=optimizer.config.stage == 3 and optimizer.comm.shards > 1))  # type: ignore[arg-type]
+        plain = torch.optim.Optimizer.state_dict(optimizer)
+    finally:
+        optimizer.state = shown
+    plain["zk"] = {"loss_scale": optimizer.scaler.state_dict(), "counters": dict(optimizer.counters)}
+    return plain
+
+
+def part(optimizer: Any, inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """See ``ZeroOptimizer.state_dict_of``."""
+    plain, own = optimizer.state_dict(), {id(group) for group in inner.param_groups}
+    groups = [saved for group, saved in zip(optimizer.param_groups, plain["param_groups"], strict=True) if id(group) in own]
+    numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
+    state = {numbers[key]: kept for key, kept in plain["state"].items() if key in numbers}
+    return {"state": state, "param_groups": [{**group, "params": [numbers[key] for key in group["params"]]} for group in groups]}
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """See ``ZeroOptimizer.load_state_dict``."""
+    optimizer._check_open()
+    together = functools.partial(save.together, optimizer.everyone, "load_state_dict()")
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    with together():
+        params = _saved_params(optimizer, state_dict)
+    # (Adagrad has a state of what is frozen, too)
+    states = state_dict["state"]
+    given = {
+        key: states[key] for key, param in params.items() if key in states and (optimizer.units[param][0].shard or states[key].get("step") != 0)
+    }
+    frozen = [params[key] for key in given if optimizer.units[params[key]][0].shard is None]
+    if frozen:
+        optimizer.unfreeze(frozen)  # as they had been when it was saved
+    with together():
+        plan: list[Callable[[], None]] = []
+        for key, param in params.items():
+            held, index = optimizer.units[param]
+            if key in given:
+                plan += held.import_plan(index, given[key])
+            elif index in held.steps:
+                plan.append(functools.partial(held.forget_state, index))
+    for held in optimizer._trained:
+        held.shown_state.clear()
+    if not optimizer.integrity.interrupted:
+        optimizer.updates.apply_delayed()
+    optimizer.updates.join()
+    if optimizer.integrity.interrupted:
+        optimizer._drop_gradients()  # which the step that ended half-way was given
+    # masters of 16 bit parameters come along, and are their values; fp32 parameters are no part of it
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    with_values = all("master" in states.get(key, {}) for key in keys) and all(held.shard is None or held.shard.has_master for held in optimizer.held)
+    with optimizer.integrity.replacing("load_state_dict()", ("state", "parameters") if with_values else ("state",)):
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for held in optimizer._trained:
+            held.settle()
+        with together():  # all of it, before ranks exchange anything
+            for write in plan:
+                write()
+        for held in optimizer._trained:
+            held.republish()
+        if "zk" in state_dict:
+            optimizer.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
+            optimizer.counters.update(state_dict["zk"]["counters"])
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _saved_params(optimizer: Any, state_dict: dict[str, Any]) -> dict[int, nn.Parameter]:
+    """The parameter of each key of a state, after checking that its groups and options fit."""
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
+    if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
+        raise ValueError(
+            f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's. If it comes from "
+            "torch.distributed.checkpoint: that loads only what there is before; give it get_optimizer_state_dict(model, optimizer)"
+        )
+    if "zk" in state_dict:
+        check_scale_and_counters(state_dict["zk"], "the state")
+    saved_groups = state_dict["param_groups"]
+    if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ValueError(
+            f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
+            f"{[len(g['params']) for g in optimizer.param_groups]}; build the same groups in the same order first"
+        )
+    for number, (group, saved, rule) in enumerate(zip(optimizer.param_groups, saved_groups, optimizer.rules, strict=True)):
+        check_options(number, group, saved, "the state")
+        check_group({param: held for param, (held, _) in optimizer.units.items()}, {**group, **saved, "params": group["params"]}, rule)
+    pairs = (zip(saved["params"], group["params"], strict=True) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True))
+    return {key: param for key, param in itertools.chain.from_iterable(pairs) if not is_coded(param)}
