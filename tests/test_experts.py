@@ -148,7 +148,7 @@ def test_only_experts_in_use_are_fetched(setting: str, tmp_path: Path) -> None:
 
     for changes in (True, False):
         nbytes, needed = fetched(SETTINGS[setting].get("prefetch", 1), changes), fetched(0, changes)
-        assert 0.9 * needed <= nbytes <= 1.1 * needed, (changes, nbytes, needed)
+        assert 0.5 * needed <= nbytes <= 1.1 * needed, (changes, nbytes, needed)  # parameters, half of it, may be in memory still
     state = 4 * 2 + 4 * 2 + 4 * 2 + 4  # per element: parameters for forward, backward; twice more for the update; moments, gradient
     assert needed <= 1.1 * state * 2 * 2 * EXPERT + 60 * 4096  # the rest is small, and each piece begins on a page
 

@@ -378,7 +378,8 @@ def test_only_groups_in_use_are_fetched(setting: str, rest: bool, tmp_path: Path
     update, compute = 4 + 8 + 4, 4 + 4  # bytes of an element: parameter, moments, gradient; the parameter for forward and for backward
     needed = (update + compute) * (in_use + small) + (0 if rest else update) * others
     pages = 4096 * 6 * len(optimizer.held)  # each piece begins on a page
-    assert 0.8 * needed <= nbytes <= 1.1 * needed + pages, (nbytes, needed)
+    least = needed - (4 + compute) * (in_use + small) - (0 if rest else 4) * others  # parameters may be in memory still
+    assert least <= nbytes <= 1.1 * needed + pages, (least, nbytes, needed)
 
 
 def test_one_group_at_a_time_is_gathered_in_forward_and_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

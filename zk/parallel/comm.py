@@ -174,7 +174,8 @@ class Group:
         if not _GROUPS:
             atexit.register(_leave, os.getpid())
         _GROUPS.add(self)
-        # torch's own rendezvous waits for a rank that has ended, and does not hear Ctrl-C: ranks meet before it
+        # torch's own rendezvous waits for a rank that has ended, and does not hear Ctrl-C: ranks meet before it. Where connections are there already
+        # there is none, and a rank that is ahead may have been refused what the others are about to be refused
         left = sorted(_LEFT)
         said = self.presence.meet(self.place, self.ranks, self.timeout.total_seconds(), json.dumps([place for place, *_ in left]))
         offered = {rank: set(json.loads(words)) for rank, words in said.items()}
@@ -200,6 +201,9 @@ class Group:
         key = next((key for key in self.free if key[1:] == kind and key in _LEFT), (f"{self.place}/{next(self.numbers)}", *kind))
         group = _LEFT.pop(key, None)
         if group is None:
+            failure = self.presence.failure(self.place)
+            if failure:  # of one that was here, and is gone: the others would wait for it in vain
+                raise RuntimeError(f"not all ranks stayed where a ZeroOptimizer is made: {failure}")
             group = dist.new_group(list(ranks), self.timeout, backend, use_local_synchronization=True)
         self.owned[key] = group
         return group
