@@ -192,7 +192,7 @@ SEEDS = {
     "short_transfer_taken": 30,
     "error_of_drive_lost": 5,
     "tier_not_checked": 107,
-    "checked_in_other_pieces": 916,
+    "checked_in_other_pieces": 3033,
     "failed_write_forgotten": 7,
     "added_to_failed": 353,
     "scratch_left": 2,
