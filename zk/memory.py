@@ -38,8 +38,7 @@ def _map(nbytes: int, inherited: bool) -> mmap.mmap:
             _OWN.add(region)
         if nbytes >= _HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
-    if numa.bound is not None:
-        numa.prefer(ctypes.addressof(ctypes.c_char.from_buffer(region)), len(region))
+    numa.prefer(region)
     return region
 
 

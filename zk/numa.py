@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import errno
 import functools
+import mmap
 import os
 import platform
 import threading
@@ -129,9 +130,9 @@ def join(thread: int = 0) -> None:
             _say(f"threads stay where they are: {error}")
 
 
-def prefer(address: int, nbytes: int) -> None:
-    """Have pages of these bytes, none of which exist yet, in the node's memory, as far as it has room."""
-    if bound is not None and (reason := place(address, nbytes, bound.node)):
+def prefer(region: mmap.mmap) -> None:
+    """Have the pages of a region, none of which exist yet, in the node's memory, as far as it has room."""
+    if bound is not None and (reason := place(ctypes.addressof(ctypes.c_char.from_buffer(region)), len(region), bound.node)):
         _say(f"host memory is where the system puts it: {reason}")
 
 

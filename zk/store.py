@@ -134,7 +134,7 @@ class UnitStore:
         self.clip: Callable[[], None] = lambda: None  # clips what is there, if that was asked for and has not been done
         self.recycle: Callable[[UnitStore, Tensor | None], None] = lambda *_: None  # takes memory of gradients back
         # tells if a gradient that comes now goes to its update in memory; raises if it had to be added to one that did
-        self.hands_over: Callable[[UnitStore], bool] | None = None
+        self.hands_over: Callable[[UnitStore], bool] = lambda _: False
         self.agreed: set[int] = set()  # parameters that have it on any rank, where that is asked
         self.has_taken: Callable[[UnitStore], None] = lambda _: None  # hears of each gradient that has come
         # the optimizer
@@ -408,7 +408,7 @@ class UnitStore:
         assert self.shard is not None
         self.clip()
         self.renew()
-        after = self.shard.add(grad, stats, self.hands_over is not None and self.hands_over(self))
+        after = self.shard.add(grad, stats, self.hands_over(self))
         self.has_taken(self)
         return after
 
