@@ -27,6 +27,7 @@ from tests.programs import Program, rank_of
 from tests.world import free_port, run_world
 from zk.checkpoint import save
 from zk.parallel import comm
+from zk.parallel.presence import Presence
 
 TIMEOUT_S = 3.0  # of the process groups here
 
@@ -286,6 +287,33 @@ def one_after_another(_: object) -> list[int]:
 
 def test_connections_of_closed_optimizers_serve_later_ones() -> None:
     assert run_world(2, one_after_another, [None], timeout=30)[0] == [[2, 4, 4, 4, 4, 4]] * 2
+
+
+class _Overtaking:
+    """A store in which the other rank comes, and is refused what it asks for, just after it has been looked for."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        there = all(key in self.kept for key in keys)
+        if keys == ["zk/at/here/1"]:
+            self.kept |= {"zk/at/here/1": b"words", "zk/failed/here": b"rank 1 gave up"}
+        return there
+
+
+def test_a_rank_that_is_ahead_may_be_refused_before_others_have_seen_it() -> None:
+    one = Presence(_Overtaking(), 0, 2)
+    try:
+        assert one.meet("here", [0, 1], 10.0, "mine") == {0: "mine", 1: "words"}
+    finally:
+        one.close()
 
 
 # ---- a rank that is killed, frozen, or interrupted ---------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ SIZES = {
     # and page-locked memory that is given back
     # 35 and 320 for connections that later optimizers take
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
-    "core": (14_306, 108_305),
+    "core": (14_307, 108_320),
     "accumulation": (940, 7_800),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales

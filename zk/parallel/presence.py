@@ -113,7 +113,8 @@ class Presence:
                 late = time.monotonic() - begun
                 failure = self.failure(place)
                 ended = self.ended(missing) if late > BEAT_S else []
-                if failure or ended or late > timeout_s:
+                # once more, as ranks that met meanwhile may have gone on, and one of them been refused what it asks for
+                if (failure or ended or late > timeout_s) and (missing := self.ask(look, timeout_s)):
                     who = f"rank{'s' * (len(missing) > 1)} {', '.join(str(ranks.index(rank)) for rank in missing)}"
                     reason = failure or ("it has ended" if ended else f"not there after {late:.0f} s")
                     raise RuntimeError(f"{who} did not come to where a ZeroOptimizer is made: {reason}")
