@@ -46,6 +46,7 @@ WHAT = {
     "deepspeed_zero3": "DeepSpeed ZeRO-3, optimizer and parameters on CPU",
     "zk_stage2": "zk stage 2, optimizer on host",
     "zk_stage3": "zk stage 3, optimizer and parameters on host",
+    "zk_stage3_device": "zk stage 3, optimizer and parameters on the device",
     "deepspeed_zero3_nvme": "DeepSpeed ZeRO-3, optimizer and parameters on NVMe",
     "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",
     "zk_stage3_nvme_unchecked": "zk stage 3, both on NVMe, no host budget, nvme_checksum=False",

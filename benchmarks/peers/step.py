@@ -176,6 +176,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "deepspeed_zero3_nvme": lambda model: deepspeed(model, 3, "nvme"),
     "zk_stage2": lambda model: zk(model, 2),
     "zk_stage3": lambda model: zk(model, 3),
+    "zk_stage3_device": lambda model: zk(model, 3, "device"),
     "zk_stage3_nvme": lambda model: zk(model, 3, "nvme"),
     "zk_stage3_nvme_unchecked": lambda model: zk(model, 3, "nvme", nvme_checksum=False),
     "zk_stage3_nvme_cached": lambda model: zk(model, 3, "nvme", host_budget="1.75GiB"),
@@ -231,6 +232,7 @@ def main() -> None:
         later = meter()
         for name in ("fetched_nbytes", "evicted_nbytes", "stall_ms"):
             report[name] = (later.get(name, 0) - earlier.get(name, 0)) / options.steps
+        report |= {name: later[name] for name in ("step_s", "floor_s") if name in later}  # as zk prints them, of the warm steps
     sys.stdout.write("\nRESULT " + json.dumps(report) + "\n")
     sys.stdout.flush()
     if torch.distributed.is_initialized():
