@@ -342,7 +342,10 @@ def _from_factory(spec: str) -> Shape:
         for name in path.split("."):
             factory = getattr(factory, name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{spec!r} cannot be found: {error}; it must be a module on the path, a colon, and what in it builds the model") from None
+        raise ValueError(
+            f"{spec!r} cannot be found: {error}; it must be a module on the path, a colon, and what in it builds the model; or gpt:SIZE, moe:SIZE, "
+            f"or one of {families.KNOWN}"
+        ) from None
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
