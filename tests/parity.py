@@ -36,6 +36,7 @@ class Case:
     tier: str = "host"
     clip: float | None = 0.5
     no_sync: bool = False
+    narrow: bool = False  # sums of micro-batches in ``dtype``
     vertical: bool = False  # by ``accumulate``
     steps: int = 10
     overlap: bool = True
@@ -197,7 +198,7 @@ def plain_optimizer(name: str) -> Any:
 @functools.cache
 def plain_training(
     variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float,
-    delay: int | None = None,
+    delay: int | None = None, narrow: bool = False,
 ) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
     """Losses of rank 0, parameters and the optimizer's state after training in plain torch, of ``optimizer`` "numba" with CPUAdam.
 
@@ -216,6 +217,7 @@ def plain_training(
             steps=steps,
             clip=clip,
             loss_scale=loss_scale,
+            narrow=narrow,
             forward=forward,
             delay=delay,
         )
@@ -260,7 +262,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync or case.vertical)  # of one micro-batch both ways are the same
     kind = "numba" if engine == "numba" else case.optimizer
     losses, trained, want_state = plain_training(
-        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale, case.delay
+        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale, case.delay, case.narrow
     )
     torch.manual_seed(0)
     model = GPT(case.model)
@@ -278,6 +280,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         overlap=case.overlap,
         overlap_step=case.overlap_step,
         delay_update=case.delay,
+        grad_accum_dtype=case.dtype if case.narrow else "fp32",
         keep_gradients=case.keep_gradients,
         update_on=case.update_on,
         prefetch=case.prefetch if case.stage == 3 else 1,

@@ -31,14 +31,15 @@ def train_plain(
     steps: int = 10,
     clip: float | None = None,
     loss_scale: float = 1.0,
+    narrow: bool = False,
     forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
     delay: int | None = None,
 ) -> tuple[list[float], nn.Module, list[Tensor], torch.optim.Optimizer]:
     """Losses of rank 0, the trained model, its fp32 masters and the optimizer over them.
 
     Gradients come from ``dtype`` parameters, masters are fp32. ``local``: micro-batches are added up on each rank before they are
-    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first. ``delay``: after so many steps the gradient of each is
-    applied by the next one, and that of the last one in the end.
+    averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first. ``narrow``: they are added up in ``dtype``.
+    ``delay``: after so many steps the gradient of each is applied by the next one, and that of the last one in the end.
     """
     forward = forward or (lambda m, ids, step: loss_of(m, ids))
     masters = [nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad) for param in model.parameters()]
@@ -73,13 +74,14 @@ def train_plain(
             if all(grad is None for row in by_rank for grad in row):
                 totals.append(None)
                 continue
+            wide = param.dtype if narrow else torch.float32
             rows = [[torch.zeros_like(param) if grad is None else grad for grad in row] for row in by_rank]
             if local:
-                sums = [row[0] if accumulation == 1 else sum((g.float() for g in row[1:]), row[0].float()) for row in rows]
-                totals.append(mean_of_ranks(sums, torch.float32 if accumulation > 1 else param.dtype).float())
+                sums = [row[0] if accumulation == 1 else sum((g.to(wide) for g in row[1:]), row[0].to(wide)) for row in rows]
+                totals.append(mean_of_ranks(sums, wide if accumulation > 1 else param.dtype).float())
             else:
                 means = [mean_of_ranks([row[micro] for row in rows], param.dtype) for micro in range(accumulation)]
-                totals.append(sum((m.float() for m in means[1:]), means[0].float()))
+                totals.append(sum((m.to(wide) for m in means[1:]), means[0].to(wide)).float())
         scale = 1 / loss_scale
         if clip is not None:
             norm = math.sqrt(sum(total.double().square().sum().item() for total in totals if total is not None)) / loss_scale

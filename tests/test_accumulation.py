@@ -51,6 +51,7 @@ OTHERS = (
     ]
     + [Case(stage=3, dtype="bf16", accumulation=2, tier="nvme", prefetch=prefetch, vertical=True, steps=3) for prefetch in (0, 3)]
     + [Case(stage=stage, dtype="bf16", accumulation=2, optimizer="SGD", clip=None, vertical=True, steps=3) for stage in (2, 3)]
+    + [Case(stage=stage, dtype="bf16", accumulation=3, tier=tier, narrow=True, vertical=True, steps=3) for stage, tier in ((2, "host"), (3, "nvme"))]
 )
 
 

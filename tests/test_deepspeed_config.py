@@ -254,6 +254,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16.loss_scale_window": (FP16, {"loss_scale": SCALE(window=50)}),
     "fp16.hysteresis": (FP16, {"loss_scale": SCALE(hysteresis=1)}),
     "fp16.min_loss_scale": (FP16, {"loss_scale": SCALE(minimum=2.0)}),
+    "data_types.grad_accum_dtype": ({"bf16.enabled": True}, {"grad_accum_dtype": torch.bfloat16}),
     "data_types.buffer_dtype": ({"bf16.enabled": True}, {"cast_buffers": True}),
     "data_types.keep_in_fp32_modules": (FP16, {"keep_dtype": ("rotary",), "cast_buffers": False}),
     "communication_data_type": ({}, {"dtype": None}),

@@ -450,6 +450,8 @@ def test_master_keeps_the_precision_of_the_original_model() -> None:
         ({"clip_grad_norm": -1.0}, "clip_grad_norm must be more than 0"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"state_dtype": "fp16"}, "state_dtype must be"),
+        ({"grad_accum_dtype": "bf16"}, "grad_accum_dtype must be 'fp32', or what gradients come in.*dtype=None; got torch.bfloat16"),
+        ({"grad_accum_dtype": "fp16", "dtype": "bf16"}, "grad_accum_dtype must be"),
         ({"loss_scale": "sometimes"}, "loss_scale must be"),
         ({"loss_scale": float("inf")}, "finite number above 0"),
         ({"prefetch": -1}, "prefetch must be"),

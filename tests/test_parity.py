@@ -115,6 +115,24 @@ def test_gradients_that_ranks_have_added_up_differently_meet_in_one_precision() 
     assert run_world(2, run_case, [case]) == [["", ""]]
 
 
+# micro-batches added up in 16 bits, as param.grad of plain torch has them
+NARROW = [
+    Case(stage=stage, dtype=dtype, accumulation=3, tier=tier, model=model, no_sync=no_sync, narrow=True, steps=4)
+    for stage, dtype, tier, model, no_sync in (
+        *((stage, "bf16", "host", "plain", False) for stage in (0, 1, 2, 3)),
+        *((stage, "bf16", "nvme", "unfreezing", False) for stage in (2, 3)),
+        *((stage, "fp16", "device", "plain", True) for stage in (1, 3)),
+        (3, "bf16", "nvme", "plain", True),
+    )
+]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_micro_batches_are_added_up_in_16_bits_where_that_is_asked(world: int) -> None:
+    table = run_world(world, run_case, NARROW)
+    assert {str(case): rows for case, rows in zip(NARROW, table, strict=True) if rows != [""] * world} == {}
+
+
 # the update in step() or in the background, collectives waited for at once or not
 OVERLAPPED = [
     Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True, steps=5)

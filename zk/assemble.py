@@ -196,7 +196,7 @@ class Assembly(Placement):
             if isinstance(part.tier, NVMeTier):
                 chunks = part.tier.chunks(part.start, part.start + part.numel, uncut)
                 part.state = part.tier.store(chunks, self.state_fields(unit)[1])
-                part.grads = part.tier.grads(chunks, self.num_threads)
+                part.grads = part.tier.grads(chunks, self.num_threads, self.sum_dtype(unit))
         return room
 
     def _crossing(self, units: Sequence[Unit]) -> Iterator[int]:
@@ -285,7 +285,7 @@ class Assembly(Placement):
                     tier.name,
                     param,
                     part.state or self._states(tier, chunks, fields, stream),
-                    part.grads or tier.grads(chunks, self.num_threads, stream is not None),
+                    part.grads or tier.grads(chunks, self.num_threads, self.sum_dtype(unit), stream is not None),
                     None if in_place or isinstance(home, FileParams) else home,
                     self.transfer,
                     beside=tier.memory == "host",
@@ -308,7 +308,8 @@ class Assembly(Placement):
         for store in reversed(stores):
             for section in store.shard.sections if store.shard is not None else ():
                 if with_gradients and section.spare is None:
-                    section.spare = self.tiers[section.tier].grads(section.state.chunks, self.num_threads, section.stream is not None)
+                    tier, dtype = self.tiers[section.tier], section.grads.sum_dtype
+                    section.spare = tier.grads(section.state.chunks, self.num_threads, dtype, section.stream is not None)
                 needed = self._needed_for_shadow(section)
                 has_near = 0 < needed["device"] <= room["device"]
                 if isinstance(section.param, HostCopies) and not has_near:

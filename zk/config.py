@@ -192,6 +192,9 @@ class ZeroConfig:
     state_dtype: str | torch.dtype = "fp32"
     """Dtype of Adam's moments; "bf16" halves them, and changes results. "8bit": moments in 8 bits each, and of the masters of bf16 parameters 8 bits
     beside them: 3 bytes where there are 10. Changes results: rounding is up or down by chance, drawn from the gradients."""
+    grad_accum_dtype: str | torch.dtype = "fp32"
+    """Dtype of the sum of several gradients of a parameter before a step. "bf16" (or "fp16"), the ``dtype`` of training, rounds after each addition,
+    as ``param.grad`` of plain torch does: half of the memory, or of the bytes on the drive, and other numbers than with "fp32"."""
     elementwise: bool = False
     """For an optimizer that zk does not know: what its ``step()`` makes of an element depends on no other element. It then runs over slices. That is
     tried on a small tensor, whole, in halves and in another order: a TypeError says what differs."""
@@ -262,6 +265,12 @@ class ZeroConfig:
             normalize("state_dtype", parse_dtype(self.state_dtype, "state_dtype"))
         if self.state_dtype not in (torch.float32, torch.bfloat16, torch.uint8):
             raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit' (fp16 cannot hold second moments); got {self.state_dtype!r}")
+        normalize("grad_accum_dtype", parse_dtype(self.grad_accum_dtype, "grad_accum_dtype"))
+        if self.grad_accum_dtype not in (torch.float32, self.dtype):
+            raise ValueError(
+                f"grad_accum_dtype must be 'fp32', or what gradients come in, which is the dtype of training, dtype={self.dtype}; "
+                f"got {self.grad_accum_dtype!r}"
+            )
         self._check_tiers()
         if self.overlap_step not in (False, True, "backward", "auto") or not isinstance(self.overlap_step, (bool, str)):
             raise ValueError(f"overlap_step must be True, False, 'backward' or 'auto'; got {self.overlap_step!r}")

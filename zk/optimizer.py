@@ -234,6 +234,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.experts_done = weakly(self.grads.reduce_together)
         self.assembly.place_buffers(self.model, self.stored)
         self.grads.loss_scale = functools.partial(getattr, self.scaler, "scale")
+        self.grads.narrow = config.grad_accum_dtype != torch.float32
         self.grads.agrees = not config.keep_gradients and self.comm.world > 1
         if self.grads.agrees and config.stage == 1:
             raise ValueError(

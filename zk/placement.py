@@ -118,6 +118,10 @@ class Placement:
         numel = self.slice_numel(unit, 1) if unit.trained else 0
         return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy, self.layout(unit).is_whole)
 
+    def sum_dtype(self, unit: Unit) -> torch.dtype:
+        """Dtype of the sum of several gradients."""
+        return unit.dtype if self.config.grad_accum_dtype != torch.float32 else torch.float32
+
     def state_nbytes(self, unit: Unit) -> int:
         """Bytes of master and moments of one element."""
         return sum(dtype.itemsize for dtype in self.state_fields(unit)[1].values())

@@ -24,6 +24,7 @@ from zk.train.gpt import GPT, GPTConfig
 LR, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
 CLIP = [1.0]  # 0: gradients are not clipped
 STATE_DTYPE = ["fp32"]  # of zk
+GRAD_ACCUM_DTYPE = ["fp32"]  # of zk
 MicroBatches = Sequence[tuple[Tensor, Tensor]]  # token ids and targets
 Step = Callable[[MicroBatches], float]
 MICRO = [1]  # micro-batches in a step
@@ -150,6 +151,7 @@ def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False,
     if tier == "nvme":
         options["nvme_path"] = nvme_path()
     options.setdefault("state_dtype", STATE_DTYPE[0])
+    options["grad_accum_dtype"] = GRAD_ACCUM_DTYPE[0]
     optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP[0] or None, **tiers, **options)
     METERS.append(optimizer.metrics)
 
@@ -204,9 +206,10 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--clip", type=float, default=1.0, help="norm to clip to; 0: no clipping")
     parser.add_argument("--state-dtype", default="fp32", help="of zk's optimizer state")
+    parser.add_argument("--grad-accum-dtype", default="fp32", help="of zk's sums of micro-batches")
     parser.add_argument("--in-turns", action="store_true", help="wait for a line of input before each step, and print a line after it")
     options = parser.parse_args()
-    MICRO[0], CLIP[0], STATE_DTYPE[0] = options.micro, options.clip, options.state_dtype
+    MICRO[0], CLIP[0], STATE_DTYPE[0], GRAD_ACCUM_DTYPE[0] = options.micro, options.clip, options.state_dtype, options.grad_accum_dtype
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=4096, width=options.width, layers=options.layers, heads=16, context=options.context))
     num_params = sum(p.numel() for p in model.parameters())

@@ -53,7 +53,7 @@ T communication_data_type | must be the dtype of training | gradients travel in 
 A seq_parallel_communication_data_type | there is no sequence parallelism
 R fp32_allreduce | remove it | gradients travel in the dtype of training, and are summed in fp32
 [data_types]
-R grad_accum_dtype="fp32","float32" | write "fp32", or remove it | gradients are always accumulated in fp32
+T grad_accum_dtype | `grad_accum_dtype` | absent: fp32
 R param_dtype | remove it | "bf16" and "fp16" set the dtype
 T buffer_dtype | the dtype of training: `cast_buffers=True` | buffers keep their own by default
 T keep_in_fp32_modules | `keep_dtype` |

@@ -560,17 +560,21 @@ class FileParams(FileFields):
 
 
 class FileGrads:
-    """The reduced gradient of a shard (numel,), in the file between backward and update; 16 bits, or fp32 once it is accumulated.
+    """The reduced gradient of a shard (numel,), in the file between backward and update; in its own precision, in ``sum_dtype`` once accumulated.
 
     The sum of squares is taken while the gradient passes through memory. From a device it is offloaded first, and goes on from there
     in the background. One that is handed over stays in its buffer, unwritten, until ``discard``.
     """
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int) -> None:
-        self.chunks, self.transfer, self.worker, self.num_threads = chunks, transfer, worker, num_threads
+    def __init__(
+        self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int, sum_dtype: torch.dtype
+    ) -> None:
+        self.chunks, self.transfer, self.worker, self.num_threads, self.sum_dtype = chunks, transfer, worker, num_threads, sum_dtype
         self.start, self.numel = chunks[0].start, chunks[-1].stop - chunks[0].start
-        self.offset = spill.reserve(self.numel * torch.float32.itemsize)
-        spill.starts |= {self.offset + (chunk.start - self.start) * nbytes for chunk in chunks for nbytes in (2, 4)}  # written whole, read by chunk
+        self.nbytes_of_sum: int = self.numel * sum_dtype.itemsize
+        self.offset = spill.reserve(self.nbytes_of_sum)
+        starts = ((chunk.start - self.start) * nbytes for chunk in chunks for nbytes in (2, sum_dtype.itemsize))
+        spill.starts |= {self.offset + start for start in starts}  # written whole, read by chunk
         self.whole: Buffers | None = None  # for pieces of numel elements
         self.parts: Buffers | None = None  # for chunks
         self.dtype: torch.dtype | None = None
@@ -580,7 +584,7 @@ class FileGrads:
         self.here: Tensor | None = None  # (numel,) one that is handed over, and not used yet
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
-        """Write (numel,) ``grad`` to the file, or its sum in fp32 with what is there. The caller may use its memory again after the event."""
+        """Write (numel,) ``grad`` to the file, or its sum with what is there. The caller may use its memory again after the event."""
         self.is_handed_over = self.hands_over
         if self.transfer.joined:
             self._add(grad)
@@ -601,7 +605,7 @@ class FileGrads:
         if self.dtype is not None:
             piece = self._piece(0, self.numel, self.dtype)
             before = self.whole.open(piece)[: self.numel * self.dtype.itemsize].view(self.dtype)
-            grad = before.to(torch.float32, copy=True).add_(grad)
+            grad = before.to(self.sum_dtype, copy=True).add_(grad)
             self.whole.evict(piece, changed=False)
         piece = self._piece(0, self.numel, grad.dtype)
         here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)

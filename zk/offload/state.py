@@ -104,6 +104,9 @@ class OptimizerShard:
         else, so that it is not written to a drive.
         """
         self.drop_attempt(of_gradient=True)
+        dtype = self.sections[0].grads.sum_dtype
+        if grad.dtype.itemsize > dtype.itemsize:  # assigned by hand
+            grad, stats = grad.to(dtype), None
         self.stats.append(stats)
         for section in self.sections:
             if isinstance(section.grads, FileGrads):

@@ -125,23 +125,22 @@ class HostCopies(_Resident):
 
 
 class MemoryGrads(_Resident):
-    """The gradient as a tensor in the memory where backward made it: in its own precision, fp32 once it is accumulated."""
+    """The gradient as a tensor in the memory where backward made it: in its own precision, in ``sum_dtype`` once it is accumulated."""
 
     is_here = True
 
-    def __init__(self, chunks: Sequence[slice], num_threads: int) -> None:
-        self.start, self.num_threads = chunks[0].start, num_threads
+    def __init__(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype) -> None:
+        self.start, self.num_threads, self.sum_dtype = chunks[0].start, num_threads, sum_dtype
         self.flat: Tensor | None = None
         self.squares: float | Tensor | None = None  # of ``flat``, once somebody has asked
 
     def add(self, grad: Tensor, is_measured: bool = False) -> Event | None:
-        """Take it, or add it in fp32 to what is there. None: its memory is taken too; else that may be used again after the event."""
+        """Take it, or add it to what is there. None: its memory is taken too; else that may be used again after the event."""
         self.squares = None
         if self.flat is None:
             self.flat = grad
             return None
-        if self.flat.dtype != torch.float32:
-            self.flat = self.flat.float()
+        self.flat = self.flat.to(self.sum_dtype)
         self.flat += grad
         return COMPLETED
 
@@ -164,18 +163,20 @@ class MemoryGrads(_Resident):
 
 
 class HostGrads(_Resident):
-    """The gradient in host memory, offloaded from a device in its own precision; added up in fp32 in the background once there is a second.
+    """The gradient in host memory, offloaded from a device in its own precision; added up in ``sum_dtype`` in the background once there is a second.
 
     ``returns``: the sum is uploaded for the update, so it is page-locked.
     """
 
-    def __init__(self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int, returns: bool) -> None:
-        self.transfer, self.worker, self.num_threads, self.returns = transfer, worker, num_threads, returns
+    def __init__(
+        self, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int, sum_dtype: torch.dtype, returns: bool
+    ) -> None:
+        self.transfer, self.worker, self.num_threads, self.sum_dtype, self.returns = transfer, worker, num_threads, sum_dtype, returns
         self.pieces = [slice(chunk.start - chunks[0].start, chunk.stop - chunks[0].start) for chunk in chunks]
         self.index = {chunk.start: index for index, chunk in enumerate(chunks)}
         self.first: Arrival | None = None
         self.squares: float | Tensor = 0.0  # of the first, if nobody has measured it on its way
-        self.total: Tensor | None = None  # fp32
+        self.total: Tensor | None = None
         self.locked: Record | None = None  # its memory, if that is page-locked
         self.added = COMPLETED  # the last addition
         self.reader: Event = COMPLETED  # the last copy of it back to the device
@@ -187,10 +188,10 @@ class HostGrads(_Resident):
         else:
             first, self.first = self.first, None
             if first is not None and self.returns:
-                self.locked = self.transfer.room(grad.numel(), torch.float32)
+                self.locked = self.transfer.room(grad.numel(), self.sum_dtype)
                 self.total = self.locked.tensor
             elif first is not None:
-                self.total = zeros(grad.numel(), torch.float32, torch.device("cpu"))
+                self.total = zeros(grad.numel(), self.sum_dtype, torch.device("cpu"))
             assert self.total is not None
             self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
         return arrival.events[-1]
@@ -230,7 +231,7 @@ class HostGrads(_Resident):
 
 
 def _add_up(total: Tensor, first: Arrival | None, second: Arrival, reader: Event) -> None:
-    """``total`` (n,) fp32 becomes or grows by what has arrived, once ``reader`` has what was there."""
+    """``total`` (n,) becomes or grows by what has arrived, once ``reader`` has what was there."""
     if first is not None:
         total.copy_(first.whole())
         first.drop(reader)
@@ -275,9 +276,11 @@ class MemoryTier:
         room = {name: self.zeros(numel, dtype, crosses or name == "param") for name, dtype in fields.items()}
         return ResidentFields(chunks, room, self.memory)
 
-    def grads(self, chunks: Sequence[slice], num_threads: int, returns: bool = False) -> MemoryGrads | HostGrads:
-        """Room for a gradient. ``returns``: the device updates with it, wherever it rests."""
-        return HostGrads(chunks, self.transfer, self.worker, num_threads, returns) if self.across else MemoryGrads(chunks, num_threads)
+    def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> MemoryGrads | HostGrads:
+        """Room for a gradient, and for a sum of them in ``sum_dtype``. ``returns``: the device updates with it, wherever it rests."""
+        if self.across:
+            return HostGrads(chunks, self.transfer, self.worker, num_threads, sum_dtype, returns)
+        return MemoryGrads(chunks, num_threads, sum_dtype)
 
 
 class NVMeTier:
@@ -352,9 +355,9 @@ class NVMeTier:
         self.stores.append(FileFields(self.spill, chunks, fields))
         return self.stores[-1]
 
-    def grads(self, chunks: Sequence[slice], num_threads: int, returns: bool = False) -> FileGrads:
-        """Room for a gradient. ``returns``: as for MemoryTier; here all that is updated passes through one sort of buffers."""
-        self.all_grads.append(FileGrads(self.spill, chunks, self.transfer, self.worker, num_threads))
+    def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> FileGrads:
+        """Room for a gradient, as MemoryTier has it; all that is updated passes through one sort of buffers, whoever updates it."""
+        self.all_grads.append(FileGrads(self.spill, chunks, self.transfer, self.worker, num_threads, sum_dtype))
         return self.all_grads[-1]
 
     def create(self) -> None:
@@ -366,9 +369,9 @@ class NVMeTier:
         states = self._buffers("states", [store.largest for store in stores], CHUNKS_IN_MEMORY, memory)
         params = self._buffers("params", [home.largest for home in homes], CHUNKS_IN_MEMORY, memory)
         whole = self._buffers("whole params", [home.piece.nbytes for home in homes], self.ahead, crossing, caches=True)
-        chunks = [chunk.stop - chunk.start for grads in all_grads for chunk in grads.chunks]
-        parts = self._buffers("chunks of gradients", [numel * torch.float32.itemsize for numel in chunks], CHUNKS_IN_MEMORY, memory)
-        sizes, updated_from = [grads.numel * torch.float32.itemsize for grads in all_grads], memory if self.handed_over else staging
+        chunks = [(chunk.stop - chunk.start) * grads.sum_dtype.itemsize for grads in all_grads for chunk in grads.chunks]
+        parts = self._buffers("chunks of gradients", chunks, CHUNKS_IN_MEMORY, memory)
+        sizes, updated_from = [grads.nbytes_of_sum for grads in all_grads], memory if self.handed_over else staging
         gradients = self._buffers("gradients", sizes, GRADIENTS_IN_MEMORY + self.handed_over, updated_from)
         for store in stores:
             store.buffers = states

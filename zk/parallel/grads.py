@@ -2,7 +2,7 @@
 
 A gradient leaves ``param.grad`` as soon as autograd has it. When those of a unit are complete, one launch moves them into the unit's flat
 bucket, in their own 16 bits (in host memory a large one moves at once, while the cache has it); a second one of the same parameter before the
-next step is added in fp32. Then the bucket is reduced over ranks
+next step is added in fp32, unless ``narrow``. Then the bucket is reduced over ranks
 while backward goes on. Reductions are started in one order on all ranks, that of the first backward on the first rank, so an order that
 differs costs overlap, not correctness. Blocks with experts, of which each rank may have used other ones, are reduced when their backward is
 complete, where any rank has a gradient. On a device both kernels measure what they write, so that the norm need not read it again.
@@ -70,6 +70,7 @@ class GradReducer:
         self.pool: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}  # buckets to use again, each with what to come after
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.sync = True
+        self.narrow = False  # gradients are added up in their own precision, else in fp32
         self.agrees = False  # ranks agree on the parameters that have a gradient as it is reduced, as nothing of it can be done again
         self.is_joined = False  # each backward is a part of one
         self.unfinished = False  # a backward has brought gradients since ``finish``
@@ -203,16 +204,15 @@ class GradReducer:
             self.flatten(store)
 
     def flatten(self, store: UnitStore) -> None:
-        """Move the gradients that wait into the bucket, in one launch; those of which there is one already are added to it in fp32."""
+        """Move the gradients that wait into the bucket, in one launch; those of which there is one already are added to it."""
         waiting, store.waiting = store.waiting, {}
         if not waiting:
             return
-        narrow = store.unit.dtype
-        if any(grad.dtype != narrow for grad in waiting.values()):  # assigned by hand, in full precision
-            waiting = {index: grad.float() for index, grad in waiting.items()}
-            store.accumulated = True
+        if any(grad.dtype != store.unit.dtype for grad in waiting.values()):  # assigned by hand, in full precision
+            waiting = {index: grad.to(store.unit.dtype if self.narrow else torch.float32) for index, grad in waiting.items()}
+            store.accumulated = not self.narrow
         again = store.present.intersection(waiting)
-        store.accumulated |= bool(again)
+        store.accumulated |= bool(again) and not self.narrow
         if store.bucket is None:
             store.wide |= store.accumulated
             store.bucket, store.stats = self._take(store), stats_on(store.unit.device)

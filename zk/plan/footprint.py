@@ -37,7 +37,7 @@ class Footprint:
     joined: bool  # the device's memory is the host's
     # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced), "fresh"
     # (gradients as autograd makes them: of one unit, in host memory of one parameter), "staging" (gradients between device and drive), "spare"
-    # (room on the drive for gradients in fp32), "activations" (an estimate)
+    # (room on the drive for sums of gradients), "activations" (an estimate)
     sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     units: list[Settled] = dataclasses.field(default_factory=list)
 
@@ -183,7 +183,7 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
             element = size
             # (chunks are for the update)
             most |= Counter(param=round_up(largest * size) * units[key].trained, whole=round_up(numel * size))
-        grad_nbytes = round_up(numel * torch.float32.itemsize) if is_state else 0
+        grad_nbytes = round_up(numel * placement.sum_dtype(units[key]).itemsize) if is_state else 0
         if is_state or placement.in_place(units[key], "nvme") is None:
             shadows, gradients = _has_shadows(placement.config) and units[key].trained, 1 + (placement.config.delay_update is not None)
             file_nbytes += count * ((1 + shadows) * sum(round_up(chunk * element) for chunk in chunks) + gradients * grad_nbytes)

@@ -28,7 +28,7 @@ _KINDS = {
     "replicas": "gradients between replicas",
     "buffer": "buffers of the update",
     "staging": "gradients on their way to the drive",
-    "spare": "room for fp32 gradients, pages",
+    "spare": "room for sums of gradients, pages",
     "activations": "activations (estimate)",
 }
 

@@ -112,14 +112,14 @@ def step_of(
     Args:
         tokens: that a rank computes in a step, its part of the model if ranks are tensor parallel.
         overlap_step: the update runs in the background of the next forward; with an accelerator, as on a CPU both are the same cores.
-        micro_batches: that the tokens come in. What is added up is fp32.
+        micro_batches: that the tokens come in.
         vertical: all of them pass a block before any passes the next (``accumulate``); else one after the other.
     """
-    assert isinstance(config.dtype, torch.dtype)
+    assert isinstance(config.dtype, torch.dtype) and isinstance(config.grad_accum_dtype, torch.dtype)
     shape = shape.part(machine.tensor)
     size, stage, drive = config.dtype.itemsize, config.stage, found.sizes["nvme", "param"]
     early = stage != 1  # gradients leave in backward
-    passes, wide = 1 if vertical else micro_batches, 4 // size if micro_batches > 1 else 1
+    passes, wide = 1 if vertical else micro_batches, config.grad_accum_dtype.itemsize // size if micro_batches > 1 else 1
     grads = found.sizes["host", "grad"] + found.sizes["nvme", "grad"]
     written = wide * found.sizes["nvme", "grad"]
     state = found.sizes["nvme", "master"] + found.sizes["nvme", "moments"]
