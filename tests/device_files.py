@@ -23,6 +23,7 @@ IN_PART = (
     "test_accumulation.py",
     "test_bench.py",
     "test_benchmarks_gpu.py",
+    "test_compute_dtype.py",
     "test_dcp.py",
     "test_delay.py",
     "test_deepspeed_config.py",

@@ -48,6 +48,7 @@ class Case:
     keep_gradients: bool = True
     update_on: str = "host"
     params: str = ""  # their tier at stage 3, if not ``tier``
+    computes: str | None = None  # compute_dtype
     budgets: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
@@ -198,7 +199,7 @@ def plain_optimizer(name: str) -> Any:
 @functools.cache
 def plain_training(
     variant: str, dtype: str, optimizer: str, world: int, accumulation: int, local: bool, steps: int, clip: float | None, loss_scale: float,
-    delay: int | None = None, narrow: bool = False,
+    delay: int | None = None, narrow: bool = False, computes: str | None = None,
 ) -> tuple[list[float], list[Tensor], dict[int, dict[str, Any]]]:
     """Losses of rank 0, parameters and the optimizer's state after training in plain torch, of ``optimizer`` "numba" with CPUAdam.
 
@@ -220,6 +221,7 @@ def plain_training(
             narrow=narrow,
             forward=forward,
             delay=delay,
+            computes=None if computes is None else DTYPES[computes],
         )
         state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in plain.state_dict()["state"].items()}
         found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
@@ -262,7 +264,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
     local = case.accumulation > 1 and (world == 1 or case.stage == 1 or case.no_sync or case.vertical)  # of one micro-batch both ways are the same
     kind = "numba" if engine == "numba" else case.optimizer
     losses, trained, want_state = plain_training(
-        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale, case.delay, case.narrow
+        case.model, case.dtype, kind, world, case.accumulation, local, case.steps, case.clip, scale, case.delay, case.narrow, case.computes
     )
     torch.manual_seed(0)
     model = GPT(case.model)
@@ -273,6 +275,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         (with_others if case.optimizer in ("Muon", "Adafactor") else make_optimizer)(case.optimizer, list(model.parameters())),
         stage=case.stage,
         dtype=case.dtype,
+        compute_dtype=case.computes,
         optimizer_tier=case.tier,
         param_tier=(case.params or case.tier) if case.stage == 3 else "device",
         clip_grad_norm=case.clip,

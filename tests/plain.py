@@ -34,16 +34,18 @@ def train_plain(
     narrow: bool = False,
     forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
     delay: int | None = None,
+    computes: torch.dtype | None = None,
 ) -> tuple[list[float], nn.Module, list[Tensor], torch.optim.Optimizer]:
     """Losses of rank 0, the trained model, its fp32 masters and the optimizer over them.
 
     Gradients come from ``dtype`` parameters, masters are fp32. ``local``: micro-batches are added up on each rank before they are
     averaged over ranks (stage 1, no_sync); otherwise each micro-batch is averaged first. ``narrow``: they are added up in ``dtype``.
-    ``delay``: after so many steps the gradient of each is applied by the next one, and that of the last one in the end.
+    ``delay``: after so many steps the gradient of each is applied by the next one, and that of the last one in the end. ``computes``: parameters
+    are that, with the values of ``dtype``, to which gradients are rounded as they leave backward.
     """
     forward = forward or (lambda m, ids, step: loss_of(m, ids))
     masters = [nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad) for param in model.parameters()]
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(model).to(dtype).to(computes or dtype)
     params = list(model.parameters())
     optimizer = make_optimizer(masters)
     losses = []
@@ -55,7 +57,7 @@ def train_plain(
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
-                param.copy_(master)
+                param.copy_(master.to(dtype))
 
     for step in range(steps):
         grads: dict[int, list[list[Tensor | None]]] = {}  # parameter -> [rank][micro-batch]
@@ -66,7 +68,8 @@ def train_plain(
                     losses.append(loss.item())
                 (loss * loss_scale).backward()
                 for i, param in enumerate(params):
-                    grads.setdefault(i, [[None] * accumulation for _ in range(world)])[rank][micro] = param.grad
+                    grad = None if param.grad is None else param.grad.to(dtype)
+                    grads.setdefault(i, [[None] * accumulation for _ in range(world)])[rank][micro] = grad
                     param.grad = None
         totals: list[Tensor | None] = []
         for i, param in enumerate(params):
@@ -74,13 +77,13 @@ def train_plain(
             if all(grad is None for row in by_rank for grad in row):
                 totals.append(None)
                 continue
-            wide = param.dtype if narrow else torch.float32
-            rows = [[torch.zeros_like(param) if grad is None else grad for grad in row] for row in by_rank]
+            wide = dtype if narrow else torch.float32
+            rows = [[torch.zeros_like(param, dtype=dtype) if grad is None else grad for grad in row] for row in by_rank]
             if local:
                 sums = [row[0] if accumulation == 1 else sum((g.to(wide) for g in row[1:]), row[0].to(wide)) for row in rows]
-                totals.append(mean_of_ranks(sums, wide if accumulation > 1 else param.dtype).float())
+                totals.append(mean_of_ranks(sums, wide if accumulation > 1 else dtype).float())
             else:
-                means = [mean_of_ranks([row[micro] for row in rows], param.dtype) for micro in range(accumulation)]
+                means = [mean_of_ranks([row[micro] for row in rows], dtype) for micro in range(accumulation)]
                 totals.append(sum((m.to(wide) for m in means[1:]), means[0].to(wide)).float())
         scale = 1 / loss_scale
         if clip is not None:

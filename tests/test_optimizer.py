@@ -733,7 +733,7 @@ def warnings_of_slow_products(case: tuple[bool, list[str]]) -> list[str]:
 def test_a_precision_that_the_cpu_is_slow_in_is_warned_of_once_and_on_the_first_rank_only() -> None:
     (bf16,) = warnings_of_slow_products((False, ["bf16", "fp32", "bf16"]))
     assert bf16.startswith("the model computes in torch.bfloat16, for which torch has no fast kernels on this CPU")
-    assert bf16.endswith("use dtype='fp32'")
+    assert bf16.endswith("use compute_dtype='fp32' at stage 3, where parameters rest in torch.bfloat16 and compute in fp32, or dtype='fp32'")
     assert warnings_of_slow_products((True, ["bf16", "fp16"])) == [] == warnings_of_slow_products((False, ["fp32"]))
     assert run_world(2, warnings_of_slow_products, [(False, ["bf16"])]) == [[[bf16], []]]
 

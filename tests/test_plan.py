@@ -127,6 +127,13 @@ def test_bytes_of_updates_in_backward_are_those_of_real_optimizers(param_tier: s
     are_real(zk.ZeroConfig(stage=stage, dtype="bf16", overlap_step="backward", **tiers, **drive), WIDE, apart, tmp_path)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("tier", "apart"), (("device", True), ("host", False), ("host", True), ("nvme", False)))
+def test_bytes_of_what_computes_in_fp32_are_those_of_real_optimizers(tier: str, apart: bool, tmp_path: Path) -> None:
+    drive = {"nvme_path": tmp_path} if tier == "nvme" else {}
+    where: dict[str, Any] = {"param_tier": tier, "optimizer_tier": tier, **drive}
+    are_real(zk.ZeroConfig(stage=3, dtype="bf16", compute_dtype="fp32", **where), WIDE, apart, tmp_path)
+
+
 def are_real(config: zk.ZeroConfig, size: GPTConfig, apart: bool, tmp_path: Path) -> None:
     """Check the bytes that are planned for a config against an optimizer's."""
     planned = footprint(Shape.of(gpt_decoder(size), "gpt"), config, machine(gpu_nbytes=GIB if apart else None))
@@ -660,6 +667,17 @@ def test_the_command_prints_json_and_pictures(tmp_path: Path) -> None:
     assert set(said["largest"]) == {"device", "host", "nvme"}
     assert zk.ZeroConfig(**said["recommended"]["config"]).dtype == torch.bfloat16
     assert {path.name for path in tmp_path.iterdir()} == {"largest.png", "memory.png", "efficiency.png"}
+
+
+def test_the_command_plans_for_compute_in_fp32() -> None:
+    plain, wide = (json.loads(run("gpt:125m", "--ram", "8GiB", "--json", *more).stdout) for more in ((), ("--compute-dtype", "fp32")))
+    assert {option["config"].get("compute_dtype") for option in wide["options"]} == {"fp32"}
+    assert {option["config"]["stage"] for option in wide["options"]} == {3}
+    narrow = {tuple(option["config"].get(tier) for tier in ("stage", "param_tier", "optimizer_tier")): option["kinds"] for option in plain["options"]}
+    for option in wide["options"]:
+        kinds = narrow[tuple(option["config"].get(tier) for tier in ("stage", "param_tier", "optimizer_tier"))]
+        assert all(option["kinds"][kind] == nbytes for kind, nbytes in kinds.items() if kind.split("_", 1)[1] in ("param_nbytes", "grad_nbytes"))
+        assert option["kinds"]["device_activations_nbytes"] > kinds["device_activations_nbytes"] and option["kinds"]["device_gathered_nbytes"] > 0
 
 
 def test_the_command_prints_tables_and_refuses_by_name() -> None:

@@ -115,7 +115,12 @@ def test_two_ranks_learn_what_one_process_learns_from_twice_the_batch(tmp_path: 
 
 @pytest.mark.parametrize(
     "options",
-    (["--stage", "2", "--dtype", "bf16"], ["--stage", "0", "--optimizer-tier", "device"], ["--accumulate", "2", "--dtype", "fp16"]),
+    (
+        ["--stage", "2", "--dtype", "bf16"],
+        ["--stage", "0", "--optimizer-tier", "device"],
+        ["--accumulate", "2", "--dtype", "fp16"],
+        ["--dtype", "bf16", "--compute-dtype", "fp32"],
+    ),
 )
 def test_other_options_run(options: list[str], tmp_path: Path) -> None:
     assert "validation loss" in run("-m", "zk", "train", *SMALL, *options, "--out", str(tmp_path))
@@ -129,6 +134,7 @@ def test_other_options_run(options: list[str], tmp_path: Path) -> None:
         (["--width", "33"], "width must be a multiple of heads"),
         (["--data", "no-such-file"], "no-such-file"),
         (["--dtype", "int3"], "dtype must be one of"),
+        (["--compute-dtype", "fp32"], "needs dtype='bf16' or 'fp16'"),
     ),
 )
 def test_bad_options_end_with_one_clear_line(options: list[str], message: str) -> None:

@@ -54,8 +54,8 @@ SIZES = {
     # and page-locked memory that is given back
     # 35 and 320 for connections that later optimizers take
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
-    # 25 and 225 for sums of gradients in 16 bits
-    "core": (14_332, 108_550),
+    # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
+    "core": (14_419, 109_065),
     "accumulation": (940, 7_800),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -67,21 +67,22 @@ SIZES = {
     # 5 and 30 for the rate of host memory
     # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
     # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
-    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
-    "beside the core": (5_402, 42_200),
+    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 1 and 50 for the precision of compute
+    "beside the core": (5_403, 42_250),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
     # 215 and 2,130 for state dicts and for the begin of a save, which were in the core
-    "checkpoint": (3_121, 25_660),
+    # 13 tokens for the digest of a base that is computed with in fp32
+    "checkpoint": (3_121, 25_673),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
     # 25 and 285 for what DeepSpeed's estimator says of the same
     # 30 and 470 for updates on the device: their bytes, times and share
     # 17 and 150 for the share of no-offload speed, and either side of the update
-    # 3 and 20 for names of models in an error
-    "plan": (2_060, 18_865),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32
+    "plan": (2_072, 18_999),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
@@ -91,10 +92,11 @@ SIZES = {
     # 125 and 990 for DeepSpeed's JSON under the Trainer and accelerate
     # 35 and 345 for callbacks that write traces
     # 75 and 675 for the callbacks that write the file of a run; 90 and 780 for DeepSpeed's flops_profiler; 15 and 75 for --deepspeed of a Trainer
-    # 25 for sums of gradients in DeepSpeed's JSON
-    "integrations": (3_185, 21_815),
+    # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
+    "integrations": (3_191, 21_840),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
-    "train": (1_052, 9_025),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    # 2 and 25 for the precision of compute
+    "train": (1_054, 9_050),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_945),  # 35 for 8-bit state; 20 for the reduction over several ranks
     "testing": (113, 680),
     # 60 and 310 for Ctrl-C
@@ -104,7 +106,8 @@ SIZES = {
     # 135 and 1,040 for runs that end as their process does, one run in a folder, advice for updates, and narrow terminals
     # 7 and 75 for losses that are not finite, and for names of 8-bit state
     # 9 and 60 for NUMA nodes
-    "monitor": (1_641, 13_850),  # summaries, and what is said at the start; rates, and progress
+    # 1 and 16 for the precision of compute
+    "monitor": (1_642, 13_866),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }

@@ -205,7 +205,7 @@ class Assembly(Placement):
         for unit in units:
             room, size = self.rooms[id(unit)], unit.dtype.itemsize
             nbytes = self.slice_numel(unit, 1) * size
-            partitioned = self.partitions(room.param_tier.name)
+            partitioned = self.partitions(unit, room.param_tier.name)
             if partitioned and isinstance(room.param_tier, NVMeTier):
                 continue  # counted below
             if partitioned and room.param_tier.memory == "host":
@@ -241,7 +241,7 @@ class Assembly(Placement):
                 give_memory(param, torch.empty(1, dtype=unit.dtype, device=unit.device).expand(param.shape))
         held = self.held(unit, self.comm.shard_rank)
         home: ResidentFields | FileParams
-        if self.partitions(room.param_tier.name):
+        if self.partitions(unit, room.param_tier.name):
             full, home = None, room.home or room.param_tier.home(numel, unit.dtype)
         else:  # it stays; where stage 3 has nothing to move it has the same rules
             full = initial.to(unit.dtype)

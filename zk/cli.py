@@ -62,6 +62,7 @@ def train(
     host_budget: Annotated[str | None, typer.Option(help="Host memory that training state may take, such as 4GiB.")] = None,
     state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32; bf16, which halves them; or 8bit.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="fp32, with --dtype bf16 at stage 3: for hardware that does not multiply bf16.")] = None,
     clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
     overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update in the background, in the order of the next forward.")] = False,
@@ -117,6 +118,7 @@ def plan(
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    compute_dtype: Annotated[str | None, typer.Option(help="fp32: parameters rest in --dtype, and are gathered and computed with in fp32.")] = None,
     state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32, bf16 or 8bit.")] = "fp32",
     adapters: Annotated[
         str | None, typer.Option(help="Train adapters over the frozen model: rank=16, of LoRA on all linear layers of its blocks.")
@@ -199,7 +201,7 @@ def plan(
         shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
         shape = dataclasses.replace(shape, sequence=sequence or 0)
         side: str | float = float(update_on) if update_on.replace(".", "", 1).isdecimal() else update_on
-        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate, side)
+        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate, side, compute_dtype)
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:

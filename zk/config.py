@@ -163,8 +163,13 @@ class ZeroConfig:
     dtype: str | torch.dtype | None = None
     """Parameters are cast to it ("bf16", "fp16", "fp32"); None: they keep their own. Buffers keep their own, and with them the parameters of
     BatchNorm and its kind; so does what the model names in ``_keep_in_fp32_modules``, and what is not fp64, fp32, bf16 or fp16."""
+    compute_dtype: str | torch.dtype | None = None
+    """With "fp32", at stage 3: parameters rest in ``dtype``, of 16 bits, and are fp32 for as long as they are gathered, so modules compute in fp32.
+    That is for CPUs that are slow in 16 bits. Bytes on tiers and between ranks, and checkpoints, are those of ``dtype``; a gradient is rounded
+    to it as it leaves backward. None: modules compute in ``dtype``."""
     cast_buffers: bool = False
-    """With ``dtype``: cast floating point buffers too, as ``model.to(dtype)`` does. Rotary frequencies and running statistics lose by it."""
+    """With ``dtype``: cast floating point buffers too, as ``model.to(dtype)`` does (to ``compute_dtype``, if there is one). Rotary frequencies and
+    running statistics lose by it."""
     keep_dtype: Sequence[str | type[nn.Module]] | None = None
     """With ``dtype``: what keeps its own: module classes, and names of modules, parameters and buffers, or whole parts of them ("router" is in
     "layers.0.router.weight")."""
@@ -257,6 +262,9 @@ class ZeroConfig:
             raise ValueError(f"stage must be 0, 1, 2 or 3; got {self.stage!r}")
         if self.dtype is not None:
             normalize("dtype", parse_dtype(self.dtype, "dtype"))
+        if self.compute_dtype is not None:
+            normalize("compute_dtype", parse_dtype(self.compute_dtype, "compute_dtype"))
+            self._check_computes()
         if self.device is not None:
             normalize("device", parse_device(self.device))
         if self.state_dtype in ("8bit", torch.uint8):
@@ -328,6 +336,27 @@ class ZeroConfig:
         for name in ("cast_buffers", "keep_dtype"):
             if getattr(self, name) and self.dtype is None:
                 raise ValueError(f"{name} has no effect without dtype=, as nothing is cast; give a dtype, or remove it")
+
+    def _check_computes(self) -> None:
+        if self.compute_dtype != torch.float32:
+            raise ValueError(
+                f"compute_dtype must be 'fp32' or None; got {self.compute_dtype!r}: modules compute in dtype= where it is None, so that one is enough"
+            )
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"compute_dtype='fp32' needs dtype='bf16' or 'fp16', in which parameters rest; got dtype={self.dtype!r}, in which modules compute: "
+                "remove compute_dtype, or set dtype='bf16'"
+            )
+        if self.stage != 3:
+            raise ValueError(
+                f"compute_dtype='fp32' needs stage=3, where parameters are cast as they are gathered; got stage={self.stage}, where they stay as "
+                "they are computed with: use stage=3 (with one rank, too), or dtype='fp32'"
+            )
+
+    @property
+    def computes(self) -> torch.dtype | None:
+        """The dtype of what ``dtype`` casts, while modules compute; None where nothing is cast."""
+        return self.compute_dtype or self.dtype  # type: ignore[return-value]
 
     def _check_handed_over(self) -> None:
         if self.optimizer_tier not in ("nvme", "auto"):

@@ -146,7 +146,8 @@ def cores() -> Iterator[Finding]:
         yield Finding("cores", "container's limit", f"{quota:g} cores' worth of time", "mend", remedy)
     if not torch.cuda.is_available():
         slow = [name for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if not has_fast_products(dtype)]
-        remedy = f"zk.ZeroConfig(dtype={'fp32' if 'bf16' in slow else 'bf16'!r}) for training on this CPU"
+        dtypes = "stage=3, dtype='bf16', compute_dtype='fp32'" if "bf16" in slow else "dtype='bf16'"
+        remedy = f"zk.ZeroConfig({dtypes}) for training on this CPU" + ", or dtype='fp32'" * ("bf16" in slow)
         if slow:
             yield Finding("cores", "matrix products", f"10 to 100 times slower than fp32 in {' and '.join(slow)}", "note", remedy)
         else:

@@ -31,7 +31,7 @@ def find(optimizer: Any) -> list[Unit]:
         firsts = [next(place for place, other in enumerate(rules) if other is rule) for rule in rules]
         kinds = {param: f"the optimizer of group {firsts[index]}" for param, index in number.items()}
     moves = optimizer.device, config.device is not None, experts, optimizer.comm.world if experts else 1, optimizer.parts.elsewhere
-    return find_units(optimizer.model, number, optimizer.stored, config.units, *moves, kinds)
+    return find_units(optimizer.model, number, optimizer.stored, config.units, *moves, kinds, config.compute_dtype and config.dtype)
 
 
 def agree(optimizer: Any, numbered: Sequence[tuple[int, Unit]]) -> None:
@@ -40,7 +40,8 @@ def agree(optimizer: Any, numbered: Sequence[tuple[int, Unit]]) -> None:
     for number, unit in numbered:
         names[number : number + 1] = [unit.name]
     params = {
-        name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}, in unit {unit.name!r}"
+        name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}{', as fp32' * unit.is_widened}, in unit "
+        + repr(unit.name)
         + scales_of(param)
         for _, unit in numbered
         for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))

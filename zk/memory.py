@@ -99,6 +99,22 @@ class Lease:
             self.tensor.untyped_storage().resize_(0)
 
 
+_TAIL = 1 << 12  # elements that are copied aside
+
+
+def widen_(full: Tensor, narrow: torch.dtype) -> None:
+    """Cast values in place: those of ``full`` (n,) are in the second half of its memory, in ``narrow``, of half the size.
+
+    First the first half of the values, whose place is free; then half of what is left, whose place has been read; and so on.
+    """
+    source, start = full.view(narrow)[full.numel() :], 0
+    while full.numel() - start > _TAIL:
+        stop = (start + full.numel()) // 2
+        full[start:stop] = source[start:stop]
+        start = stop
+    full[start:] = source[start:].clone()
+
+
 def overwrite(tensor: Tensor, values: Tensor) -> None:
     """Write ``values`` to ``tensor``; where its elements share memory, as those of an expanded one do, it gets memory of its own."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

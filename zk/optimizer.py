@@ -212,7 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agree()
         if config.update_on == "auto":
             self.config = config = dataclasses.replace(config, update_on=chosen(self))
-        for slow in {unit.dtype for unit in units if unit.device.type == "cpu"} if self.comm.rank == 0 else ():
+        for slow in {unit.computes for unit in units if unit.device.type == "cpu"} if self.comm.rank == 0 else ():
             warn_of_slow_products(slow)
         if config.check_memory:
             memory = [inner.state for inner in self.inners], device, self.transfer.joined, self.comm.shards, here, self.comm.world
@@ -260,8 +260,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         cut = (module for module in model.modules() if any(map(is_dtensor, module.parameters(recurse=False))))
         self.handles += (module.register_state_dict_post_hook(show) for module in cut)  # type: ignore[no-untyped-call]
-        if isinstance(config.dtype, torch.dtype):
-            self.casts = InputCasts(self.model, config.dtype, self.calls)
+        if config.computes is not None:
+            self.casts = InputCasts(self.model, config.computes, self.calls)
             self.handles += self.casts.handles
         self.partition.attach()
         if len(units) == 1 and self.partition.by_storage:
@@ -282,7 +282,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         dtype, device = self.config.dtype, None if self.config.device is None else torch.device(self.config.device)
         assert dtype is None or isinstance(dtype, torch.dtype)
         tie_inner(self.model)
-        stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers)
+        stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers, self.config.computes)
         check_params(self.model, self.param_groups, stored, device)
         check_aliases(self.model)
         check_kernels(self)

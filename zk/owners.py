@@ -37,6 +37,11 @@ def is_coded(tensor: Tensor) -> bool:
     return is_wrapper(tensor) and not is_dtensor(tensor)
 
 
+def has_codes(param: Tensor) -> bool:
+    """Check that only the parameter's own code can read it; bitsandbytes may keep codes as bf16."""
+    return is_coded(param) or hasattr(param, "quant_state")
+
+
 def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors that hold the bytes, by name: itself, or what it is a wrapper around, such as "weight.qdata"; a DTensor's has its name."""
     if not is_coded(tensor):

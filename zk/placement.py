@@ -64,9 +64,10 @@ class Placement:
         """The memory in which the content of a tier is worked on."""
         return self.on_device if tier == "device" else "host"
 
-    def partitions(self, param_tier: str) -> bool:
-        """Tell if parameters on this tier exist in full only while in use."""
-        return self.config.stage == 3 and (self.world > 1 or param_tier == "nvme" or self.memory_of(param_tier) != self.on_device)
+    def partitions(self, unit: Unit, param_tier: str) -> bool:
+        """Tell if a unit's parameters on this tier exist in full only while in use."""
+        is_whole = self.world == 1 and self.memory_of(param_tier) == self.on_device and param_tier != "nvme" and not unit.is_widened
+        return self.config.stage == 3 and not is_whole
 
     def rule(self, unit: Unit) -> Rule:
         """The rule of a unit that is trained."""

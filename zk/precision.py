@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zk.config import DynamicLossScale
 from zk.logs import log
-from zk.owners import inner_tensors, is_coded
+from zk.owners import has_codes, inner_tensors
 
 # torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -80,15 +80,25 @@ def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]], cast_
 
 
 def stored_dtypes(
-    model: nn.Module, dtype: torch.dtype | None, keep: Sequence[str | type[nn.Module]] = (), cast_buffers: bool = False
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    keep: Sequence[str | type[nn.Module]] = (),
+    cast_buffers: bool = False,
+    computes: torch.dtype | None = None,
 ) -> dict[Tensor, torch.dtype]:
-    """The dtype that each parameter and buffer has once it is held; all keep their own without ``dtype``."""
+    """The dtype that each parameter and buffer has once it is held; all keep their own without ``dtype``.
+
+    ``computes``: the dtype of buffers that are cast, which rest where modules compute with them.
+    """
     kept = kept_in_dtype(model, keep, cast_buffers) if dtype is not None else set()
     for param in model.parameters():
-        if is_coded(param) or hasattr(param, "quant_state"):  # its own code knows their dtypes; bitsandbytes may keep codes as bf16
+        if has_codes(param):
             kept.update(inner for _, inner in inner_tensors(param))
+    if dtype is None:
+        return {tensor: tensor.dtype for _, tensor in _named(model)}
+    cast = dict.fromkeys(model.buffers(), computes or dtype)
     return {
-        tensor: dtype if dtype is not None and tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)
+        tensor: cast.get(tensor, dtype) if tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)
     }
 
 
@@ -105,7 +115,8 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
     if not has_fast_products(dtype):
         log.warning(
             "the model computes in %s, for which torch has no fast kernels on this CPU: matrix products take 10 to 100 times as long as in "
-            "fp32; use dtype='fp32'",
+            "fp32; use compute_dtype='fp32' at stage 3, where parameters rest in %s and compute in fp32, or dtype='fp32'",
+            dtype,
             dtype,
         )
 

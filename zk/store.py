@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.events import COMPLETED, Awaited, Event
-from zk.memory import Lease, zeros
+from zk.memory import Lease, widen_, zeros
 from zk.offload.pipeline import Task
 from zk.offload.rules import Change, Run, Scalars, as_number
 from zk.offload.spill import FileParams
@@ -99,7 +99,7 @@ class UnitStore:
         self.counting = threading.Lock()  # while versions change; never held while waiting
         # parameters
         self.is_partitioned = self.watches_data = on_use is not None
-        self.lease = None if full is not None else Lease(layout.numel, unit.dtype, unit.device)
+        self.lease = None if full is not None else Lease(layout.numel, unit.computes, unit.device)
         self.full: Tensor = full if self.lease is None else self.lease.tensor  # type: ignore[assignment]
         self.state, self.pins = State.GATHERED, 0
         self.depth = 0  # forwards in progress
@@ -196,14 +196,15 @@ class UnitStore:
         self.state = State.GATHERING
 
     def _fill(self, source: Tensor) -> None:
+        full = self.full if not self.unit.is_widened else self.full.view(self.unit.dtype)[self.layout.numel :]
         if self.uploads is None:
-            self.pending = self.comm.all_gather(self.index, self.full, source)
+            self.pending = self.comm.all_gather(self.index, full, source)
         else:
-            mine = self.full[self.held]
+            mine = full[self.held]
             self.uploaded = self.uploads.upload(mine, source)
             if self.comm.shards > 1:
                 with self.uploads.beside():
-                    self.pending = self.comm.all_gather(self.index, self.full, mine)
+                    self.pending = self.comm.all_gather(self.index, full, mine)
 
     def _undo(self) -> None:
         """GATHERING -> RELEASED, without the full parameters."""
@@ -226,6 +227,8 @@ class UnitStore:
                     self._undo()
                     raise
             self.home.release(self.uploaded)
+            if self.unit.is_widened:
+                widen_(self.full, self.unit.dtype)
             stand_in(self.unit.objects, Watched)
             self.note_versions()
             self.state = State.GATHERED
@@ -247,7 +250,7 @@ class UnitStore:
 
     def _free(self) -> None:
         if self.is_borrowed and self.lease is not None:  # the memory goes with the borrower
-            self.lease, self.is_borrowed = Lease(self.layout.numel, self.unit.dtype, self.unit.device), False
+            self.lease, self.is_borrowed = Lease(self.layout.numel, self.unit.computes, self.unit.device), False
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
@@ -417,6 +420,7 @@ class UnitStore:
         self.arrive()
         mine = self._bring()
         full = self.whole_of(lambda _: mine)
+        full = full.float() if self.unit.is_widened else full
         for index in self.used - self.shown.keys():
             self.shown[index] = self.unit.shown(index, full[self.layout.whole(index)]).clone()
 
@@ -544,7 +548,7 @@ class UnitStore:
         if not self.taken:
             return False
         source = self.home.whole()
-        same = torch.equal(self.full[self.held].to(source.device), source)
+        same = torch.equal(self.full[self.held].to(source.device), source.to(self.full.dtype))
         self.home.release()
         differ = torch.tensor([float(not same)])  # here; what was written may lie in another rank's slice
         self.comm.all_reduce(differ)
@@ -594,10 +598,16 @@ class UnitStore:
             self.shard.drop_attempt()
         self.comm.broadcast(self.index, self.full)
         if self.is_partitioned:
-            self.home.write(self.full[self.held])
+            self._write_home()
             self.note_versions()
         if self.shard is not None:
             self.shard.adopt([self.mine(index) for index in indices])
+
+    def _write_home(self) -> None:
+        """Full parameters were written: they become what rests, rounded as that is."""
+        if self.unit.is_widened:
+            self.full.copy_(self.full.to(self.unit.dtype))
+        self.home.write(self.full[self.held])
 
     def republish(self) -> None:
         """The slice was written from outside, and is where it rests: it becomes what all ranks use."""
@@ -620,7 +630,7 @@ class UnitStore:
             for index, make in values.items():
                 self.full[self.layout.whole(index)] = self.unit.flat(index, make())
             if self.is_partitioned:
-                self.home.write(self.full[self.held])
+                self._write_home()
             self.unpin()
             return
         self.adopt_writes()

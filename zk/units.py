@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zk.owners import inner_tensors, is_dtensor, local_of, rebuilt
+from zk.owners import has_codes, inner_tensors, is_dtensor, local_of, rebuilt
 from zk.tiles import Tile
 
 # Every parameter starts on a multiple of this many elements: 64 bytes at 16 bits, a cache line and an AVX-512 register.
@@ -115,6 +115,12 @@ class Unit:
     chooser: nn.Module | None = None
     is_counted: bool = True  # in the norm of gradients, and saved; other ranks have the same parameters, and do so otherwise
     around: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)  # the DTensors that parameters are this rank's part of
+    is_widened: bool = False  # full parameters are fp32, cast from ``dtype`` as they are gathered, and their gradients too
+
+    @property
+    def computes(self) -> torch.dtype:
+        """The dtype of full parameters, and of gradients as backward makes them."""
+        return torch.float32 if self.is_widened else self.dtype
 
     @property
     def numel(self) -> int:
@@ -267,6 +273,7 @@ def find_units(
     world: int = 1,
     elsewhere: Collection[str] = (),
     kinds: Mapping[Tensor, str] | None = None,
+    widened: torch.dtype | None = None,
 ) -> list[Unit]:
     """Split the model's parameters into units, in order of definition, what is left over last.
 
@@ -281,6 +288,7 @@ def find_units(
         world: ranks, which may use other experts each.
         elsewhere: names of parameters that other ranks count in the norm of gradients: units of their own.
         kinds: names of the optimizers of parameters, where there are several: units of their own, too.
+        widened: a dtype; parameters stored in it are fp32 while they are full, but for codes, which their own code reads.
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
@@ -306,14 +314,17 @@ def find_units(
                 is_counted = name not in elsewhere
                 place = device if (param.is_meta or moved) and device is not None else param.device
                 kind = kinds[around.get(param, param)] if kinds and is_trained else ""
-                key = (path, is_trained, dtype, place, is_counted, kind)
+                is_widened = dtype == widened and not has_codes(user)
+                key = (path, is_trained, dtype, place, is_counted, kind, is_widened)
                 if key not in units:
                     label = path or "rest"
                     if any(unit.name == label for unit in units.values()):
                         replicated = "" if is_counted else ", replicated"
                         by = f" by {kind}" * bool(kind)
-                        label += f" ({'trained' if is_trained else 'frozen'}{by}, {str(dtype).removeprefix('torch.')}{replicated})"
+                        stored_as = str(dtype).removeprefix("torch.") + ", as fp32" * is_widened
+                        label += f" ({'trained' if is_trained else 'frozen'}{by}, {stored_as}{replicated})"
                     units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place, is_counted=is_counted)
+                    units[key].is_widened = is_widened
                 units[key].params.append(param)  # type: ignore[arg-type]
                 units[key].names.append(name)
                 home[param] = units[key]

@@ -263,6 +263,8 @@ def test_fp16_has_one_loss_scale_which_zk_moves() -> None:
     assert fit(host(2, loss_scale=1024.0), EPOCH, NoSchedule, precision="16-true").losses == pytest.approx(reference, abs=0.02)
     with pytest.raises(ValueError, match="leave one out"):
         trainer(zl.ZeroStrategy(dtype="fp16"), precision="bf16-true")
+    with pytest.raises(ValueError, match=r"computes in 16 bits.*leave one out"):
+        trainer(zl.ZeroStrategy(stage=3, dtype="bf16", compute_dtype="fp32"), precision="bf16-mixed")
 
 
 def test_dtype_given_to_the_strategy_alone_is_taken() -> None:

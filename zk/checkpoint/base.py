@@ -42,7 +42,7 @@ def digests(optimizer: Training) -> dict[str, str]:
             held.adopt_writes()
             held.pin()
             held.digests = {
-                name: digest_of(param)
+                name: digest_of(param.to(held.unit.dtype) if held.unit.is_widened else param)
                 for index, (name, param) in enumerate(zip(held.unit.names, held.unit.params, strict=True))
                 if index % optimizer.comm.world == optimizer.comm.rank
             }

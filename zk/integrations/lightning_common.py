@@ -110,6 +110,11 @@ class Strategy(_BASE):  # type: ignore[misc]
     def config_for(self, precision: Precision) -> ZeroConfig:
         """The config with the dtype that Lightning's precision means. ValueError where both are given and differ."""
         config = self.config
+        if config.compute_dtype is not None and precision.precision != "32-true":
+            raise ValueError(
+                f"precision={precision.precision!r} computes in 16 bits, and compute_dtype='fp32' was given to the strategy, whose dtype= says what "
+                "parameters rest in; leave one out"
+            )
         if config.dtype is None:
             return dataclasses.replace(config, dtype=precision.dtype)
         if precision.precision != "32-true" and precision.dtype != config.dtype:  # 32-true is what Lightning has where nobody says anything

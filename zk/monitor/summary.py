@@ -201,6 +201,7 @@ def _heading(optimizer: Any) -> str:
     total = elements.total()
     trained = sum(param.numel() for store in held if store.shard is not None for param in store.unit.users)
     dtypes = " and ".join(_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype, _ in elements.most_common())
+    dtypes += " computed in fp32" * any(store.unit.is_widened for store in held)
     shards = [store.shard for store in held if store.shard is not None]
     is_split, has_master = any(shard.is_split for shard in shards), any(shard.has_master for shard in shards)
     master = ", fp32 master split" if is_split else ", fp32 master" if has_master else ""

@@ -197,7 +197,10 @@ class GradReducer:
             raise TypeError(f"the gradient of {store.unit.names[index]!r} is sparse and cannot be flattened; build the embedding with sparse=False")
         if index in store.waiting:
             self.flatten(store)
-        store.waiting[index] = grad = local_of(grad, param)
+        grad = local_of(grad, param)
+        if store.unit.is_widened and grad.dtype == torch.float32:
+            grad = grad.to(store.unit.dtype)
+        store.waiting[index] = grad
         store.unreduced.add(index)
         grad_left(param)
         if grad.device.type == "cpu" and grad.nbytes >= _SMALL:

@@ -114,7 +114,7 @@ class Case:
         self.kinds = []
         for unit, freed in zip(self.units, self.freed, strict=False):
             params = tuple((param.numel(), group_of.get(user)) for param, user in zip(unit.params, unit.users, strict=True))
-            alike = params, _widest(unit), unit.dtype, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
+            alike = params, _widest(unit), unit.dtype, unit.is_widened, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
             self.kinds.append(firsts.setdefault((*alike, places_of(unit) is None), unit))
 
     def _freed(self) -> list[Counter[str]]:

@@ -71,7 +71,7 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
 
     ``config`` names a dtype, and both budgets with "auto" tiers. Raises ValueError where the budgets do not do, as ZeroOptimizer does.
     """
-    assert isinstance(config.dtype, torch.dtype)
+    assert isinstance(config.dtype, torch.dtype) and config.computes is not None
     assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
     shape = shape.part(machine.tensor)
     model, units, blocks = nn.Module(), list[Unit](), defaultdict[Any, nn.Module](nn.Module)
@@ -84,18 +84,19 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
             place = model if one.rest else block
             if made:
                 block.expert = place = nn.Module()
-            made += [Unit("", [place], params, [], one.trained, one.dtype or config.dtype, CPU)] * one.count
+            is_widened = one.dtype is None and config.compute_dtype is not None
+            made += [Unit("", [place], params, [], one.trained, one.dtype or config.dtype, CPU, is_widened=is_widened)] * one.count
         units += made * alike.count
     groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
     found = footprint_of(model, units, config, machine.shards, machine.joined, [AdamRule(decoupled=True)] * len(groups), groups)
     found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
-    found.sizes["device", "dequantized"] = config.dtype.itemsize * max((one.dequantized for one in shape.units), default=0)
+    found.sizes["device", "dequantized"] = config.computes.itemsize * max((one.dequantized for one in shape.units), default=0)
     if machine.replicas > 1:  # the largest shard in fp32, its parts as they are sent and as they come, and the mean
         shard = max(unit.numel for unit in found.units) // machine.shards
         found.sizes["device", "replicas"] = shard * (3 * torch.float32.itemsize + config.dtype.itemsize)
     found.sizes = +found.sizes
     if tokens:
-        size = config.dtype.itemsize
+        size = config.computes.itemsize
         if shape.sequence:
             found.sizes.update(long_activations(shape, tokens, machine.joined, size, micro_batches))
         else:
@@ -129,7 +130,12 @@ def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, mic
 
 
 def configs(
-    machine: Machine, dtype: str | torch.dtype, state_dtype: str | torch.dtype, nvme_path: str, update_on: str | float = "auto"
+    machine: Machine,
+    dtype: str | torch.dtype,
+    state_dtype: str | torch.dtype,
+    nvme_path: str,
+    update_on: str | float = "auto",
+    compute_dtype: str | torch.dtype | None = None,
 ) -> list[ZeroConfig]:
     """Every sensible choice, the simplest first. ``update_on``: of state that rests in other memory than a GPU's."""
     found = []
@@ -139,7 +145,8 @@ def configs(
             continue
         drive = nvme_path if machine.nvme_nbytes and {"nvme", "auto"} & set(tiers.values()) else None
         tiers |= {"update_on": update_on} if optimizer_tier != "device" and not machine.joined else {}
-        found.append(ZeroConfig(stage=stage, dtype=dtype, state_dtype=state_dtype, nvme_path=drive, **tiers))
+        if compute_dtype is None or stage == 3:
+            found.append(ZeroConfig(stage=stage, dtype=dtype, compute_dtype=compute_dtype, state_dtype=state_dtype, nvme_path=drive, **tiers))
     return found
 
 
@@ -232,12 +239,13 @@ def plan(
     nvme_path: str = "/nvme",
     micro_batches: int = 1,
     update_on: str | float = "auto",
+    compute_dtype: str | None = None,
 ) -> Plan:
     """Look at every choice. ValueError where ranks, or the model, or tokens, cannot be divided as is asked for."""
     _check_division(shape, machine)
     if tokens % micro_batches:
         raise ValueError(f"--accumulate must divide --tokens, those of a step; {tokens} is not divided by {micro_batches}")
-    every = configs(machine, dtype, state_dtype, nvme_path, update_on)
+    every = configs(machine, dtype, state_dtype, nvme_path, update_on, compute_dtype)
     options = [option for config in every if (option := consider(shape, config, machine, tokens, micro_batches)) is not None]
     fitting = [option for option in options if option.fits]
     # of those that are alike, as all stages are on one rank: parameters that are not moved, and the higher stage
@@ -268,7 +276,7 @@ def faster(found: Plan) -> dict[str, float]:
     }
     helps: dict[str, float] = {}
     for what, (where, state) in changed.items():
-        every = configs(where, config.dtype, state, path, found.update_on)
+        every = configs(where, config.dtype, state, path, found.update_on, config.compute_dtype)
         options = [option for one in every if (option := consider(found.shape, one, where, found.tokens, found.micro_batches)) is not None]
         shortest = min((option.step.seconds for option in options if option.fits), default=found.best.step.seconds)
         if shortest < 0.9 * found.best.step.seconds:

@@ -87,15 +87,15 @@ def footprint_of(
         for (tier, kind), nbytes in sizes.items():
             found.sizes[tier, kind] += count * nbytes
             rests["host" if joined and tier == "device" else tier] += nbytes * (kind not in ("grad", "shadow"))
-        settled[one] = Settled(placement.layout(unit).numel, rests, placement.partitions(param_tier))
+        settled[one] = Settled(placement.layout(unit).numel, rests, placement.partitions(unit, param_tier))
         if param_tier == "nvme":
             drive[key, False, placement.slice_numel(unit, 1)] += count
         for tier, numel in parts if unit.trained else ():
             drive[key, True, numel] += count * (tier == "nvme")
     found.units = [settled[one] for one in alike]
     away = any(kind == "grad" and (tier == "nvme" or placement.memory_of(tier) != placement.on_device) for tier, kind in found.sizes)
-    flat = {key: placement.layout(unit).numel * unit.dtype.itemsize for key, unit in each.items()}
-    gathered = [(unit, flat[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
+    full = {key: placement.layout(unit).numel * unit.computes.itemsize for key, unit in each.items()}
+    gathered = [(unit, full[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
     if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
         found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
     elif gathered:  # what is outside of blocks, the block in use, an expert of it, and units that were asked for
@@ -110,12 +110,16 @@ def footprint_of(
             most = max((by_module[module] for module in modules), key=lambda one: one.total(), default=Counter[int]())
             others.subtract(dict.fromkeys(most, 1))
             in_use += most.total()
-        asked = sorted((flat[key] for key in others.elements()), reverse=True)[: config.prefetch]
+        asked = sorted((full[key] for key in others.elements()), reverse=True)[: config.prefetch]
         found.sizes["device", "gathered"] = rest + in_use + sum(asked)
-    trained = Counter(flat[id(unit)] for unit in units if unit.trained)
+    trained = Counter(placement.layout(unit).numel * unit.dtype.itemsize for unit in units if unit.trained)
     found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
     if not at_least:
-        fresh = [(max(placement.layout(unit).numels) * unit.dtype.itemsize, flat[key], unit) for key, unit in each.items() if unit.trained]
+        fresh = list[tuple[int, int, Unit]]()
+        for unit in (unit for unit in each.values() if unit.trained):
+            layout, size = placement.layout(unit), unit.dtype.itemsize
+            largest = max(layout.numels) * unit.computes.itemsize
+            fresh.append((largest, layout.numel * size + largest * unit.is_widened, unit))
         # (outside of blocks the last one comes when activations have gone)
         found.sizes["device", "fresh"] = max((one if joined or unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
     found.sizes["device", "buffer"] = buffers

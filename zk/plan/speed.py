@@ -115,9 +115,9 @@ def step_of(
         micro_batches: that the tokens come in.
         vertical: all of them pass a block before any passes the next (``accumulate``); else one after the other.
     """
-    assert isinstance(config.dtype, torch.dtype) and isinstance(config.grad_accum_dtype, torch.dtype)
+    assert isinstance(config.dtype, torch.dtype) and isinstance(config.grad_accum_dtype, torch.dtype) and config.computes is not None
     shape = shape.part(machine.tensor)
-    size, stage, drive = config.dtype.itemsize, config.stage, found.sizes["nvme", "param"]
+    size, activation, stage, drive = config.dtype.itemsize, config.computes.itemsize, config.stage, found.sizes["nvme", "param"]
     early = stage != 1  # gradients leave in backward
     passes, wide = 1 if vertical else micro_batches, config.grad_accum_dtype.itemsize // size if micro_batches > 1 else 1
     grads = found.sizes["host", "grad"] + found.sizes["nvme", "grad"]
@@ -145,7 +145,7 @@ def step_of(
         zero = [machine.crossing(rows, machine.shards, machine.tensor)]
         # fp32 to those who sum, and sums in the gradients' precision back
         zero += [machine.crossing(is_averaged * (4 + size) * shard, machine.replicas, machine.tensor * machine.shards)]
-        tensor = machine.crossing(2 * sums * tokens * shape.width * size, machine.tensor, 1)
+        tensor = machine.crossing(2 * sums * tokens * shape.width * activation, machine.tensor, 1)
         for within, between in (*zero, tensor):
             sent["within"] += within
             sent["between"] += between

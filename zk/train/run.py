@@ -86,6 +86,7 @@ class PlainTrainer:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, job: Job) -> None:
         self.model, self.dtype, self.clip = copy.deepcopy(model), dtype, job.zero.clip_grad_norm
+        self.computes = job.zero.computes or dtype
         self.optimizer = adamw(self.model.parameters(), job.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(job.steps))
 
@@ -93,7 +94,7 @@ class PlainTrainer:
         """Train one step of these micro-batches; returns the loss."""
         total = 0.0
         for ids, targets in batches:
-            rounded = {name: master.to(self.dtype) for name, master in self.model.named_parameters()}
+            rounded = {name: master.to(self.dtype).to(self.computes) for name, master in self.model.named_parameters()}
             loss = torch.func.functional_call(self.model, rounded, (ids, targets)) / len(batches)
             loss.backward()
             total += loss.item()
@@ -147,7 +148,8 @@ def train(job: Job) -> Record:
     if device.type == "cpu" and world > 1:
         torch.set_num_threads(optimizer.num_threads)  # torchrun sets one thread for each rank, however many cores there are
     console.print(
-        f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}, parameters on {optimizer.resting('param')}, "
+        f"zk        stage {job.zero.stage}, {str(optimizer.config.dtype).removeprefix('torch.')}"
+        f"{' computed in fp32' * (job.zero.compute_dtype is not None)}, parameters on {optimizer.resting('param')}, "
         f"optimizer on {optimizer.resting('optimizer')}, {world} rank{'s' * (world > 1)}, "
         f"{optimizer.num_threads} thread{'s' * (optimizer.num_threads > 1)} per rank\n",
         soft_wrap=True,

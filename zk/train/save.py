@@ -18,7 +18,7 @@ def save_model(optimizer: zk.ZeroOptimizer, folder: Path, metadata: dict[str, st
     Parameters only. Earlier files of these names are replaced. Returns the file, or the index.
     """
     params = optimizer.model.named_parameters()
-    files = shards([Entry(name, param.dtype, tuple(param.shape)) for name, param in params], max_file_nbytes)
+    files = shards([Entry(name, optimizer.units[param][0].unit.dtype, tuple(param.shape)) for name, param in params], max_file_nbytes)
     writes, unfinished = optimizer.comm.rank == 0, folder / "unfinished.tmp"
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
