@@ -179,6 +179,16 @@ def test_max_nbytes_makes_tiles_as_large_as_it_has_room_for() -> None:
         module(torch.randn(100, WIDTH))
 
 
+def test_a_checkpoint_that_ends_with_tiles_computes_them_as_often_as_it_would_without() -> None:
+    """Forward and, tile by tile, backward: what computes the block again stops when it has the inputs of the last tiles."""
+    _, model = pair(Mlp, "not reentrant")
+    model(batch()).backward()  # each module is tried
+    with mock.patch.object(Mlp, "forward", autospec=True, side_effect=Mlp.forward) as calls:
+        model(batch()).backward()
+    tokens = [call.args[1].shape[-2] for call in calls.call_args_list]
+    assert sum(tokens) == 2 * 18 * len(model.blocks) and max(tokens) == 5
+
+
 def test_autocast_frozen_weights_and_evaluation_are_as_without_tiles() -> None:
     plain, tiled = pair()
     for model in (plain, tiled):

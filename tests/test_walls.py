@@ -68,6 +68,8 @@ SIZES = {
     # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
     # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 1 and 50 for the precision of compute
+    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
+    # 20 and 200 for checkpoints that stop before tiles
     "beside the core": (5_403, 42_250),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks

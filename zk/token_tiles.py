@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.access import keep_gathered
 from zk.hooks import Hook
+from zk.tiled_linear import memoryless
 from zk.tiles import Tile
 
 # tokens of a tile: in host memory, and on a device, which has more to do at once
@@ -74,7 +75,7 @@ class TokenTiles:
             call.check(inputs)
             self.is_checked = True
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *params)):
-            outputs = _Tiles.apply(call, *inputs, *params)  # type: ignore[no-untyped-call]
+            outputs = _Outputs.apply(_Inputs.apply(call, *inputs, *params), call, inputs)  # type: ignore[no-untyped-call]
         else:
             outputs = call.forward(inputs)
         return call.result(outputs)
@@ -90,6 +91,7 @@ class _Call:
         self.device, self.lead = first.device, first.shape[:-1]
         self.tokens, self.size = math.prod(self.lead), 0
         self.out_spec: Any = None
+        self.grads: tuple[Tensor | None, ...] = ()  # of the outputs, in backward
         self.others: dict[int, Any] = {}  # what the module returns beside tensors, by place
         self.has_autocast = torch.amp.is_autocast_available(first.device.type)
         if self.has_autocast:
@@ -217,28 +219,23 @@ class _Call:
         return 1 << int(math.log2(max_nbytes / one)) if one else self.tokens
 
 
-class _Tiles(torch.autograd.Function):
-    """All tiles of one call."""
+class _Inputs(torch.autograd.Function):
+    """The inputs of a call, saved before its outputs are computed: a checkpoint that computes them again stops here where nothing else is needed.
+
+    Its output is a link without memory to ``_Outputs``. Backward computes all tiles.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         count = len(call.places)
-        inputs = tensors[:count]
-        outputs = call.forward(inputs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*tensors[:count])
         ctx.call, ctx.params = call, tensors[count:]
-        return outputs
+        return memoryless((1,), torch.float32, call.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, link: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{call.owner.name!r} runs tile by tile of tokens, and has no second derivative; call backward without create_graph=True, or leave "
-                "the module out of tile_sequence(modules=...)"
-            )
+        grads, call.grads = call.grads, ()
         inputs, params = ctx.saved_tensors, ctx.params
         by_token = [None if grad is None else call.rows_of(grad) for grad in grads]
         wants = [tensor for tensor, wanted in zip(inputs, ctx.needs_input_grad[1:], strict=False) if wanted]
@@ -268,6 +265,29 @@ class _Tiles(torch.autograd.Function):
         of_inputs = [found.get(id(tensor)) for tensor in inputs]
         of_params = [None if total is None else total.to(param.dtype) for total, param in zip(sums, params, strict=True)]
         return None, *of_inputs, *of_params
+
+
+class _Outputs(torch.autograd.Function):
+    """The outputs of a call; backward begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, call: _Call, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        outputs = call.forward(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        ctx.call = call
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{call.owner.name!r} runs tile by tile of tokens, and has no second derivative; call backward without create_graph=True, or leave "
+                "the module out of tile_sequence(modules=...)"
+            )
+        call.grads = grads
+        return memoryless((1,), torch.float32, call.device), None, None
 
 
 def _grads(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
