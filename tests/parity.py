@@ -101,7 +101,54 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Adamax": {"maximize": True},
     "ASGD": {"t0": 1.0, "lambd": 1e-2},
     "Rprop": {"etas": (0.4, 1.3)},
+    "Adafactor": {"maximize": True},
 }
+
+
+def adafactor_of_transformers(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """The Adafactor of transformers, which keeps a first moment too, and a number that depends on values."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, **options, beta1=0.9, relative_step=False)  # type: ignore[no-any-return]
+
+
+def eight_bit(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """The AdamW of bitsandbytes that keeps codes in 8 bits, and a scale for each block of them."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(params, **options, min_8bit_size=512)  # type: ignore[no-any-return]
+
+
+class Blocks(torch.optim.Optimizer):
+    """An optimizer over whole parameters, as people write them: momentum in codes of 8 bits with a scale for each block of 64, the mean square of
+    each row, and a norm that is Python's number."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, rows = self.state[param], param.grad.reshape(len(param) if param.ndim else 1, -1)
+                size = -(-param.numel() // 64) * 64
+                if not state:
+                    state["codes"], state["scales"] = torch.zeros(size, dtype=torch.int8), torch.zeros(size // 64)
+                    state["rows"], state["norm"], state["updates"] = torch.zeros(len(rows)), 0.0, 0
+                state["updates"] += 1
+                state["norm"] = 0.5 * state["norm"] + rows.norm().item()
+                state["rows"].mul_(0.9).add_(rows.square().mean(1), alpha=0.1)
+                momentum = (state["codes"].view(-1, 64) * state["scales"].unsqueeze(1)).mul_(0.9)
+                momentum.view(-1)[: param.numel()] += rows.reshape(-1)
+                state["scales"] = momentum.abs().amax(1) / 127
+                state["codes"] = (momentum / state["scales"].clamp(min=1e-30).unsqueeze(1)).round_().to(torch.int8).view(-1)
+                step = momentum.view(-1)[: param.numel()].view_as(rows) / (state["rows"].sqrt().unsqueeze(1) + 1e-3)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(step.view_as(param), alpha=-group["lr"] / (state["norm"] + 1))
+
+
+PARAMETERWISE = {"Blocks": Blocks, "Adafactor of transformers": adafactor_of_transformers, "AdamW8bit": eight_bit}
 
 
 class Several:
@@ -123,10 +170,20 @@ class Several:
         return {"state": states}
 
 
+# over matrices, with AdamW over the rest
+WITH_OTHERS = {"Muon": "Muon", "Adafactor and AdamW": "Adafactor"}
+
+
 def with_others(name: str, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """An optimizer over matrices, and AdamW over the rest."""
-    matrices: Any = getattr(torch.optim, name)([p for p in params if p.ndim >= 2], lr=1e-2, weight_decay=0.1)
+    matrices: Any = getattr(torch.optim, WITH_OTHERS[name])([p for p in params if p.ndim >= 2], lr=1e-2, weight_decay=0.1)
     return [matrices, torch.optim.AdamW([p for p in params if p.ndim < 2], lr=3e-3)]
+
+
+def flattened(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without the dict in which bitsandbytes keeps some of it."""
+    nested = [name for name, value in state.items() if isinstance(value, dict)]
+    return {**{name: value for name, value in state.items() if name not in nested}, **{k: v for name in nested for k, v in state[name].items()}}
 
 
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -142,6 +199,8 @@ def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimiz
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
     if name == "Lion":
         return Lion(groups, lr=1e-2)
+    if name in PARAMETERWISE:
+        return PARAMETERWISE[name](groups, lr=1e-2)
     return getattr(torch.optim, name)(groups, lr=1e-2, foreach=False, **OPTIONS.get(name, {}))  # type: ignore[no-any-return]
 
 
@@ -191,7 +250,7 @@ def run_case(case: Case) -> str:
 
 def plain_optimizer(name: str) -> Any:
     """The function that makes the optimizer of plain training over parameters."""
-    if name in ("Muon", "Adafactor"):
+    if name in WITH_OTHERS:
         return lambda params: Several(with_others(name, params))
     return cpu_adam_groups if name == "numba" else functools.partial(make_optimizer, name)
 
@@ -223,7 +282,8 @@ def plain_training(
             delay=delay,
             computes=None if computes is None else DTYPES[computes],
         )
-        state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in plain.state_dict()["state"].items()}
+        states = {key: flattened(values) for key, values in plain.state_dict()["state"].items()}
+        state = {key: {name: torch.as_tensor(value).cpu() for name, value in values.items()} for key, values in states.items()}
         found = [(losses, [param.detach().cpu() for param in trained.parameters()], state)]
     if dist.is_initialized():
         dist.broadcast_object_list(found, 0)
@@ -272,7 +332,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         unlike_the_first(model, rank)
     optimizer = zk.ZeroOptimizer(
         model,
-        (with_others if case.optimizer in ("Muon", "Adafactor") else make_optimizer)(case.optimizer, list(model.parameters())),
+        (with_others if case.optimizer in WITH_OTHERS else make_optimizer)(case.optimizer, list(model.parameters())),
         stage=case.stage,
         dtype=case.dtype,
         compute_dtype=case.computes,
@@ -288,6 +348,7 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         update_on=case.update_on,
         prefetch=case.prefetch if case.stage == 3 else 1,
         elementwise=case.optimizer == "Lion",
+        parameterwise=case.optimizer in PARAMETERWISE,
         **options,
         **dict(case.budgets),
     )

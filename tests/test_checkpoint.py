@@ -544,7 +544,7 @@ def test_whatever_is_altered_cut_short_or_missing_is_found_and_changes_nothing(
         (lambda path: path.unlink(), "no checkpoint"),
         (lambda path: path.write_text("{}"), "not a manifest"),
         (lambda path: path.write_text("nonsense"), "cannot be read"),
-        (lambda path: path.write_text(path.read_text().replace('"version": 3', '"version": 9')), "version 9"),
+        (lambda path: path.write_text(path.read_text().replace('"version": 4', '"version": 9')), "version 9"),
         (lambda path: path.write_text(path.read_text().replace("blocks.0.up", "blocks.0.low")), "manifest.json is not what was written"),
         (lambda path: path.write_text(path.read_text().replace('"lr": 0.0', '"lr": 0.1')), "manifest.json is not what was written"),
         (lambda path: path.write_text(path.read_text().replace('"steps": 2', '"steps": 3')), "manifest.json is not what was written"),

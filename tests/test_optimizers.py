@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.models import DEVICE, GPT, batch, loss_of, train
-from tests.parity import Case, Lion, Several, make_optimizer, run_case, with_others
+from tests.parity import PARAMETERWISE, WITH_OTHERS, Blocks, Case, Lion, Several, make_optimizer, run_case, with_others
 from tests.world import run_world
 from zk.offload import spill
 
@@ -152,6 +152,17 @@ class Rows(torch.optim.Optimizer):
                 self.state[param]["rows"] = param.reshape(-1)[:2].clone()
 
 
+class Shampoo(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param]["factors"] = [param.grad @ param.grad.T] if param.ndim == 2 else []
+
+
 def test_a_subclass_that_changes_options_is_its_base() -> None:
     torch.manual_seed(0)
     model, plain = GPT(), GPT()
@@ -177,7 +188,17 @@ def test_a_subclass_that_changes_options_is_its_base() -> None:
         (Clipped, {"elementwise": True}, TypeError, "the parameter differs in .* in halves"),
         (CountsItself, {"elementwise": True}, TypeError, "step.. changes count"),
         (Counts, {"elementwise": True}, TypeError, r"step.. changes param_groups\[...\]\['k'\]"),
-        (Rows, {"elementwise": True}, TypeError, "its state 'rows' is a tensor of shape"),
+        (Rows, {"elementwise": True}, TypeError, "its state 'rows' is a tensor of shape .*parameterwise=True instead"),
+        (Blocks, {}, TypeError, "depends on no other parameter, parameterwise=True"),
+        (Shampoo, {}, TypeError, "multiplies with factors of whole matrices; pass parameterwise=True"),
+        (Shampoo, {"parameterwise": True}, TypeError, "its state 'factors' is a list, and zk keeps plain tensors"),
+        (Clipped, {"parameterwise": True}, TypeError, "in step 1 the parameter, .*becomes something else if parameters are updated one by one"),
+        (CountsItself, {"parameterwise": True}, TypeError, "step.. changes count time and again"),
+        (Counts, {"parameterwise": True}, TypeError, r"step.. changes param_groups\[...\]\['k'\] time and again"),
+        (Lion, {"parameterwise": True, "elementwise": True}, ValueError, "exclude each other"),
+        (torch.optim.Adafactor, {"parameterwise": True}, ValueError, "parameterwise=True has no effect, as zk knows Adafactor"),
+        (torch.optim.LBFGS, {"parameterwise": True}, TypeError, "calls the closure many times"),
+        (torch.optim.Adafactor, {"state_dtype": "bf16"}, ValueError, "Adafactor updates by its own step"),
     ],
 )
 def test_what_cannot_be_right_is_refused(kind: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -256,10 +277,23 @@ MUON = [
 ]
 
 
+# vectors too; statistics of rows and columns, codes and scales of blocks
+ADAFACTOR = [
+    Case(stage=0, dtype="bf16", optimizer="Adafactor", model="sometimes", steps=3),
+    Case(stage=1, dtype="fp16", optimizer="Adafactor and AdamW", model="tied", accumulation=2, steps=3),
+    Case(stage=2, dtype="bf16", optimizer="Adafactor", model="frozen", tier="nvme", adversary=True, steps=3),
+    Case(stage=3, dtype="fp32", optimizer="Adafactor", model="unfreezing", overlap_step=True, steps=4),
+    Case(stage=3, dtype="bf16", optimizer="Adafactor", model="experts", tier="nvme", overlap_step="backward", clip=None, steps=3),
+    Case(stage=1, dtype="fp32", optimizer="Blocks", model="sometimes", steps=4),
+    Case(stage=3, dtype="bf16", optimizer="Blocks", tier="nvme", adversary=True, delay=1, steps=4),
+]
+
+
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.device), 3])
-def test_muon_trains_what_plain_torch_trains_with_whole_matrices(world: int) -> None:
+def test_optimizers_over_whole_parameters_train_what_plain_torch_trains(world: int) -> None:
     near = DEVICE.type == "cpu"
-    cases = [case if near or case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in MUON]
+    chosen = [case for case in (*MUON, *ADAFACTOR) if near or case.optimizer != "Blocks"]  # whose state is in host memory
+    cases = [case if near or case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in chosen]
     table = run_world(world, run_case, cases)
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
 
@@ -268,8 +302,9 @@ def wide(optimizers: str, **options: Any) -> tuple[nn.Module, Any]:
     """A model of matrices that are longer than chunks, and its optimizer; plain where there are no ``options``."""
     torch.manual_seed(0)
     model = GPT(width=64)
-    made = with_others(optimizers, list(model.parameters()))
-    return model, zk.ZeroOptimizer(model, made, **options) if options else Several(made)
+    params = list(model.parameters())
+    made = with_others(optimizers, params) if optimizers in WITH_OTHERS else [make_optimizer(optimizers, params)]
+    return model, zk.ZeroOptimizer(model, made, parameterwise=optimizers in PARAMETERWISE, **options) if options else Several(made)
 
 
 def resume(case: tuple[str, str, list[Tensor]]) -> str:
@@ -287,7 +322,7 @@ def resume(case: tuple[str, str, list[Tensor]]) -> str:
 
 
 @pytest.mark.usefixtures("one_thread")  # as ranks have: the last bits of sums depend on it
-@pytest.mark.parametrize("name", ["Muon"])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Blocks"])
 def test_whole_matrices_go_between_world_sizes_and_tiers(name: str, tmp_path: Path) -> None:
     plain, theirs = wide(name)
     wanted = []
@@ -309,7 +344,116 @@ def test_whole_matrices_go_between_world_sizes_and_tiers(name: str, tmp_path: Pa
     optimizer.close()
 
 
-def test_a_piece_of_a_matrix_is_not_updated_as_a_whole_one() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+def test_a_piece_of_a_matrix_is_not_updated_as_a_whole_one(kind: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 8), zk.TiledLinear(8, 8, in_splits=2, bias=False))
     with pytest.raises(ValueError, match="is a piece of a larger one"):
-        zk.ZeroOptimizer(model, torch.optim.Muon([param for param in model.parameters() if param.ndim == 2]))
+        zk.ZeroOptimizer(model, kind([param for param in model.parameters() if param.ndim == 2]))
+
+
+class Shapes(nn.Module):
+    """Parameters of any number of dimensions and order in memory, one without elements among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turned = [torch.randn(5, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(6, 7).T]
+        self.rows = nn.ParameterList([*turned, torch.randn(3, 4, 5), torch.randn(()), torch.randn(1), torch.randn(9)])
+        self.none = nn.Parameter(torch.randn(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((row * x).sin().sum() * number for number, row in enumerate(self.rows, 1)) + self.none.sum()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Blocks"])
+def test_parameters_of_any_shape_and_order_are_updated_as_they_are(name: str, tmp_path: Path) -> None:
+    def made(model: Shapes, params: Any) -> torch.optim.Optimizer:
+        lr = torch.tensor(1e-2)
+        return torch.optim.Adafactor(params, lr=lr, weight_decay=0.1) if name == "Adafactor" else make_optimizer(name, list(params))
+
+    torch.manual_seed(0)
+    plain, model = Shapes(), Shapes()
+    model.load_state_dict(plain.state_dict())
+    theirs = made(plain, plain.rows.parameters())  # torch's divides by the number of elements
+    options = {"stage": 3, "param_tier": "host", "optimizer_tier": "nvme", "nvme_path": tmp_path, "parameterwise": name == "Blocks"}
+    optimizer = zk.ZeroOptimizer(model, made(model, model.parameters()), **options)
+
+    def train_both(first: int) -> None:
+        for step in range(first, first + 3):
+            for one, other in ((plain, theirs), (model, optimizer)):
+                one(torch.tensor(0.1 * step)).backward()
+                other.step()
+                other.zero_grad()
+
+    train_both(1)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_checkpoint(tmp_path / "saved")
+    train_both(4)
+    with zk.gather(model.parameters()):
+        for got, want in zip(model.rows, plain.rows, strict=True):
+            assert torch.equal(got, want)
+            assert got.stride() == want.stride()
+            mine, kept = (
+                {key: torch.as_tensor(value, dtype=torch.float64).tolist() for key, value in of.items()}
+                for of in (optimizer.state[got], theirs.state[want])
+            )
+            assert mine == {"step": 6} | kept
+    optimizer.close()
+
+
+def test_what_is_kept_of_whole_parameters_takes_its_own_bytes() -> None:
+    model = nn.Sequential(nn.Linear(300, 200, bias=False), nn.Linear(200, 100))
+    with zk.ZeroOptimizer(model, torch.optim.Adafactor(model.parameters()), optimizer_tier="host") as optimizer:
+        optimizer.step(lambda: loss_backward(model(torch.randn(2, 300)).sum()))
+        weight = model[0].weight
+        assert {name: tuple(value.shape) for name, value in optimizer.state[weight].items() if name != "step"} == {
+            "row_var": (200, 1),
+            "col_var": (1, 300),
+        }
+        rows = sum(-(-4 * numel // 64) * 64 for numel in (200, 300, 100, 200, 100))
+        assert optimizer.metrics()["host_moments_nbytes"] == optimizer.summary().nbytes["moments"]["host"] == rows
+        optimizer.state[weight]["row_var"] = torch.full((200, 1), 3.0)
+        with pytest.raises(ValueError, match=r"'row_var' of '0.weight' has shape \(200, 1\)"):
+            optimizer.state[weight]["row_var"] = torch.ones(200)
+        assert optimizer.state_dict()["state"][0]["row_var"].unique().tolist() == [3.0]
+        saved = optimizer.state_dict()
+        saved["state"][0]["row_var"] = torch.ones(3, 1)
+        with pytest.raises(ValueError, match=r"this optimizer keeps torch.float32 of shape \(200, 1\)"):
+            optimizer.load_state_dict(saved)
+
+
+def loss_backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def parts(name: str) -> str:
+    """Bring states at stage 3 to torch.distributed.checkpoint's form and back, where each rank keeps some whole parameters; return what differs."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, optimizer = wide(name, stage=3)
+    train(model, optimizer, 2)
+    saved, whole = copy.deepcopy(optimizer.state_dict()), StateDictOptions(full_state_dict=True)
+    before = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+    found = ""
+    for way in ("parts", "flat parts", "whole"):
+        with zk.gather(model.parameters()):
+            for param in model.parameters():
+                for key, value in optimizer.state[param].items():
+                    optimizer.state[param][key] = torch.zeros_like(torch.as_tensor(value))
+        if way == "whole":
+            set_optimizer_state_dict(model, optimizer, {"state": before, "param_groups": get_optimizer_state_dict(model, optimizer)["param_groups"]},
+                                     options=whole)  # fmt: skip
+        else:
+            states = {index: {key: value.to_local().as_subclass(Tensor) if way == "flat parts" and hasattr(value, "to_local") else value
+                              for key, value in state.items()} for index, state in saved["state"].items()}  # fmt: skip
+            optimizer.load_state_dict({**saved, "state": states})
+        after = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+        found += "".join(f"{way}: {of}" for of, state in before.items() for key, value in state.items()
+                         if not torch.equal(torch.as_tensor(value), torch.as_tensor(after[of][key])))  # fmt: skip
+    optimizer.close()
+    return found + ("" if len(before) == len(list(model.parameters())) else "states are missing")
+
+
+def test_states_of_whole_parameters_go_through_parts_and_back() -> None:
+    assert run_world(2, parts, ["Adafactor", "Blocks"]) == [["", ""]] * 2

@@ -53,9 +53,11 @@ SIZES = {
     # 205 and 1,300 for NUMA nodes; 35 and 180 for chunks that stream while the next one is read; 35 and 340 for page-locked sums of gradients,
     # and page-locked memory that is given back
     # 35 and 320 for connections that later optimizers take
+    # 470 and 5,060 for what optimizers keep of whole parameters in other shapes than these: its place in the bytes of a chunk, its way to
+    # torch's state dicts and back, and the trial of unknown ones
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
-    "core": (14_419, 109_065),
+    "core": (14_912, 114_245),
     "accumulation": (940, 7_800),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -70,21 +72,22 @@ SIZES = {
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 1 and 50 for the precision of compute
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
     # 20 and 200 for checkpoints that stop before tiles
-    "beside the core": (5_403, 42_250),
+    "beside the core": (5_424, 42_405),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
     # 215 and 2,130 for state dicts and for the begin of a save, which were in the core
     # 13 tokens for the digest of a base that is computed with in fp32
-    "checkpoint": (3_121, 25_673),
+    # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
+    "checkpoint": (3_196, 26_693),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
     # 25 and 285 for what DeepSpeed's estimator says of the same
     # 30 and 470 for updates on the device: their bytes, times and share
     # 17 and 150 for the share of no-offload speed, and either side of the update
-    # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32
-    "plan": (2_072, 18_999),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
+    "plan": (2_075, 19_029),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
@@ -121,17 +124,18 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
-# one asks the rule for the numbers of a parameter, one for the rule of each group
+# one asks the rule for the numbers of a parameter, one for the rule of each group; one (with its file) leaves what is packed out of slices
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
-STEPS = {2: (31, 149, 12, 8), 3: (31, 148, 12, 8)}
+STEPS = {2: (32, 150, 12, 8), 3: (32, 149, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training
 # files: three more for what was in optimizer.py; functions: one more that takes the norm, for step() and for clip_grad_norm_()
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early
 # four for states that stream, one for what a step makes of a shard
-CLASSES = 75  # in zk/offload and zk/parallel
+# four for what is kept of whole parameters: one tensor of it, its place, the rule, and one parameter in the trial of that
+CLASSES = 79  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from zk.logs import log
 from zk.materialize import give_memory, values_of
 from zk.memory import overwrite
 from zk.offload.nvme import ALIGN, Excerpt, round_up
+from zk.offload.packing import Packing
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.section import Section, Shadow
@@ -195,7 +197,7 @@ class Assembly(Placement):
         for part in room.parts:
             if isinstance(part.tier, NVMeTier):
                 chunks = part.tier.chunks(part.start, part.start + part.numel, uncut)
-                part.state = part.tier.store(chunks, self.state_fields(unit)[1])
+                part.state = part.tier.store(chunks, self.state_fields(unit)[1], self._packing(unit))
                 part.grads = part.tier.grads(chunks, self.num_threads, self.sum_dtype(unit))
         return room
 
@@ -264,7 +266,7 @@ class Assembly(Placement):
 
     def _shard(self, unit: Unit, room: _Room, home: ResidentFields | FileParams, is_full: bool) -> OptimizerShard:
         """The optimizer state of a unit whose parameters rest in ``home``, which is memory of the model's own if they are full."""
-        names, fields = self.state_fields(unit)
+        (names, fields), packing = self.state_fields(unit), self._packing(unit)
         sections = []
         for part in room.parts:
             tier, in_place = part.tier, isinstance(home, FileParams) or home.memory == part.tier.memory  # else a copy is updated, and taken home
@@ -284,7 +286,7 @@ class Assembly(Placement):
                 Section(
                     tier.name,
                     param,
-                    part.state or self._states(tier, chunks, fields, stream),
+                    part.state or self._states(tier, chunks, fields, stream, packing),
                     part.grads or tier.grads(chunks, self.num_threads, self.sum_dtype(unit), stream is not None),
                     None if in_place or isinstance(home, FileParams) else home,
                     self.transfer,
@@ -293,11 +295,20 @@ class Assembly(Placement):
                     stream=stream,
                 )
             )
-        return OptimizerShard(self.rule(unit), sections, names)
+        packing_of = functools.partial(self.packing, unit) if packing is not None else None
+        return OptimizerShard(self.rule(unit), sections, names, packing_of, self.comm.shard_rank)
 
-    def _states(self, tier: Tier, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], stream: Stream | None) -> ResidentFields | FileFields:
+    def _packing(self, unit: Unit) -> Packing | None:
+        """The place of what this rank keeps of whole parameters; None where all is kept for each element."""
+        return self.packing(unit, self.comm.shard_rank) if self.layout(unit).is_whole else None
+
+    def _states(
+        self, tier: Tier, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], stream: Stream | None, packing: Packing | None
+    ) -> ResidentFields | FileFields:
         """Room for master and moments."""
-        return tier.store(chunks, fields) if isinstance(tier, NVMeTier) else tier.store(chunks, fields, stream is not None)
+        if isinstance(tier, NVMeTier):
+            return tier.store(chunks, fields, packing)
+        return tier.store(chunks, fields, stream is not None, packing)
 
     def cast_shadows(self, stores: Sequence[UnitStore], with_gradients: bool) -> None:
         """Take room for updates out of place, those of the last units first, as far as there is memory. OSError where the drive has too little.
@@ -331,7 +342,7 @@ class Assembly(Placement):
 
     def _shadow(self, store: UnitStore, section: Section, has_near: bool) -> Shadow:
         tier, memory, dtype = self.tiers[section.tier], self.tiers["host"], store.unit.dtype
-        state = self._states(tier, section.state.chunks, section.state.dtypes, section.stream)
+        state = self._states(tier, section.state.chunks, section.state.dtypes, section.stream, section.state.packing)
         near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
         param: Fields | None = None
         if isinstance(section.param, FileParams):

@@ -195,13 +195,14 @@ def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], ru
 
 def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any], rule: Rule) -> None:
     """That there is room for the state that the group's options ask for."""
+    asked = set(rule.state_names(group))
     for param in group["params"]:
         if is_coded(param):
             continue
         if param not in units:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group")
         shard = units[param].shard
-        missing = set(rule.state_names(group)) - set(shard.names) if shard is not None else None
+        missing = asked.difference(shard.asked) if shard is not None else None
         if missing:
             raise ValueError(
                 f"the options of a param_group ask for {', '.join(sorted(missing))}, which the optimizer had not when ZeroOptimizer was made; "
@@ -219,7 +220,7 @@ def check_whole(units: Sequence[Unit], rule_of: Callable[[Unit], Rule], pieces: 
             if name in pieces or unit.around:
                 raise ValueError(
                     f"parameter {name!r} is a piece of a larger one (a tile, or cut over model parallel ranks), and {rule.name} updates whole "
-                    "matrices; leave that layer uncut, or give the parameter to another optimizer, such as torch.optim.AdamW"
+                    "parameters; leave that layer uncut, or give the parameter to another optimizer, such as torch.optim.AdamW"
                 )
 
 

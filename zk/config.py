@@ -203,6 +203,10 @@ class ZeroConfig:
     elementwise: bool = False
     """For an optimizer that zk does not know: what its ``step()`` makes of an element depends on no other element. It then runs over slices. That is
     tried on a small tensor, whole, in halves and in another order: a TypeError says what differs."""
+    parameterwise: bool = False
+    """For an optimizer that zk does not know: what its ``step()`` makes of a parameter depends on no other parameter. It then runs over whole
+    parameters, of which each rank has some, and keeps tensors of any shape: statistics of rows, codes in 8 bits. That is tried on small parameters,
+    together and one by one: a TypeError says what differs."""
     overlap: bool = True
     """Reduce, offload, upload and gather while compute goes on; False: each copy and collective is waited for at once."""
     exact_reduce: bool = True
@@ -300,9 +304,14 @@ class ZeroConfig:
                 )
         if self.keep_gradients is False:
             self._check_handed_over()
-        for name in ("check_memory", "keep_gradients", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers", "elementwise"):
+        for name in ("check_memory", "keep_gradients", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers", "elementwise", "parameterwise"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if self.elementwise and self.parameterwise:
+            raise ValueError(
+                "elementwise=True and parameterwise=True exclude each other; an elementwise optimizer is a parameterwise one too, so for both in a "
+                "list leave elementwise out"
+            )
         for name in ("device_budget", "host_budget"):
             if getattr(self, name) is not None:
                 normalize(name, parse_nbytes(getattr(self, name), name))

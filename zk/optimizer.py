@@ -48,7 +48,7 @@ from zk.monitor.rates import Rates
 from zk.monitor.start import begin
 from zk.monitor.summary import Summary, metrics_of, summary_of
 from zk.offload.cpu_adam import default_threads
-from zk.offload.rules import Rule, rules_for
+from zk.offload.rules import Rule, as_number, rules_for
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
@@ -87,7 +87,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: any module, on the device where it computes, or in host memory with ``device`` saying where. With ``dtype`` set it is cast
             (``cast_buffers`` and ``keep_dtype`` say what else and what not), and so are floating point inputs of its forward; fp32
             values it holds now become the masters.
-        optimizer: one of torch.optim's, or an elementwise one (``elementwise=True``), over parameters of ``model``, in any number of groups.
+        optimizer: one of torch.optim's, or one that is said to be elementwise or parameterwise (``elementwise=True``), over parameters of
+            ``model``, in any number of groups.
             State that it already has is taken over. Or a list of optimizers over parameters of their own: ``param_groups`` are those of all.
         config: a ZeroConfig; None takes the defaults.
         overrides: ZeroConfig fields, instead of or on top of ``config``.
@@ -119,7 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.inners: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
             self.model, self.closed, self.forked, self.is_parked = model, False, False, False
             check_arguments(model, self.inners, ZeroOptimizer)
-            self.rule_of_inner = rules_for(self.inners, self.config.elementwise)
+            self.rule_of_inner = rules_for(self.inners, self.config.elementwise, self.config.parameterwise)
             first, is_one = self.inners[0], len(self.inners) == 1
             super().__init__([group for inner in self.inners for group in inner.param_groups], first.defaults if is_one else {})
             self.defaults = {name: option for inner in self.inners for name, option in inner.defaults.items()}
@@ -524,7 +525,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         else:
             rules = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config) if field.name not in _OF_A_RANK}
         for index, group in enumerate(map(as_now, self.param_groups)):
-            rules |= {f"param_groups[{index}][{name!r}]": group[name] for name in self.defaults if name in group}
+            options = {name: group[name] for name in self.defaults if name in group}
+            rules |= {f"param_groups[{index}][{name!r}]": as_number(option) for name, option in options.items()}
         self.comm.agree(rules)
 
     def _measure(self) -> float:

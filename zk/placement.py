@@ -13,11 +13,12 @@ from zk.config import ZeroConfig
 from zk.kernels.codec import state_fields
 from zk.materialize import place_of
 from zk.offload.nvme import Excerpt
+from zk.offload.packing import Kept, Packing
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.streamed import buffer_nbytes
 from zk.offload.tiers import CHUNKS_IN_MEMORY, GRADIENTS_IN_MEMORY, HANDED_OVER, Needs, place
-from zk.units import Layout, Unit
+from zk.units import Layout, Unit, strides_of
 
 
 def places_of(unit: Unit) -> list[Excerpt] | None:
@@ -54,6 +55,7 @@ class Placement:
         self.regroup()
         self.on_device = "host" if self.joined else "device"
         self.layouts: dict[int, tuple[Unit, Layout]] = {}  # by the id of the unit, which is kept with it
+        self.packings: dict[tuple[int, int], Packing] = {}  # and by rank
 
     def regroup(self) -> None:
         """Take the groups as they are now."""
@@ -74,14 +76,14 @@ class Placement:
         return self.rule_of[unit.users[0]]
 
     def state_fields(self, unit: Unit) -> tuple[list[str], dict[str, torch.dtype]]:
-        """Names of the moments that the unit's groups need, and the dtype of all that is kept for each element."""
+        """Names of the states that the unit's groups need, and the dtype of all that is kept for each element."""
         if not unit.trained:
             return [], {}
         groups = {id(self.group_of[param]): self.group_of[param] for param in unit.users}
         rule = self.rule(unit)
         names = list(dict.fromkeys(name for group in groups.values() for name in rule.state_names(group)))
         assert isinstance(self.config.state_dtype, torch.dtype)
-        return names, state_fields(unit.dtype, names, self.config.state_dtype, rule.splits_master)
+        return names, state_fields(unit.dtype, () if rule.is_whole else names, self.config.state_dtype, rule.splits_master)
 
     def layout(self, unit: Unit) -> Layout:
         """The flat buffer of a unit for these ranks."""
@@ -99,10 +101,43 @@ class Placement:
         """The parts of that slice that no chunk may cut."""
         return self.layout(unit).uncut(self.held(unit, rank))
 
-    def largest_chunk(self, unit: Unit, numel: int) -> int:
-        """Elements of the largest chunk on the drive of ``numel`` elements of a unit, on any rank."""
-        ranks = self.world if self.layout(unit).is_whole else 1
-        return max((part.stop - part.start for rank in range(ranks) for part in chunks_of(0, numel, self.uncut(unit, rank))), default=0)
+    def packing(self, unit: Unit, rank: int) -> Packing:
+        """The place of what is kept of the whole parameters that a rank updates."""
+        key = id(unit), rank
+        if key not in self.packings:
+            layout, held, rule = self.layout(unit), self.held(unit, rank), self.rule(unit)
+            parts = {index: layout.part(index, held)[0] for index in range(len(unit.params))}
+            here = {index: part.start for index, part in parts.items() if part.stop > part.start}
+            self.packings[key] = Packing(here, self.packings[id(unit), 0].kept if rank else self._kept(unit, rule))
+        return self.packings[key]
+
+    def _kept(self, unit: Unit, rule: Rule) -> list[dict[str, Kept]]:
+        """Describe what is kept of each parameter as a whole."""
+        lies = ((param.shape, strides_of(param.shape, unit.orders.get(index))) for index, param in enumerate(unit.params))
+        return [rule.kept(self.group_of[user], *its) for user, its in zip(unit.users, lies, strict=True)]
+
+    def _packings(self, unit: Unit) -> list[Packing]:
+        """Of each rank that has other parameters than the first; none where all is kept for each element."""
+        ranks = self.world if self.config.stage else 1
+        return [self.packing(unit, rank) for rank in range(ranks * self.layout(unit).is_whole)]
+
+    def packed_nbytes(self, unit: Unit) -> int:
+        """Bytes of what is kept of whole parameters, on the rank that has the most."""
+        return max((packing.nbytes for packing in self._packings(unit)), default=0)
+
+    def chunks(self, unit: Unit, numel: int) -> list[list[tuple[int, int]]]:
+        """Elements of each chunk on the drive of ``numel`` elements of a unit, and bytes that are packed there: for each rank that differs."""
+        packings: Sequence[Packing | None] = self._packings(unit) or [None]
+        found = []
+        for rank, packing in enumerate(packings):
+            chunks = chunks_of(0, numel, self.uncut(unit, rank))
+            packed = [slice(0, 0) if packing is None else packing.bytes_of(chunk) for chunk in chunks]
+            found.append([(chunk.stop - chunk.start, part.stop - part.start) for chunk, part in zip(chunks, packed, strict=True)])
+        return found
+
+    def largest_chunk(self, unit: Unit, numel: int, element_nbytes: int) -> int:
+        """Bytes of the largest chunk, on any rank, with so many bytes for each element."""
+        return max((count * element_nbytes + packed for rank in self.chunks(unit, numel) for count, packed in rank), default=0)
 
     def slice_numel(self, unit: Unit, since_stage: int) -> int:
         """Elements of one rank's slice of what is partitioned from a stage on."""
@@ -117,7 +152,8 @@ class Placement:
         size = unit.dtype.itemsize  # of parameters and gradients
         copy = 0 if self.joined or self.config.streamed_share == 1 else size  # of parameters that rest on the device, to update them in host memory
         numel = self.slice_numel(unit, 1) if unit.trained else 0
-        return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy, self.layout(unit).is_whole)
+        is_whole = self.layout(unit).is_whole
+        return Needs(self.slice_numel(unit, 3) * size, numel, self.state_nbytes(unit) + size, copy, is_whole, self.packed_nbytes(unit))
 
     def sum_dtype(self, unit: Unit) -> torch.dtype:
         """Dtype of the sum of several gradients."""
@@ -146,8 +182,7 @@ class Placement:
         for unit in units:
             numel, size = self.slice_numel(unit, 1), unit.dtype.itemsize
             params, grads = max(params, numel * size), max(grads, numel * size * unit.trained)
-            largest = self.largest_chunk(unit, numel) if unit.trained else 0
-            chunk = max(chunk, largest * (self.state_nbytes(unit) + 2 * size))
+            chunk = max(chunk, self.largest_chunk(unit, numel, self.state_nbytes(unit) + 2 * size) if unit.trained else 0)
         params *= self.config.param_tier in ("nvme", "auto")
         return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + (GRADIENTS_IN_MEMORY + self.handed_over) * grads
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zk.events import COMPLETED, Awaited, Event
 from zk.memory import Lease, widen_, zeros
+from zk.offload.packing import EVERYTHING, PACKED, Kept
 from zk.offload.pipeline import Task
 from zk.offload.rules import Change, Run, Scalars, as_number
 from zk.offload.spill import FileParams
@@ -323,8 +324,10 @@ class UnitStore:
             if index not in used:
                 is_neighbour = False
             elif part.stop > part.start:
-                shaped = functools.partial(self.unit.shaped, index) if self.shard.rule.is_whole else None
-                new = Run(part, group_of[param], self.steps.get(index, 0) + 1, self.scalars.get(index), shaped)
+                shaped, kept = None, None
+                if self.shard.packing is not None:
+                    shaped, kept = functools.partial(self.unit.shaped, index), functools.partial(self.shard.packing.views, index)
+                new = Run(part, group_of[param], self.steps.get(index, 0) + 1, self.scalars.get(index), shaped, kept)
                 if is_neighbour and shaped is None and runs[-1].group is new.group and (runs[-1].step, runs[-1].scalars) == (new.step, new.scalars):
                     runs[-1] = dataclasses.replace(new, part=slice(runs[-1].part.start, part.stop))
                 else:
@@ -668,18 +671,40 @@ class UnitStore:
             return state
         names = (*self.shard.names, *(("master",) if self.shard.has_master else ()))
         if own_part:
-            from zk.checkpoint.dcp import part_of  # with all of DTensor
+            from zk.checkpoint.dcp import part_of, part_of_kept  # with all of DTensor
+        for index in sorted(self.steps):
+            state[self.unit.user(index)] = self._counts(index)
         for name in names:
             read = functools.partial(self.shard.get_state, name)
             full = self.whole_of(read) if not own_part or self.unit.around else None
             for index in sorted(self.steps):
-                entry = state.setdefault(self.unit.user(index), self._counts(index))
                 is_part = full is None or (own_part and index not in self.unit.around)
-                entry[name] = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
-        if not names:
-            for index in sorted(self.steps):
-                state[self.unit.user(index)] = self._counts(index)
+                value = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
+                state[self.unit.user(index)][name] = value
+        kept = self.kept_states(own_part) if self.shard.packing is not None else {}
+        for index in sorted(self.steps):
+            of_param = kept.get(index, {})
+            for name, one in self.kept_of(index).items():
+                value = part_of_kept(self, index, one, of_param.get(name)) if own_part else of_param[name]
+                number = self.shard.rule.numbers.get(name) if not own_part else None
+                state[self.unit.user(index)][name] = value if number is None else number(value.item())
         return state
+
+    def kept_states(self, own_part: bool) -> dict[int, dict[str, Tensor]]:
+        """Copies of what is kept of whole parameters, by number and name; of those of all ranks, and so a collective, unless ``own_part``."""
+        shard = self.shard
+        assert shard is not None and shard.packing is not None and shard.packing_of is not None
+        mine, packings = shard.packed(), [shard.packing]
+        if not own_part and not self.is_whole:
+            packings = [shard.packing_of(rank) for rank in range(self.comm.shards)]
+            padded = mine.new_zeros(max(1, *(packing.nbytes for packing in packings)))
+            padded[: len(mine)] = mine
+            full = mine.new_empty(len(packings) * len(padded))
+            self.comm.all_gather(self.index, full, padded).wait()
+            rows = full.view(len(packings), -1)
+        else:
+            rows = mine.view(1, -1)
+        return {index: packing.views(index, row, EVERYTHING) for packing, row in zip(packings, rows, strict=True) for index in packing.indices}
 
     def _counts(self, index: int) -> dict[str, Any]:
         """The state of one parameter that is no tensor of its elements."""
@@ -696,6 +721,8 @@ class UnitStore:
             read = functools.partial(self.shard.get_state, name)
             if name in self.number_names:
                 shown[name] = self._counts(index)[name]
+            elif name in self.kept_of(index):
+                shown[name] = self.kept_states(own_part=False)[index][name].clone()
             elif self.is_whole:
                 shown[name] = self.unit.shown(index, read(self.mine(index))).clone()
             else:
@@ -707,9 +734,23 @@ class UnitStore:
         """Names of the states that are no tensors of elements."""
         return tuple(dict.fromkeys(("step", *(self.shard.rule.templates or ())))) if self.shard is not None else ()
 
+    def kept_of(self, index: int) -> Mapping[str, Kept]:
+        """Describe what is kept of a parameter as a whole, by name."""
+        return self.shard.packing.kept[index] if self.shard is not None and self.shard.packing is not None else {}
+
+    def kept_in(self, index: int, name: str, fields: Mapping[str, Tensor], chunk: slice) -> Tensor:
+        """One state of a whole parameter, from the ``fields`` of its chunk: flat; in the order of the parameter's elements where it has its shape."""
+        assert self.shard is not None and self.shard.packing is not None
+        value = self.shard.packing.views(index, fields[PACKED], chunk)[name]
+        return self.unit.flat(index, value) if value.shape == self.unit.params[index].shape else value.reshape(-1)
+
+    def state_names(self, index: int) -> tuple[str, ...]:
+        """Names of the states of one parameter that are tensors."""
+        return (*self.shard.names, *self.kept_of(index)) if self.shard is not None else ()
+
     def check_state_names(self, index: int, names: Iterable[str]) -> None:
         """KeyError for a name that is not one of this optimizer's states."""
-        known = (*self.number_names, *self.shard.names) if self.shard is not None else ()
+        known = (*self.number_names, *self.state_names(index))
         for name in names:
             if name not in known:
                 raise KeyError(
@@ -729,7 +770,8 @@ class UnitStore:
                 "optimizer.state[param] = {...}"
             )
         value = value if isinstance(value, Tensor) else torch.tensor(float(value))
-        shape = (self.unit.user(index) if is_dtensor(value) else self.unit.params[index]).shape
+        kept = self.kept_of(index).get(name)
+        shape = kept.shape if kept is not None else (self.unit.user(index) if is_dtensor(value) else self.unit.params[index]).shape
         if value.numel() != 1 if name in self.number_names else value.shape != shape:
             raise ValueError(f"{name!r} of {self.unit.names[index]!r} has shape {tuple(shape)}; got {tuple(value.shape)}")
         self.shown_state.setdefault(index, {})[name] = value
@@ -745,8 +787,15 @@ class UnitStore:
                     self.steps[index] = int(value) if name == "step" else self.steps[index]
                     if name in self.scalars.get(index, {}):
                         self.scalars[index] = {**self.scalars[index], name: as_number(value)}
+                elif name in self.kept_of(index):
+                    self.pack(index, name, value)
                 elif self.shard is not None:
                     self.shard.set_state(name, mine, self.unit.flat(index, value.detach())[piece])
+
+    def pack(self, index: int, name: str, value: Tensor) -> None:
+        """Overwrite what is kept of a whole parameter, on the rank that has it, by ``value`` in its shape or flat."""
+        if self.shard is not None and self.shard.packing is not None and index in self.shard.packing.offsets:
+            self.shard.pack(index, {name: value.reshape(self.kept_of(index)[name].shape)})
 
     def forget_state(self, index: int) -> None:
         """Parameter ``index`` becomes as before its first step; its master stays."""
@@ -763,11 +812,14 @@ class UnitStore:
         shard, name, param = self.shard, self.unit.names[index], self.unit.params[index]
         assert shard is not None
         mine, piece = self.layout.part(index, self.held)
+        nested = (value for value in saved.values() if isinstance(value, dict))  # as bitsandbytes has it
+        saved = functools.reduce(lambda all_of, some: {**all_of, **some}, nested, saved)
         if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
             return [functools.partial(self.forget_state, index)]
-        unknown = saved.keys() - {*self.number_names, "master", *shard.names}
-        if unknown and not set(shard.names) & saved.keys():
-            raise ValueError(f"the state of {name!r} is {', '.join((*self.number_names, *shard.names))}; got {', '.join(sorted(unknown))}")
+        known, kept = self.state_names(index), self.kept_of(index)
+        unknown = saved.keys() - {*self.number_names, "master", *known}
+        if unknown and not set(known) & saved.keys():
+            raise ValueError(f"the state of {name!r} is {', '.join((*self.number_names, *known))}; got {', '.join(sorted(unknown))}")
         step = saved.get("step", 1)
         if isinstance(step, str) or not float(step) >= 0 or float(step) % 1:
             raise ValueError(f"the step of {name!r} is {step!r}, and no count of steps")
@@ -778,7 +830,7 @@ class UnitStore:
                 raise ValueError(f"the state of {name!r} has no {', '.join(map(repr, lacking))}, a number; it has {sorted(saved)}")
             scalars = {key: as_number(saved[key]) for key in shard.rule.templates}
             writes.append(lambda: self.scalars.__setitem__(index, scalars))
-        for key in [*shard.names, "master"]:
+        for key in [*known, "master"]:
             value = saved.get(key)
             if key == "master":
                 if value is None or not shard.has_master:
@@ -790,7 +842,18 @@ class UnitStore:
             if hasattr(value, "full_tensor"):  # a DTensor
                 from zk.checkpoint.dcp import values_of
 
-                value = values_of(value, self, index)
+                value = values_of(value, self, index, kept.get(key))
+            if key in kept:
+                value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else kept[key].dtype)
+                here = kept[key].numel if shard.packing is None or index in shard.packing.offsets else 0  # elements on this rank
+                is_alike = value.dtype.is_floating_point == kept[key].dtype.is_floating_point and not value.is_meta
+                if not is_alike or (tuple(value.shape) != kept[key].shape and tuple(value.shape) != (here,)):
+                    raise ValueError(
+                        f"{key!r} of {name!r} is {value.dtype} of shape {tuple(value.shape)}, and this optimizer keeps {kept[key].dtype} of shape "
+                        f"{kept[key].shape}"
+                    )
+                writes.append(functools.partial(self.pack, index, key, value.detach()))
+                continue
             if value.is_meta or not value.is_floating_point():
                 raise ValueError(f"{key!r} of {name!r} is {value.dtype} on {value.device}; real floating point values are needed, in memory")
             if tuple(value.shape) == tuple(param.shape):

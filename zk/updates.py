@@ -154,10 +154,15 @@ class Updates:
 
 
 def as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on in the background."""
+    """A group's options as they are now: a learning rate that is a tensor may be changed in place while an update goes on in the background.
+
+    It stays a tensor, as an optimizer's own step() computes with it in its precision; in host memory, which any device takes a number from.
+    """
 
     def value(option: Any) -> Any:
-        if isinstance(option, (Tensor, np.generic)):
+        if isinstance(option, Tensor):
+            return option.detach().to("cpu", copy=True)
+        if isinstance(option, np.generic):
             return option.item()
         return tuple(map(value, option)) if isinstance(option, (tuple, list)) else option
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zk.offload.packing import Kept
 from zk.owners import is_dtensor, local_of
 from zk.parallel.comm import Group
 from zk.units import flat_of, inverse_of, shaped_of
@@ -70,6 +71,13 @@ class Place:
         assert isinstance(held.comm, Group)
         pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.shards))
         return cls(held.unit.params[index].shape, held.unit.orders.get(index), tuple(pieces), held.index, held.comm)
+
+    @classmethod
+    def of_kept(cls, held: Any, index: int, kept: Kept) -> Place:
+        """Of what one rank keeps of a whole parameter."""
+        assert isinstance(held.comm, Group)
+        owners = (index in held.shard.packing_of(rank).offsets for rank in range(held.comm.shards))
+        return cls(torch.Size(kept.shape), None, tuple(slice(0, kept.numel * owns) for owns in owners), held.index, held.comm)
 
     @property
     def mine(self) -> slice:
@@ -203,12 +211,19 @@ def part_of(held: Any, index: int, read: Callable[[slice], Tensor]) -> Part:
     return Part.make(torch.from_numpy(values), Place.of(held, index))
 
 
-def values_of(value: DTensor, held: Any, index: int) -> Tensor:
+def part_of_kept(held: Any, index: int, kept: Kept, value: Tensor | None) -> Part:
+    """The same of what is kept of a whole parameter, of which this rank has the ``value``, or nothing."""
+    flat = torch.empty(0, dtype=kept.dtype) if value is None else value.cpu().reshape(-1).clone()
+    return Part.make(flat, Place.of_kept(held, index, kept))
+
+
+def values_of(value: DTensor, held: Any, index: int, kept: Kept | None = None) -> Tensor:
     """The values in ``value`` for parameter ``index``: this rank's elements of a Part that is cut alike, else all of it (a collective).
 
-    For a DTensor that is this rank's part of it.
+    For a DTensor that is this rank's part of it. ``kept``: describes what is kept of a whole parameter.
     """
-    if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index)):
+    place = Place.of(held, index) if kept is None else Place.of_kept(held, index, kept)
+    if isinstance(value, Part) and value.place.is_cut_as(place):
         return value._local_tensor
     user = held.unit.user(index)
     if is_dtensor(user) and not isinstance(value, Part) and value.shape == user.shape:

@@ -34,6 +34,7 @@ from zk.checkpoint.manifest import (
 )
 from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
+from zk.offload.packing import PACKED
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
@@ -104,9 +105,14 @@ def load_model(optimizer: Training, path: Path) -> None:
 
 
 def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, as they were; JSON has made lists of tuples."""
-    kept = {key: revived(value) for key, value in saved.items() if key != "params"}
-    return {key: tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value for key, value in kept.items()}
+    """The options of a group, as they were; JSON has made lists of tuples, and numbers of tensors."""
+
+    def as_here(value: Any, here: Any) -> Any:
+        if isinstance(here, Tensor) and isinstance(value, (int, float)):  # a learning rate: its own step() computes with it in its precision
+            return torch.full_like(here, value)
+        return tuple(value) if isinstance(value, list) and isinstance(here, tuple) else value
+
+    return {key: as_here(revived(value), group.get(key)) for key, value in saved.items() if key != "params"}
 
 
 # ---- what is checked first -----------------------------------------------------------------------------------------------------
@@ -229,7 +235,8 @@ def _check_pieces(contents: Contents) -> None:
     for piece in manifest.pieces:
         entry = contents.reader(piece.file).entries.get(piece.key) if piece.file in contents.files else None
         is_there = entry is not None and math.prod(entry.shape) == piece.stop - piece.start
-        is_number = piece.kind == "param" or (entry is not None and entry.dtype.is_floating_point)  # frozen weights are of any kind
+        is_any = piece.kind == "param" or "@" in piece.kind  # frozen weights, and what is kept of whole parameters, are of any kind
+        is_number = is_any or (entry is not None and entry.dtype.is_floating_point)
         if not is_there or not is_number or not 0 <= piece.start <= piece.stop or not 0 <= piece.unit < num_units:
             has = "nothing of that name" if entry is None else f"{entry.dtype} {entry.shape}"
             wanted = f"{piece.key!r}, elements {piece.start} to {piece.stop} of unit {piece.unit}"
@@ -262,10 +269,13 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
         raise CheckpointError(f"{manifest.path} has other parameter groups than this optimizer; build the same groups in the same order first")
     _check_options(optimizer, manifest)
     for target in targets:
-        shard, saved = target.held.shard, target.parts[0].kinds[1:]
-        kept = None if shard is None or shard.rule.templates is None else set(shard.rule.templates)
-        is_other = bool(target.steps) and kept != (None if target.scalars is None else set(target.scalars))
-        if shard is not None and ((saved and not set(saved) & set(shard.names)) or is_other):
+        shard, saved, kept = target.held.shard, target.parts[0].kinds[1:], target.held.kept_of(target.index)
+        names = set(target.held.state_names(target.index))
+        numbers = None if shard is None or shard.rule.templates is None else set(shard.rule.templates)
+        is_other = bool(target.steps) and numbers != (None if target.scalars is None else set(target.scalars))
+        here = {name: (one.shape, str(one.dtype).removeprefix("torch.")) for name, one in kept.items()}
+        is_other |= bool(saved and kept) and (set(saved) != names or any(target.parts[0].described(name) != one for name, one in here.items()))
+        if shard is not None and ((saved and not set(saved) & names) or is_other):
             raise CheckpointError(
                 f"{manifest.path} has {', '.join(saved)}, the state of another kind of optimizer than {names_of_kinds(optimizer)}; make the "
                 "same kind, or take the weights alone (python -m zk export)"
@@ -287,7 +297,8 @@ def _check_model(optimizer: Training, manifest: Manifest) -> list[_Target]:
                     f"{where}: parameter {part.name!r} was frozen and is left out (save_checkpoint(frozen=False)); here it is "
                     f"{'trained' if part.name in trained else 'cut otherwise'}: freeze it until the checkpoint is loaded"
                 )
-        needed |= {(part.name, part.as_kind(kind)): part for part in target.parts for kind in kinds_of(target.held)}
+        kinds = (*kinds_of(target.held), *target.held.kept_of(target.index))
+        needed |= {(part.name, part.as_kind(kind)): part for part in target.parts for kind in kinds}
     for (name, kind), part in needed.items():
         gap = part.gap(kind) if kind is not None else None
         if gap is not None:
@@ -377,6 +388,12 @@ class Contents(contextlib.ExitStack):
                 wanted = slice(source.elements.start + there.stop, wanted.stop)
         return torch.cat(runs) if runs else torch.zeros(wanted.stop - wanted.start)
 
+    def kept(self, weight: Weight, part: Saved, name: str, like: Tensor) -> Tensor:
+        """A state of a whole parameter, shaped as ``like``. Zeros of one that it has not."""
+        if part.as_kind(name) is None or part.described(name)[0] == weight.shape:
+            return self.cut(weight, name, None) if part.as_kind(name) is not None else torch.zeros_like(like)
+        return self.elements(part, name, slice(0, like.numel())).view(like.shape)
+
     def whole(self, part: Saved, kind: str) -> Tensor:
         """All of one parameter, in its shape."""
         return shaped_of(self.elements(part, kind, slice(0, math.prod(part.shape))), part.shape, part.order)
@@ -443,4 +460,9 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
                 exact = {kind: values(kind, start, stop, torch.float32) for kind in kinds_of(held)}
                 held.shard.put(fields, slice(start - chunk.start, stop - chunk.start), exact)
+            packing = held.shard.packing
+            views = {index: packing.views(index, fields[PACKED], chunk) for index in packing.inside(chunk)} if packing is not None else {}
+            for index, its in views.items():
+                for name, view in its.items():
+                    view.copy_(contents.kept(targets[index].weight, targets[index].parts[0], name, view))
     held.shard.upload()

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from zk.store import UnitStore
 
 FORMAT = "zk checkpoint"
-VERSION = 3  # since 2 parameters may lie in memory in an order of their own; since 3 frozen ones may be left out, and random states are packed
+# since 2 parameters may lie in memory in an order of their own; since 3 frozen ones may be left out, and random states are packed; since 4
+# optimizers may keep tensors of any shape of a whole parameter
+VERSION = 4
 
 
 class Training(Protocol):
@@ -94,6 +96,8 @@ def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[st
         entry = {"name": name, "shape": list(param.shape), "dtype": dtype, "offset": offset, "steps": steps}
         if index in held.scalars:
             entry["scalars"] = dict(held.scalars[index])
+        if kept := held.kept_of(index):
+            entry["kept"] = {key: [list(one.shape), str(one.dtype).removeprefix("torch.")] for key, one in kept.items()}
         if index in held.unit.orders:
             entry["order"] = list(held.unit.orders[index])
         if name in tiles:
@@ -109,6 +113,11 @@ def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[st
 def kinds_of(held: UnitStore) -> list[str]:
     """The kinds of values that are kept for each element."""
     return ["param"] if held.shard is None else ["master", *held.shard.names]
+
+
+def kind_of_kept(name: str, offset: int) -> str:
+    """The kind of a state of the whole parameter that begins at ``offset``."""
+    return f"{name}@{offset}"
 
 
 def plain(value: Any, what: str) -> Any:
@@ -288,6 +297,11 @@ class Saved:
     steps: int
     sha256: str  # of one that was left out, as it was frozen; else empty
     scalars: dict[str, float] | None  # as of UnitStore
+    kept: dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of its states as a whole parameter, by name
+
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape and dtype of a state: what is kept for each element has the parameter's."""
+        return self.kept.get(name, (self.shape, "float32"))
 
     @property
     def kinds(self) -> list[str]:
@@ -306,7 +320,7 @@ class Saved:
 
     def gap(self, kind: str) -> tuple[int, int] | None:
         """The first elements that are nowhere: (first, behind the last)."""
-        position, numel = 0, math.prod(self.shape)
+        position, numel = 0, math.prod(self.described(kind)[0])
         for source in self.sources.get(kind, ()):
             if source.elements.start > position:
                 return position, source.elements.start
@@ -395,7 +409,11 @@ class Manifest:
                     whole, whole_shape = name, shape
                 weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
                 sources = {kind: _sources(elements, pieces.get((number, kind), ())) for kind in unit["kinds"]}
-                weight.parts.append(Saved(name, shape, order, place, sources, param["steps"], param.get("sha256", ""), param.get("scalars")))
+                kept = {key: (tuple(size), dtype) for key, (size, dtype) in param.get("kept", {}).items()}
+                for key, (size, _) in kept.items():
+                    sources[key] = _sources(slice(0, math.prod(size)), pieces.get((number, kind_of_kept(key, param["offset"])), ()))
+                rest = param["steps"], param.get("sha256", ""), param.get("scalars"), kept
+                weight.parts.append(Saved(name, shape, order, place, sources, *rest))
         return found
 
 

@@ -60,6 +60,7 @@ class Piece:
     kind: str
     elements: slice  # of the unit's flat buffer
     dtype: torch.dtype
+    kept: tuple[int, str] | None = None  # number and name of what is kept of a whole parameter, whose elements these are
 
     @property
     def entry(self) -> Entry:
@@ -81,6 +82,10 @@ class Part:
         """Of each piece, from the open chunk; may be views."""
         shard = self.held.shard
         for piece in self.pieces:
+            if piece.kept is not None and shard is not None:
+                index, name = piece.kept
+                yield self.held.kept_in(index, name, fields, shard.chunks[self.chunk])
+                continue
             here = slice(piece.elements.start - self.first, piece.elements.stop - self.first)
             yield fields["param"][here] if shard is None else shard.exact(piece.kind, dict(fields), here)
 
@@ -115,9 +120,21 @@ def parts_of(optimizer: Training) -> list[Part]:
                 for begin in range(mine.start, mine.stop, PIECE_NUMEL)
                 for kind, dtype in dtypes.items()
             ]
+            pieces += _packed(optimizer, held, number, chunk)
             if pieces:
                 parts.append(Part(number, held, index, first, pieces))
     return parts[::-1] if backwards else parts
+
+
+def _packed(optimizer: Training, held: UnitStore, number: int, chunk: slice) -> Iterator[Piece]:
+    """The pieces of what is kept of the whole parameters in a chunk; of those that this rank writes, as all have them at stage 0."""
+    packing, layout = held.shard.packing if held.shard is not None else None, held.layout
+    mine = layout.shard(optimizer.comm.shard_rank)
+    for index in packing.inside(chunk) if packing is not None else ():
+        if mine.start <= layout.offsets[index] < mine.stop:
+            for name, one in held.kept_of(index).items():
+                kind = manifest.kind_of_kept(name, layout.offsets[index])
+                yield Piece(number, kind, slice(0, one.numel), one.dtype, (index, name))
 
 
 def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:

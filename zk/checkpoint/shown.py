@@ -37,7 +37,7 @@ class StateOf(MutableMapping[str, Any]):
         held, index = self.owner.units[self.param]
         if held.shard is None or not (index in held.steps or self.owner.asked):
             return ()
-        return *held.number_names, *held.shard.names, *(("master",) if self.owner.asked and held.shard.has_master else ())
+        return *held.number_names, *held.state_names(index), *(("master",) if self.owner.asked and held.shard.has_master else ())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from zk.events import COMPLETED, Event
+from zk.offload.packing import part_of
 from zk.offload.rules import Change
 from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, Grads, HostCopies, HostGrads, ResidentFields
@@ -67,10 +68,11 @@ class Shadow:
             grad = grads.open(chunk)
             try:
                 for block in evenly(0, chunk.stop - chunk.start, chunk.stop if change.rule.is_whole else _BLOCK, 64):
-                    for name, field in then.items():
-                        field[block].copy_(now[name][block])
+                    source, target = part_of(now, block), part_of(then, block)
+                    for name, field in target.items():
+                        field.copy_(source[name])
                     elements = slice(chunk.start + block.start, chunk.start + block.stop)
-                    change.apply({name: field[block] for name, field in then.items()}, grad[block], elements, num_threads)
+                    change.apply(target, grad[block], elements, num_threads)
             finally:
                 grads.close(chunk)
         if self.near is not None:

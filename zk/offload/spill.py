@@ -25,6 +25,7 @@ from zk.events import COMPLETED, Event, Ticket
 from zk.memory import staging
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, Excerpts, File, Request, round_up
+from zk.offload.packing import PACKED, Packing
 from zk.offload.transfer import Arrival, Transfer, evenly
 from zk.offload.worker import Worker
 from zk.timeline import phase
@@ -415,12 +416,14 @@ class FileFields:
         spill: the file; room is reserved here.
         chunks: slices of the shard, in order and without gaps.
         fields: name -> dtype.
+        packing: of what is kept of whole parameters, behind the elements of each chunk.
     """
 
     resident = False
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> None:
-        self.chunks, self.fields = chunks, fields
+    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> None:
+        self.chunks, self.fields, self.packing = chunks, fields, packing
+        self.is_empty = not fields and packing is None  # plain SGD in fp32 keeps nothing
         self.buffers: Buffers | None = None
         self.numel: int = chunks[-1].stop - chunks[0].start
         self.pieces = self._reserve(spill)  # by the start of the chunk
@@ -430,9 +433,13 @@ class FileFields:
         """Take room for each chunk, in whole pages."""
         element, pieces = sum(dtype.itemsize for dtype in self.fields.values()), {}
         for chunk in self.chunks:
-            nbytes = round_up((chunk.stop - chunk.start) * element)
+            nbytes = round_up((chunk.stop - chunk.start) * element + self._packed_nbytes(chunk))
             pieces[chunk.start] = Piece(spill.reserve(nbytes), nbytes)
         return pieces
+
+    def _packed_nbytes(self, chunk: slice) -> int:
+        packed = slice(0, 0) if self.packing is None else self.packing.bytes_of(chunk)
+        return packed.stop - packed.start
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -442,12 +449,12 @@ class FileFields:
     def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if there is no buffer for it now."""
         assert self.buffers is not None
-        return not self.fields or self.buffers.fetch(self.pieces[chunk.start])
+        return self.is_empty or self.buffers.fetch(self.pieces[chunk.start])
 
     def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """The fields of a chunk: name -> (its elements,), to work on in place."""
         assert self.buffers is not None
-        if not self.fields:  # plain SGD in fp32 keeps nothing
+        if self.is_empty:
             return {}
         data = self.buffers.open(self.pieces[chunk.start], read)
         numel, start, views = chunk.stop - chunk.start, 0, {}
@@ -455,12 +462,14 @@ class FileFields:
             stop = start + numel * dtype.itemsize
             views[name] = data[start:stop].view(dtype)
             start = stop
+        if self.packing is not None:
+            views[PACKED] = data[start : start + self._packed_nbytes(chunk)]
         return views
 
     def close(self, chunk: slice, changed: bool, keep: bool = False) -> None:
         """Put a chunk back; ``keep`` it in memory, unwritten, if it is among the first to be used next time."""
         assert self.buffers is not None
-        if not self.fields:
+        if self.is_empty:
             return
         if changed and keep:
             self.buffers.keep(self.pieces[chunk.start])
@@ -473,6 +482,8 @@ class FileFields:
 
     def nbytes(self, name: str) -> int:
         """Bytes of a field."""
+        if name == PACKED:
+            return self.packing.nbytes if self.packing is not None else 0
         return self.numel * self.fields[name].itemsize
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from zk.events import COMPLETED, Event
 from zk.kernels import codec
 from zk.offload.attempt import Attempt
+from zk.offload.packing import PACKED, Packing, part_of
 from zk.offload.rules import Change, Rule
 from zk.offload.section import Opened, Section, opened
 from zk.offload.snapshot import Unread
@@ -24,11 +25,17 @@ class OptimizerShard:
     Args:
         rule: the optimizer's arithmetic.
         sections: where the state is, in order and without gaps.
-        names: the moments.
+        names: the states that the options of its parameters ask for.
+        packing_of: of what is kept of whole parameters, by rank; None where all is kept for each element.
+        rank: this one.
     """
 
-    def __init__(self, rule: Rule, sections: Sequence[Section], names: Sequence[str]) -> None:
-        self.rule, self.sections, self.names = rule, sections, tuple(names)
+    def __init__(
+        self, rule: Rule, sections: Sequence[Section], names: Sequence[str], packing_of: Callable[[int], Packing] | None = None, rank: int = 0
+    ) -> None:
+        self.rule, self.sections, self.asked, self.packing_of = rule, sections, tuple(names), packing_of
+        self.names = self.asked if packing_of is None else ()  # the moments
+        self.packing = None if packing_of is None else packing_of(rank)
         self.places = [(section, chunk) for section in sections for chunk in section.state.chunks]
         self.chunks = [chunk for _, chunk in self.places]
         self.dtypes = sections[0].state.dtypes  # of master and moments
@@ -216,17 +223,37 @@ class OptimizerShard:
 
     def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:
         """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk; codes as bf16, which tells them apart."""
-        return codec.read(_part(fields, here), kind).to(codec.dtype_of(self.dtypes, kind))
+        return codec.read(part_of(fields, here), kind).to(codec.dtype_of(self.dtypes, kind))
 
     def put(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
         """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
-        codec.write(_part(fields, here), values)
+        codec.write(part_of(fields, here), values)
 
     def upload(self) -> None:
         """Bring all parameters to where they rest, for compute to use."""
         for section, chunk in self.places:
             self.arriving = section.take_home(chunk, None)
             section.transfer.follow(self.arriving)
+
+    # ---- what is kept of whole parameters ------------------------------------------------------------------------------------
+
+    def packed(self) -> Tensor:
+        """Copy all of it: (packing.nbytes,) uint8."""
+        pieces = []
+        for number in range(len(self.chunks)):
+            with self.opened(number) as fields:
+                pieces.append(fields[PACKED].clone())
+        return torch.cat(pieces)
+
+    def pack(self, index: int, values: Mapping[str, Tensor]) -> None:
+        """Overwrite some of what is kept of parameter ``index``, which is in this slice, by values in their shapes."""
+        assert self.packing is not None
+        self.drop_attempt()
+        number = next(number for number, chunk in enumerate(self.chunks) if index in self.packing.inside(chunk))
+        with self.changed(number, self.unread) as fields:
+            views = self.packing.views(index, fields[PACKED], self.chunks[number])
+            for name, value in values.items():
+                views[name].copy_(value)
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
 
@@ -248,19 +275,19 @@ class OptimizerShard:
             for index, here, there in self._overlap(part):
                 home = self.places[index][0].home
                 with self.changed(index, self.unread) as fields:
-                    master = codec.read(_part(fields, here), "master")
+                    master = codec.read(part_of(fields, here), "master")
                     written = fields["param"][here].clone() if home is None else home.whole()[part][there].to(master.device, copy=True)
                     held = master.to(written.dtype) if home is None else fields["param"][here]  # a 24-bit master rounds in its own way
-                    codec.write(_part(fields, here), {"master": torch.where(held == written, master, written.float())})
+                    codec.write(part_of(fields, here), {"master": torch.where(held == written, master, written.float())})
         self.upload()
 
     def get_state(self, name: str, part: slice) -> Tensor:
         """The "master" of ``part``, or a state by name, in fp32; a view where that is what is stored."""
-        return self._read(part, lambda fields, here: codec.read(_part(fields, here), name).float())
+        return self._read(part, lambda fields, here: codec.read(part_of(fields, here), name).float())
 
     def set_state(self, name: str, part: slice, values: Tensor) -> None:
         """Overwrite the "master" of ``part``, with the parameter, or a state by name, by (n,) ``values``; the others keep their value."""
-        self._write(part, lambda fields, here, there: codec.write(_part(fields, here), {name: values[there]}))
+        self._write(part, lambda fields, here, there: codec.write(part_of(fields, here), {name: values[there]}))
         if name == "master":
             self.upload()
 
@@ -269,20 +296,16 @@ class OptimizerShard:
         """Tier, kind and bytes: of master, moments, gradient, the parameter copy where there is one, and shadows of them."""
         sizes = []
         for section in self.sections:
-            sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in self.names)))
+            kept = (*section.state.dtypes, *((PACKED,) if self.packing is not None else ()))
+            sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in kept if name != "master")))
             sizes.append((section.tier, "master", section.state.nbytes("master") if self.has_master else 0))
             sizes.append((section.tier, "grad", section.grads.nbytes + (section.spare.nbytes if section.spare is not None else 0)))
             copied_to = "host" if section.tier == "nvme" else section.tier  # what is updated on the drive's behalf is in host memory
             sizes.append((copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
             if section.shadow is not None:
-                sizes.append((section.tier, "shadow", sum(section.shadow.state.nbytes(name) for name in section.state.dtypes)))
+                sizes.append((section.tier, "shadow", sum(section.shadow.state.nbytes(name) for name in kept)))
                 if section.shadow.param is not None:
                     sizes.append(("host" if section.shadow.param.resident else "nvme", "shadow", section.shadow.param.nbytes("param")))
                 if section.shadow.near is not None:
                     sizes.append(("device", "shadow", section.shadow.near.nbytes))
         return sizes
-
-
-def _part(fields: Opened, here: slice) -> Opened:
-    """Some elements of the fields of a chunk."""
-    return {name: field[here] for name, field in fields.items()}

@@ -21,6 +21,7 @@ from zk.logs import rank_log
 from zk.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import Excerpt, Excerpts, File, round_up
+from zk.offload.packing import PACKED, Packing
 from zk.offload.pinned import Record
 from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileFields, FileGrads, FileParams, Spill, chunks_of
@@ -53,26 +54,28 @@ class ResidentFields(_Resident):
 
     Args:
         chunks: slices of the shard, in order and without gaps.
-        fields: name -> (elements,).
+        fields: name -> (elements,), and all PACKED bytes where there is a ``packing``.
         memory: "device" or "host".
     """
 
     resident = True  # what was opened stays valid after it is closed
 
-    def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], memory: str) -> None:
+    def __init__(self, chunks: Sequence[slice], fields: dict[str, Tensor], memory: str, packing: Packing | None = None) -> None:
         self.chunks, self.fields, self.memory, self.start = chunks, fields, memory, chunks[0].start if chunks else 0
+        self.packing = packing
         self.reader: Event = COMPLETED  # the last copy of all parameters
         self.copies: dict[int, Event] = {}  # the last copy from or to a chunk, by its start
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: field.dtype for name, field in self.fields.items()}
+        return {name: field.dtype for name, field in self.fields.items() if name != PACKED}
 
     def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """The fields of a chunk, to work on in place; ``read=False`` if all is to be overwritten."""
         self.reader.wait()
         self.copies.get(chunk.start, COMPLETED).wait()
-        return {name: field[chunk.start - self.start : chunk.stop - self.start] for name, field in self.fields.items()}
+        opened = {name: field[chunk.start - self.start : chunk.stop - self.start] for name, field in self.fields.items()}
+        return opened if self.packing is None else opened | {PACKED: self.fields[PACKED][self.packing.bytes_of(chunk)]}
 
     def exchange(self, other: ResidentFields) -> None:
         """Exchange memory with ``other``, of the same chunks and fields, and the copies from and to it."""
@@ -270,11 +273,18 @@ class MemoryTier:
         """Room for parameters."""
         return self.store(self.chunks(0, numel, uncut), {"param": dtype})
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], crosses: bool = False) -> ResidentFields:
-        """Room for some or all that is kept for each element, zeroed. ``crosses``: as for ``zeros``; parameters always do."""
+    def store(
+        self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], crosses: bool = False, packing: Packing | None = None
+    ) -> ResidentFields:
+        """Room for some or all that is kept for each element, and of whole parameters, zeroed.
+
+        ``crosses``: as for ``zeros``; parameters always do.
+        """
         numel = chunks[-1].stop - chunks[0].start
         room = {name: self.zeros(numel, dtype, crosses or name == "param") for name, dtype in fields.items()}
-        return ResidentFields(chunks, room, self.memory)
+        if packing is not None:
+            room[PACKED] = self.zeros(packing.nbytes, torch.uint8, crosses)
+        return ResidentFields(chunks, room, self.memory, packing)
 
     def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> MemoryGrads | HostGrads:
         """Room for a gradient, and for a sum of them in ``sum_dtype``. ``returns``: the device updates with it, wherever it rests."""
@@ -350,9 +360,9 @@ class NVMeTier:
         self.homes.append(FileParams(self.spill, self.chunks(0, numel, uncut), {"param": dtype}))
         return self.homes[-1]
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype]) -> FileFields:
+    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> FileFields:
         """Room for optimizer state."""
-        self.stores.append(FileFields(self.spill, chunks, fields))
+        self.stores.append(FileFields(self.spill, chunks, fields, packing))
         return self.stores[-1]
 
     def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> FileGrads:
@@ -422,6 +432,12 @@ class Needs:
     element_nbytes: int  # gradient, master and moments of one element
     copy_nbytes: int = 0  # and beyond that, of an element that is updated off the device while its parameter rests there
     is_whole: bool = False  # its state is on one tier
+    packed_nbytes: int = 0  # of what is kept of whole parameters, on the rank that has the most
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of all gradients, masters and moments."""
+        return self.numel * self.element_nbytes + self.packed_nbytes
 
 
 def readable(nbytes: int) -> str:
@@ -474,7 +490,7 @@ def place(
     assert not isinstance(host_budget, str)
     room = dict(room or rooms(config, device, ranks))
     may_spill = buffer_nbytes is not None
-    needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.numel * need.element_nbytes for need in needs)
+    needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.state_nbytes for need in needs)
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
         if buffer_nbytes > host_budget:
             raise ValueError(
@@ -506,14 +522,15 @@ def place(
         if rests_on_drive and len(tiers) > 1:
             tiers = [tier for tier in tiers if tier != "device"]  # they are updated in host memory
         for tier in tiers:
-            fits = rest if tier == tiers[-1] else min(rest, left(tier) // need.element_nbytes if tier != "nvme" else rest)
+            room_for = max(0, left(tier) - need.packed_nbytes) // need.element_nbytes if tier != "nvme" else rest
+            fits = rest if tier == tiers[-1] else min(rest, room_for)
             if fits < rest and (rests_on_drive or need.is_whole or fits < _SECTION):
                 fits = 0  # what is on the drive is updated as it is moved, by whole chunks
             elif fits < rest:
                 fits -= fits % _SECTION
             if fits:
                 parts.append((tier, fits))
-                used[tier] += fits * need.element_nbytes
+                used[tier] += fits * need.element_nbytes + need.packed_nbytes  # (all of which is on one tier)
                 rest -= fits
         return parts or [(tiers[0], 0)]
 
@@ -522,9 +539,9 @@ def place(
     copied = [need for need, tier in zip(needs, params, strict=True) if tier == "device" and optimizer_tier != "device"]
     stay = left("device") if optimizer_tier == "auto" else 0
     for need in copied:
-        staying = min(stay, need.numel * need.element_nbytes)
+        staying = min(stay, need.state_nbytes) if not need.is_whole or stay >= need.state_nbytes else 0
         stay -= staying
-        used["host"] += (need.numel - staying // need.element_nbytes) * need.copy_nbytes
+        used["host"] += max(0, need.numel - staying // need.element_nbytes) * need.copy_nbytes
     states = [divided(need, tier == "nvme") for need, tier in zip(needs, params, strict=True)]
     remedies = {"device": "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"}
     remedies["host"] = "more ranks, or 'nvme' tiers with nvme_path"

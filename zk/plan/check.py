@@ -113,7 +113,7 @@ class Case:
         firsts: dict[Any, Unit] = {}
         self.kinds = []
         for unit, freed in zip(self.units, self.freed, strict=False):
-            params = tuple((param.numel(), group_of.get(user)) for param, user in zip(unit.params, unit.users, strict=True))
+            params = tuple((param.shape, group_of.get(user)) for param, user in zip(unit.params, unit.users, strict=True))
             alike = params, _widest(unit), unit.dtype, unit.is_widened, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
             self.kinds.append(firsts.setdefault((*alike, places_of(unit) is None), unit))
 

@@ -13,7 +13,6 @@ from torch import nn
 from zk.config import ZeroConfig
 from zk.offload.nvme import round_up
 from zk.offload.rules import Rule
-from zk.offload.spill import chunks_of
 from zk.offload.tiers import CHUNKS_IN_MEMORY, GRADIENTS_IN_MEMORY
 from zk.placement import Place, Placement
 from zk.units import Unit
@@ -142,15 +141,16 @@ def _unit_sizes(
     master = fields.pop("master", 0)
     rests = (param_tier, "param") if placement.in_place(unit, param_tier) is None else ("files", "in_place")  # of the user's
     sizes = Counter({rests: placement.slice_numel(unit, 3) * size})
+    packed = placement.packed_nbytes(unit)  # (of a unit that is on one tier)
     for tier, numel in parts if unit.trained else ():
         memory = placement.memory_of(tier)
         sizes[tier, "master"] += numel * master
-        sizes[tier, "moments"] += numel * sum(fields.values())
+        sizes[tier, "moments"] += numel * sum(fields.values()) + packed
         sizes[tier, "grad"] += numel * size * (1 + (placement.config.delay_update is not None and not at_least))
         if param_tier != "nvme" and memory != placement.memory_of(param_tier) and not streams:
             sizes[memory, "param_copy"] += numel * size
         if _has_shadows(placement.config) and memory == "host":  # of as many as memory is left for; on the drive of all
-            shadows = {tier: numel * (master + sum(fields.values()))}
+            shadows = {tier: numel * (master + sum(fields.values())) + packed}
             rest = "nvme" if param_tier == "nvme" else "host"
             shadows[rest] = shadows.get(rest, 0) + numel * size
             for place, nbytes in shadows.items():
@@ -178,11 +178,12 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
     file_nbytes = 0
     for (key, is_state, numel), count in drive.items():
         size = units[key].dtype.itemsize
-        chunks = [chunk.stop - chunk.start for chunk in chunks_of(0, numel, placement.uncut(units[key], 0))]
-        largest = placement.largest_chunk(units[key], numel)
+        ranks = placement.chunks(units[key], numel)
+        largest = max((chunk for chunks in ranks for chunk, _ in chunks), default=0)
         if is_state:
             element = placement.state_nbytes(units[key])
-            most |= Counter(state=round_up(largest * element), grad=round_up(largest * size), written=round_up(numel * size))
+            state = round_up(placement.largest_chunk(units[key], numel, element))
+            most |= Counter(state=state, grad=round_up(largest * size), written=round_up(numel * size))
         else:
             element = size
             # (chunks are for the update)
@@ -190,7 +191,8 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
         grad_nbytes = round_up(numel * placement.sum_dtype(units[key]).itemsize) if is_state else 0
         if is_state or placement.in_place(units[key], "nvme") is None:
             shadows, gradients = _has_shadows(placement.config) and units[key].trained, 1 + (placement.config.delay_update is not None)
-            file_nbytes += count * ((1 + shadows) * sum(round_up(chunk * element) for chunk in chunks) + gradients * grad_nbytes)
+            taken = max(sum(round_up(chunk * element + packed * is_state) for chunk, packed in chunks) for chunks in ranks)
+            file_nbytes += count * ((1 + shadows) * taken + gradients * grad_nbytes)
     chunks_here, reads, writes = (1, 1, 1) if at_least else (CHUNKS_IN_MEMORY, placement.reads_ahead, GRADIENTS_IN_MEMORY + placement.handed_over)
     of_chunks = most["state"] + most["grad"] + most["param"]
     found.sizes["host", "buffer"] = chunks_here * of_chunks + reads * most["whole"] + writes * most["written"]
