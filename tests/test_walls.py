@@ -57,7 +57,9 @@ SIZES = {
     # torch's state dicts and back, and the trial of unknown ones
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
+    # 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered; 43 and 485 for small blocks that travel together
     "core": (14_912, 114_245),
+    # 3 and 80 for units of several blocks
     "accumulation": (940, 7_800),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
@@ -98,6 +100,7 @@ SIZES = {
     # 35 and 345 for callbacks that write traces
     # 75 and 675 for the callbacks that write the file of a run; 90 and 780 for DeepSpeed's flops_profiler; 15 and 75 for --deepspeed of a Trainer
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
+    # 3 and 20 for the precision of compute beside Lightning's
     "integrations": (3_191, 21_840),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
@@ -127,6 +130,7 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one asks the rule for the numbers of a parameter, one for the rule of each group; one (with its file) leaves what is packed out of slices
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
+# at stage 3 one asks if a unit of several blocks is used no more
 STEPS = {2: (32, 150, 12, 8), 3: (32, 149, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training

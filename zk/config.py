@@ -247,7 +247,7 @@ class ZeroConfig:
     that never get a gradient, or other programs that are about to end."""
     units: Sequence[str | type[nn.Module]] | None = None
     """Modules that travel as one unit, by name or class, each without those in it that are named too; None: the blocks of the model's
-    ModuleLists."""
+    ModuleLists. Of 16 blocks and more that are smaller than 512 KiB, neighbours travel together up to that size."""
 
     def __new__(cls, **fields: Any) -> ZeroConfig:
         known = [field.name for field in dataclasses.fields(cls)]

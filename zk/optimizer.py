@@ -265,7 +265,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.casts = InputCasts(self.model, config.computes, self.calls)
             self.handles += self.casts.handles
         self.partition.attach()
-        if len(units) == 1 and self.partition.by_storage:
+        if len(units) == 1 and not units[0].members and self.partition.by_storage:
             log.warning(
                 "all parameters of the model are in one unit, %r, and are gathered at once: stage 3 saves memory between steps only. Name "
                 "smaller blocks, by class or path, with units=, or cut large layers with zk.tile_linears",

@@ -115,6 +115,7 @@ class Unit:
     chooser: nn.Module | None = None
     is_counted: bool = True  # in the norm of gradients, and saved; other ranks have the same parameters, and do so otherwise
     around: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)  # the DTensors that parameters are this rank's part of
+    members: dict[nn.Module, int] = dataclasses.field(default_factory=dict)  # the blocks of a unit of several, and the place of each
     is_widened: bool = False  # full parameters are fp32, cast from ``dtype`` as they are gathered, and their gradients too
 
     @property
@@ -130,6 +131,11 @@ class Unit:
     def is_expert(self) -> bool:
         """Tell if the forward of the unit's ``chooser`` may leave the unit out on some ranks."""
         return self.chooser is not None and self.chooser not in self.anchors
+
+    def ends_with(self, module: nn.Module, is_backward: bool) -> bool:
+        """Tell if the unit is used no more after this anchor of it, by the order in which its blocks are defined."""
+        last = 0 if is_backward else len(self.members) - 1
+        return self.members.get(module, last) == last
 
     def user(self, index: int) -> nn.Parameter:
         """Parameter ``index`` as it is in the model and in groups: itself, or the DTensor around it."""
@@ -217,6 +223,38 @@ def _blocks(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
             yield from _blocks(child, child_path)
 
 
+# of so many small blocks in a list, neighbours travel together, up to so many bytes: each unit takes requests to a drive, and turns of threads
+_MANY, TOGETHER_NBYTES = 16, 1 << 19
+
+
+def _join_small(units: dict[tuple[Any, ...], Unit], blocks: Collection[str]) -> None:
+    """Make one unit of small neighbours among ``blocks`` that are alike in all that the rest of the key says."""
+    lists: dict[tuple[Any, ...], list[list[tuple[Any, ...]]]] = {}
+    taken: dict[tuple[Any, ...], int] = {}
+    for key, unit in units.items():
+        path, *alike = key
+        if path not in blocks or unit.chooser is not None:
+            continue
+        nbytes, place = unit.numel * unit.dtype.itemsize, (path.rpartition(".")[0], *alike)
+        taken[place] = taken.get(place, TOGETHER_NBYTES) + nbytes
+        if taken[place] > TOGETHER_NBYTES:
+            taken[place] = nbytes
+            lists.setdefault(place, []).append([])
+        lists[place][-1].append(key)
+    for runs in lists.values():
+        for keys in runs if sum(map(len, runs)) >= _MANY else ():
+            first, *others = (units[key] for key in keys)
+            if not others:
+                continue
+            first.members = {unit.anchors[0]: place for place, unit in enumerate((first, *others))}
+            first.name = f"{first.name} to {others[-1].name}"
+            for key, unit in zip(keys[1:], others, strict=True):
+                first.params += unit.params
+                first.names += unit.names
+                first.anchors += [anchor for anchor in unit.anchors if anchor not in first.anchors]
+                del units[key]
+
+
 # elements of the smallest member of a list inside of a block that is a unit of its own
 _SMALLEST = 1 << 12
 
@@ -292,6 +330,7 @@ def find_units(
     """
     tiles = [(path, module) for path, module in model.named_modules() if isinstance(module, Tile)]
     blocks = list(_chosen(model, wanted) if wanted is not None else _blocks(model, ""))
+    joined = {path for path, module in blocks if wanted is None and not isinstance(module, Tile)}
     if experts and wanted is None:
         blocks = [entry for path, block in blocks for entry in (*_experts(block, path), (path, block))]
     owner: dict[int, str] = {}  # id of a module -> path of the block it is part of
@@ -331,12 +370,13 @@ def find_units(
             anchor = anchors[path] if path else module
             if anchor not in home[param].anchors:
                 home[param].anchors.append(anchor)  # a tied parameter is used by this one too, a left-over one by the module that owns it
+    if world > 1:
+        _note_choosers(model, units, anchors)
+    _join_small(units, joined)
     for unit in units.values():
         order = sorted(range(len(unit.params)), key=lambda i: groups.get(around.get(unit.params[i], unit.params[i]), 0))
         unit.params, unit.names = [unit.params[i] for i in order], [unit.names[i] for i in order]
         unit.around = {index: around[param] for index, param in enumerate(unit.params) if param in around}
         found = {index: order_of(param) for index, param in enumerate(unit.params)}
         unit.orders = {index: order for index, order in found.items() if order is not None}
-    if world > 1:
-        _note_choosers(model, units, anchors)
     return sorted(units.values(), key=lambda unit: unit.anchors[0] is model)

@@ -169,7 +169,7 @@ class Accumulation:
     # ---- parameters ----------------------------------------------------------------------------------------------------------
 
     def _stores(self, module: nn.Module) -> list[UnitStore]:
-        return [held for held in self.optimizer.held if held.unit.anchors[0] is module]
+        return [held for held in self.optimizer.held if held.unit.anchors[0] is module or module in held.unit.members]
 
     def _pin(self, store: UnitStore) -> None:
         if store in self.pinned:
@@ -204,7 +204,8 @@ class Accumulation:
             yield
         finally:
             if not stays:
-                self._unpin(*stores)
+                following_too = self._stores(following[0].module) if following else ()
+                self._unpin(*(store for store in stores if store not in following_too))
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
@@ -335,7 +336,8 @@ class Accumulation:
     def _leave(self) -> None:
         """Pass on the gradients of blocks that backward has no calls of any more."""
         done = set(self.called) - {call.block for lane in self.lanes for call in lane.calls}
-        stores = [store for block in done for store in self._stores(block.module)]
+        needed = [store for block in set(self.called) - done for store in self._stores(block.module)]
+        stores = [store for block in done for store in self._stores(block.module) if store not in needed]
         for block in done:
             del self.called[block]
         self._unpin(*stores)
@@ -434,7 +436,8 @@ def _kept_graph(block: Block) -> str:
 
 def _outermost(optimizer: ZeroOptimizer) -> Iterator[tuple[str, nn.Module]]:
     """The modules that units are made of, without those inside of others, and without tiles, in order of definition."""
-    seen, anchors = set[nn.Module](), {held.unit.anchors[0] for held in optimizer.held} - {optimizer.model}
+    anchors = {module for held in optimizer.held for module in (held.unit.anchors[0], *held.unit.members)} - {optimizer.model}
+    seen = set[nn.Module]()
 
     def inside(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module.named_children():

@@ -273,7 +273,8 @@ class Partition:
             is_rest = self.model in store.unit.anchors
             if store.depth or in_backward or (is_rest and (self.model in self.entered or has_graph)):
                 continue  # still in use, or about to be: what is left over opens the backward
-            store.release()
+            if store.unit.ends_with(module, is_backward=False):
+                store.release()
         if not self.entered and not in_backward:
             if self.saved_hooks is not None:
                 hooks, self.saved_hooks, self.below = self.saved_hooks, None, None
@@ -304,7 +305,8 @@ class Partition:
         for store in stores[1:]:
             store.fetch()
         for store in stores:
-            if store.lease is not None:  # else nothing is moved
+            is_there = store.lease is None or (store.unit.members and store.state is State.GATHERED)
+            if not is_there:
                 self.prefetcher.used(store.index, store.state is not State.RELEASED)
             store.gather()
 
@@ -374,8 +376,9 @@ class Partition:
         self._watch_backward()
         calls.subtract(blocks)
         for index in blocks:
-            if not calls[index] and not self.by_index[index].depth:
-                self.by_index[index].release()
+            store = self.by_index[index]
+            if not calls[index] and not store.depth and store.unit.ends_with(module, is_backward=True):
+                store.release()
         if module in self.experts.of:
             self.experts_done(module)
 
