@@ -118,12 +118,12 @@ def activations_nbytes(shape: Shape, tokens: int, size: int = 2, micro_batches: 
 def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, micro_batches: int = 1) -> dict[tuple[str, str], int]:
     """Estimate activations with zk.long_context, by tier and kind: inputs of blocks leave the device, of which twice 256 MiB stay there.
 
-    On the device are the tensors of a block as wide as the model, for all tokens of a micro-batch; a tile of its MLP, and the gradients there; logits
-    of a block of tokens in fp32, and their gradient; and the gradient of the head, in fp32.
+    On the device are ten tensors as wide as the model, for all tokens of a micro-batch: attention's four, the gradients of these, its layers' input,
+    and a gradient around the block; a tile of an MLP, and the gradients there; logits of a block of tokens, their gradient, and the head's in fp32.
     """
     mlp, logits = (TOKENS, PIECE) if joined else (TOKENS_ON_DEVICE, PIECE_ON_DEVICE)
     one, inputs = -(-tokens // micro_batches), tokens * size * shape.width * shape.layers
-    inside = 8 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
+    inside = 10 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
     head = min(one, logits[0]) * shape.vocab * (4 + size % 4) + 4 * shape.vocab * shape.width
     kept = inputs if joined else min(inputs, 2 * _KEPT)
     return {("device", "activations"): inside + head + kept, ("host", "activations"): inputs - kept}
