@@ -164,19 +164,27 @@ def test_no_tensor_inside_has_more_tokens_than_a_tile() -> None:
     assert largest.numel <= 2000 * WIDTH < 2000 * INNER / 2
 
 
-def test_max_nbytes_makes_tiles_as_large_as_it_has_room_for() -> None:
-    torch.manual_seed(0)
-    sizes: list[int] = []
-    module = Mlp()
-    linear = F.linear
-    with mock.patch.object(F, "linear", lambda x, *rest: sizes.append(x[..., 0].numel()) or linear(x, *rest)):
-        zk.tile_sequence(nn.Sequential(module), ["0"], max_nbytes=2 * 4 * (5 * INNER + WIDTH) * 16)
-        module(torch.randn(100, WIDTH))
-    assert max(sizes) == 16
-    zk.untile_sequence(nn.Sequential(module))
-    zk.tile_sequence(nn.Sequential(module), ["0"], max_nbytes=64)
-    with pytest.raises(ValueError, match="has no room for one token of '0'"):
-        module(torch.randn(100, WIDTH))
+def test_max_nbytes_refuses_a_module_whose_tile_takes_more_and_changes_no_bit() -> None:
+    def trained(max_nbytes: int | None, autocast: bool = False) -> list[Tensor]:
+        torch.manual_seed(0)
+        module, x = Mlp().to(DEVICE), batch()
+        zk.tile_sequence(nn.Sequential(module), ["0"], max_nbytes)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+            out = module(x)
+        out.sum().backward()
+        return [out, *(param.grad for param in module.parameters())]
+
+    tile = 5 * 2 * 4 * (4 * INNER + WIDTH)  # what silu, the product and the three layers save, of five tokens, and as much for gradients
+    assert all(torch.equal(*two) for two in zip(trained(tile), trained(None), strict=True))
+    trained(tile, autocast=True)  # the casts of weights are not of a token
+    with pytest.raises(ValueError, match=f"at least {tile}: as much as a tile of 5 tokens of '0' takes"):
+        trained(tile - 1)
+    module = Mlp().to(DEVICE)
+    zk.tile_sequence(nn.Sequential(module), ["0"], tile - 1)
+    with torch.inference_mode():
+        module(batch())  # nothing is kept for a gradient
+    with pytest.raises(ValueError, match="at least"):
+        module(batch())
 
 
 def test_a_checkpoint_that_ends_with_tiles_computes_them_as_often_as_it_would_without() -> None:

@@ -74,6 +74,7 @@ SIZES = {
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 1 and 50 for the precision of compute
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
     # 20 and 200 for checkpoints that stop before tiles
+    # 30 and 230 for checkpoints that stop before tiles, and limits of both long_context's tiles and logits
     "beside the core": (5_424, 42_405),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks

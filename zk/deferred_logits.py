@@ -38,6 +38,7 @@ class _Source:
     head: nn.Module
     compute: Callable[[Tensor], Tensor]
     has_graph: bool  # they are to be trained
+    max_nbytes: int | str | None = None  # of the loss
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # from the head's output on, without changes of shape
     factor: float = 1.0
     softcap: float | None = None
@@ -156,7 +157,7 @@ class DeferredLogits(Tensor):
         head: Any = source.head
         with contextlib.nullcontext() if source.has_graph else torch.no_grad():
             return linear_cross_entropy(
-                hidden, head, target, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=source.softcap, reduction=reduction
+                hidden, head, target, None, ignore_index, label_smoothing, source.softcap, reduction=reduction, max_nbytes=source.max_nbytes
             )
 
 
@@ -179,14 +180,14 @@ def _of_tokens(index: Any, ndim: int) -> Any:
 class DeferredHead:
     """Stand-in for a linear head's ``forward``: logits are deferred in what is to be trained, or has labels."""
 
-    def __init__(self, head: nn.Module, vocab: int) -> None:
-        self.head, self.vocab = head, vocab
+    def __init__(self, head: nn.Module, vocab: int, max_nbytes: int | str | None) -> None:
+        self.head, self.vocab, self.max_nbytes = head, vocab, max_nbytes
         self.has_labels = False
 
     @classmethod
-    def of(cls, head: Any) -> DeferredHead:
+    def of(cls, head: Any, max_nbytes: int | str | None = None) -> DeferredHead:
         """Put one into the place of a linear layer's ``forward``."""
-        head.forward = made = cls(head, head.out_features)
+        head.forward = made = cls(head, head.out_features, max_nbytes)
         return made
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ class DeferredHead:
         dtype = hidden.dtype
         if torch.amp.is_autocast_available(hidden.device.type) and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
-        return DeferredLogits.of(_Source(hidden, self.head, compute, torch.is_grad_enabled()), dtype, self.vocab)
+        return DeferredLogits.of(_Source(hidden, self.head, compute, torch.is_grad_enabled(), self.max_nbytes), dtype, self.vocab)
 
     def compute(self, hidden: Tensor) -> Tensor:
         """Call the head itself."""

@@ -32,7 +32,8 @@ def long_context(
     Args:
         model: of transformers, or any module. Checkpoints are those of ``gradient_checkpointing_enable()``, which it should have.
         head: name of the linear layer that makes logits; by default ``model.get_output_embeddings()``.
-        max_nbytes: of ``tile_sequence``.
+        max_nbytes: bytes (or "512MiB") that a tile of a module may take (``tile_sequence``), and the logits that exist at once
+            (``linear_cross_entropy``). No bit depends on it.
         checkpoint: checkpoint blocks, and offload what the checkpoints save.
         nvme_path: where checkpoints go instead of host memory (``offload_activations``). In host memory alone they stay where they are.
 
@@ -53,7 +54,7 @@ def long_context(
             "checkpoint=False"
         )
     names = tile_sequence(model, None, max_nbytes)
-    logits = _Logits(model, head)
+    logits = _Logits(model, head, max_nbytes)
     model.register_forward_pre_hook(Hook(logits.begin), with_kwargs=True)
     model.register_forward_hook(Hook(logits.end), always_call=True, prepend=True)
     if checkpoint:
@@ -82,14 +83,15 @@ def _head(model: nn.Module, name: str | None) -> Any:
 class _Logits:
     """Defers the logits of a model's head, also of one that has taken the place of the first."""
 
-    def __init__(self, model: nn.Module, name: str | None) -> None:
-        self.name, self.deferred = name, DeferredHead.of(_head(model, name))
+    def __init__(self, model: nn.Module, name: str | None, max_nbytes: int | str | None) -> None:
+        self.name, self.max_nbytes = name, max_nbytes
+        self.deferred = DeferredHead.of(_head(model, name), max_nbytes)
 
     def begin(self, model: nn.Module, _args: Any, kwargs: Any) -> None:
         """Look for another head, and for labels."""
         head: Any = model.get_submodule(self.name) if self.name is not None else model.get_output_embeddings()  # type: ignore[operator]
         if head is not self.deferred.head:
-            new = DeferredHead.of(_head(model, self.name))
+            new = DeferredHead.of(_head(model, self.name), self.max_nbytes)
             del self.deferred.head.forward
             self.deferred = new
         self.deferred.has_labels = kwargs.get("labels") is not None

@@ -25,15 +25,15 @@ def tile_sequence(model: nn.Module, modules: Collection[str | type[nn.Module]] |
         model: its modules keep class, parameters and ``state_dict()``; their ``forward`` is called in tiles.
         modules: names of modules (``"model.layers.0.mlp"``), ends of names (``"mlp"``), or classes. By default those that are found by shape: in
             the members of lists, what is called with hidden states alone and has weights from a width to a larger one and back; and all norms.
-        max_nbytes: bytes (or "512MiB") for the activations of a tile and their gradients. The tile is the largest power of two of tokens whose
-            activations fit, measured on one token. By default a tile has 512 tokens in host memory and 4,096 on a device. Gradients of parameters
-            for another size of the tile differ as sums in another order do.
+        max_nbytes: bytes (or "512MiB") that the activations of a tile and their gradients may take. A module whose tile takes more is refused. The
+            tile itself has 512 tokens in host memory and 4,096 on a device, always, so no bit depends on this.
 
     Returns:
         The names of the modules that run in tiles.
 
     Raises:
-        ValueError: if no module is found; and in the first call of several tiles, for a module whose tokens see each other (it is tried with two).
+        ValueError: if no module is found; and in the first call of several tiles, for a module whose tokens see each other (it is tried with two),
+            or whose tile is larger than ``max_nbytes`` (one token is measured).
         RuntimeError: in forward, for a module that draws random numbers (dropout in training) or changes its input, and for hooks inside of it or
             on its parameters, which would see tiles.
 

@@ -1,7 +1,7 @@
 """A position-wise module, run tile by tile of tokens: its activations exist for one tile at a time, forward and backward.
 
 Forward keeps no graph. Backward computes each tile again with one, and adds up the gradients of parameters in fp32, tile after tile; each parameter
-gets its sum once. The tile is a number of tokens that does not depend on the memory that is free, so the same sequence gives the same bits.
+gets its sum once. The tile is a fixed number of tokens, whatever memory is free and whatever the limit, so the same sequence gives the same bits.
 Source: sequence tiling, Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.
 """
 
@@ -23,7 +23,8 @@ from zk.hooks import Hook
 from zk.tiled_linear import memoryless
 from zk.tiles import Tile
 
-# tokens of a tile: in host memory, and on a device, which has more to do at once
+# tokens of a tile: in host memory, and on a device, which has more to do at once. Adding a tile's gradient to the sums in fp32 moves 10 to 12 bytes
+# for each weight: with fewer tokens that takes longer than its product, and memory gains little, as a tile is about as large as the sums are
 TOKENS, TOKENS_ON_DEVICE = 512, 4096
 
 
@@ -33,7 +34,6 @@ class TokenTiles:
     def __init__(self, module: nn.Module, name: str, max_nbytes: int | None) -> None:
         self.module, self.name, self.max_nbytes = module, name, max_nbytes
         self.before = module.__dict__.get("forward")  # somebody else's, in place of the class's
-        self.fit: int | None = None  # tokens that ``max_nbytes`` has room for
         self.is_checked = False
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,9 +47,6 @@ class TokenTiles:
         if not places or flat[places[0]].ndim < 2 or not flat[places[0]].numel():
             return self.whole(*args, **kwargs)
         call = _Call(self, flat, spec, places)
-        if self.max_nbytes is not None and self.fit is None:
-            self.fit = call.fit([flat[place] for place in places], self.max_nbytes)
-        call.size = self.fit or (TOKENS if call.device.type == "cpu" else TOKENS_ON_DEVICE)
         if call.tokens <= call.size:
             return self.whole(*args, **kwargs)
         inputs = [flat[place] for place in places]
@@ -73,7 +70,9 @@ class TokenTiles:
             )
         if not self.is_checked:
             call.check(inputs)
-            self.is_checked = True
+            if self.max_nbytes is not None:
+                call.refuse_large(inputs, self.max_nbytes)
+            self.is_checked = self.max_nbytes is None or not torch.is_inference_mode_enabled()  # where nothing is saved
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *params)):
             outputs = _Outputs.apply(_Inputs.apply(call, *inputs, *params), call, inputs)  # type: ignore[no-untyped-call]
         else:
@@ -89,7 +88,7 @@ class _Call:
         self.owner, self.spec, self.places = owner, spec, places
         self.flat = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
         self.device, self.lead = first.device, first.shape[:-1]
-        self.tokens, self.size = math.prod(self.lead), 0
+        self.tokens, self.size = math.prod(self.lead), TOKENS if first.device.type == "cpu" else TOKENS_ON_DEVICE
         self.out_spec: Any = None
         self.grads: tuple[Tensor | None, ...] = ()  # of the outputs, in backward
         self.others: dict[int, Any] = {}  # what the module returns beside tensors, by place
@@ -123,7 +122,7 @@ class _Call:
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All outputs that are tensors, tile by tile."""
         found: list[Tensor] = []
-        versions, random, seen = [tensor._version for tensor in inputs], _random(self.device), _captured()
+        versions, random, seen = _versions(inputs), _random(self.device), _captured()
         for rows in self.tiles():
             count = rows.stop - rows.start
             with torch.no_grad():
@@ -169,7 +168,7 @@ class _Call:
                 f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
                 "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
             )
-        if [tensor._version for tensor in inputs] != versions:
+        if _versions(inputs) != versions:
             raise RuntimeError(f"{name!r} changes its input in place, and backward computes it again; leave it out of tile_sequence(modules=...)")
         if seen != _captured():
             raise RuntimeError(
@@ -180,11 +179,11 @@ class _Call:
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Check on two tokens that each one's output is its own."""
-        versions, random, seen = [tensor._version for tensor in inputs], _random(self.device), _captured()
+        versions, random, seen = _versions(inputs), _random(self.device), _captured()
         found = []
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
             copies = [self.tile(tensor, rows).clone() for tensor in inputs]
-            before = [copy._version for copy in copies]
+            before = _versions(copies)
             count = rows.stop - rows.start
             leaves = [leaf for leaf in tree_leaves(self.call(copies)) if isinstance(leaf, Tensor)]
             for leaf in leaves:
@@ -199,24 +198,29 @@ class _Call:
                     "tokens; leave it out of tile_sequence(modules=...)"
                 )
 
-    def fit(self, inputs: Sequence[Tensor], max_nbytes: int) -> int:
-        """How many tokens' activations, and the gradients of these, ``max_nbytes`` has room for, as a power of two: measured on one token."""
-        found: dict[int, int] = {}
+    def refuse_large(self, inputs: Sequence[Tensor], max_nbytes: int) -> None:
+        """Refuse a tile whose activations, and the gradients of these, take more: what a call of one token twice saves beyond one of it once."""
+        found: list[dict[int, int]] = []
 
         def count(tensor: Tensor) -> Tensor:
             if not isinstance(tensor._base if tensor._base is not None else tensor, nn.Parameter):
-                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+                found[-1][tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             return tensor.detach()
 
         random = _random(self.device)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
-            kept = self.call([self.tile(tensor, slice(0, 1)).clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs])
+        for copies in (1, 2):
+            found.append({})
+            tokens = [torch.cat([self.tile(tensor, slice(0, 1))] * copies, -2).requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+                kept = self.call(tokens)
+            del kept
         _random(self.device, random)
-        del kept
-        one = 2 * sum(found.values())
-        if one > max_nbytes:
-            raise ValueError(f"max_nbytes={max_nbytes} has no room for one token of {self.owner.name!r}, whose activations and gradients take {one}")
-        return 1 << int(math.log2(max_nbytes / one)) if one else self.tokens
+        needed = 2 * (sum(found[1].values()) - sum(found[0].values())) * self.size
+        if needed > max_nbytes:
+            raise ValueError(
+                f"max_nbytes must be at least {needed}: as much as a tile of {self.size} tokens of {self.owner.name!r} takes, its activations and "
+                f"their gradients; got {max_nbytes}. Raise it, or leave the module out of tile_sequence(modules=...)"
+            )
 
 
 class _Inputs(torch.autograd.Function):
@@ -302,6 +306,10 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
         if not isinstance(child, (nn.ModuleList, Tile)):
             found += _own(child)
     return [param for param in found if param is not None]
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # without a backward, writes do no harm
 
 
 def _random(device: torch.device, state: Tensor | None = None) -> Tensor:

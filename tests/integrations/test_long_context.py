@@ -30,6 +30,7 @@ from tests.world import run_world
 from zk import deferred_logits, token_tiles
 from zk.deferred_logits import DeferredLogits
 from zk.integrations.huggingface import ZeroTrainer
+from zk.linear_loss import LinearLoss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,6 +96,25 @@ def test_loss_and_gradients_are_those_of_the_model_and_no_logits_are_computed(na
                 continue
             assert error(got.grad, want.grad) < 1e-5, what
     assert computed == []
+
+
+def test_max_nbytes_limits_tiles_and_logits_and_changes_no_bit() -> None:
+    sizes, found = [], []
+    logits = LinearLoss._logits
+    for max_nbytes in (None, "16KiB", 4 * 8 * 64):
+        _, model = pair("llama")
+        zk.long_context(model, max_nbytes=max_nbytes)
+        with mock.patch.object(LinearLoss, "_logits", lambda *args: sizes.append(len(args[2])) or logits(*args)):
+            if max_nbytes == 4 * 8 * 64:
+                with pytest.raises(ValueError, match=r"at least \d+: .* a tile of 5 tokens of 'model\.layers\.0\.mlp'"):
+                    model(**ids_of())
+                zk.untile_sequence(model)
+            loss = model(**ids_of()).loss
+            loss.backward()
+        found.append([loss, *(param.grad for param in model.parameters())])
+    assert set(sizes) == {71, 64, 71 - 64}
+    assert all(torch.equal(*two) for two in zip(*found[:2], strict=True))
+    assert all(error(*two) < 1e-5 for two in zip(found[2], found[0], strict=True))
 
 
 def test_logits_that_are_used_are_those_of_the_model(computed: list[Any]) -> None:
