@@ -279,7 +279,7 @@ MUON = [
 
 # vectors too; statistics of rows and columns, codes and scales of blocks
 ADAFACTOR = [
-    Case(stage=0, dtype="bf16", optimizer="Adafactor", model="sometimes", steps=3),
+    Case(stage=0, dtype="bf16", optimizer="Adafactor", model="sometimes", tier="device", steps=3),
     Case(stage=1, dtype="fp16", optimizer="Adafactor and AdamW", model="tied", accumulation=2, steps=3),
     Case(stage=2, dtype="bf16", optimizer="Adafactor", model="frozen", tier="nvme", adversary=True, steps=3),
     Case(stage=3, dtype="fp32", optimizer="Adafactor", model="unfreezing", overlap_step=True, steps=4),

@@ -134,15 +134,53 @@ def test_bytes_of_what_computes_in_fp32_are_those_of_real_optimizers(tier: str, 
     are_real(zk.ZeroConfig(stage=3, dtype="bf16", compute_dtype="fp32", **where), WIDE, apart, tmp_path)
 
 
-def are_real(config: zk.ZeroConfig, size: GPTConfig, apart: bool, tmp_path: Path) -> None:
-    """Check the bytes that are planned for a config against an optimizer's."""
-    planned = footprint(Shape.of(gpt_decoder(size), "gpt"), config, machine(gpu_nbytes=GIB if apart else None))
+def adafactor(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adafactor(model.parameters())]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = {param for name, param in model.named_parameters() if param.ndim == 2 and "blocks" in name}
+    return [torch.optim.Muon(matrices), torch.optim.AdamW([param for param in model.parameters() if param not in matrices])]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stage", "param_tier", "optimizer_tier", "dtype"),
+    [
+        ("adafactor", 2, "device", "host", "bf16"),
+        ("adafactor", 3, "nvme", "nvme", "fp16"),
+        ("muon", 2, "device", "host", "bf16"),
+        ("muon", 2, "device", "nvme", "fp32"),
+    ],
+)
+def test_bytes_of_whole_parameters_are_those_of_real_optimizers(
+    optimizer: str, stage: int, param_tier: str, optimizer_tier: str, dtype: str, tmp_path: Path
+) -> None:
+    drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
+    config = zk.ZeroConfig(stage=stage, dtype=dtype, param_tier=param_tier, optimizer_tier=optimizer_tier, **drive)  # type: ignore[arg-type]
+    are_real(config, WIDE, False, tmp_path, optimizer, {"adafactor": adafactor, "muon": muon}[optimizer])
+
+
+def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters())]
+
+
+def are_real(
+    config: zk.ZeroConfig,
+    size: GPTConfig,
+    apart: bool,
+    tmp_path: Path,
+    name: str = "adamw",
+    made: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw,
+) -> None:
+    """Check the bytes that are planned for a config against those of the optimizer that is ``made``."""
+    shape = dataclasses.replace(Shape.of(gpt_decoder(size), "gpt"), optimizer=name)
+    planned = footprint(shape, config, machine(gpu_nbytes=GIB if apart else None))
 
     def loss(model: Any, seed: int) -> Tensor:
         ids = torch.randint(0, size.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
         return model(ids[:, :-1], ids[:, 1:])  # type: ignore[no-any-return]
 
-    compare(planned, lambda: model_of(size), ".up", loss, config, apart, tmp_path)
+    compare(planned, lambda: model_of(size), ".up", loss, config, apart, tmp_path, made)
 
 
 def compare(
@@ -153,6 +191,7 @@ def compare(
     config: zk.ZeroConfig,
     apart: bool,
     folder: Path,
+    made: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw,
 ) -> None:
     """Check what was planned against the third step of a real optimizer. ``inside``: how the names of layers end that come late in a block."""
     real: Counter[tuple[str, str]] = Counter()
@@ -165,7 +204,7 @@ def compare(
     link = SlowestLink()
     with pretend(link) if apart else torch.enable_grad():
         model = build()
-        with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), config) as optimizer:
+        with zk.ZeroOptimizer(model, made(model), config) as optimizer:
             for name, module in model.named_modules():
                 if name.endswith(inside):
                     module.register_forward_hook(look)
@@ -735,3 +774,33 @@ def test_a_model_that_is_none_is_told_what_one_may_be(spec: str) -> None:
     done = CliRunner().invoke(app, ["plan", spec])
     assert done.exit_code == 2 and "a model is gpt:SIZE" in done.output and "Errno" not in done.output
     assert ("there is no file 'nofile.json'" in done.output) == bool(spec)
+
+
+def test_a_plan_is_made_for_an_optimizer_by_name() -> None:
+    def planned(*options: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "8GiB", "--ram", "32GiB", "--json", *options])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    found = {name: planned("--optimizer", name) for name in ("adamw", "lion", "adafactor")}
+    largest_of = {name: plan["largest"]["host"]["num_params"] for name, plan in found.items()}
+    assert largest_of["adamw"] < largest_of["lion"] < largest_of["adafactor"]
+    kinds = next(option["kinds"] for option in found["adafactor"]["options"] if option["config"] == {**option["config"], "optimizer_tier": "host"})
+    assert kinds["host_moments_nbytes"] < 0.01 * kinds["host_master_nbytes"]
+    assert "elementwise=True" in found["lion"]["recommended"]["python"]
+    text = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "8GiB", "--ram", "32GiB", "--optimizer", "sgd"], env={"COLUMNS": "160"}).output
+    assert "by sgd" in text and "optimizer's state" in text and "Adam's moments" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--optimizer", "adan"], "--optimizer must be one of adamw, adam, sgd, lion, muon, adafactor"),
+        (["--optimizer", "adafactor", "--state-dtype", "8bit"], "state_dtype='8bit' is for AdamW and Adam"),
+        (["--optimizer", "muon", "--update-on", "device"], "--update-on device needs Adam or AdamW"),
+    ],
+)
+def test_a_plan_for_an_optimizer_that_cannot_be_is_refused(options: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "8GiB", "--ram", "32GiB", *options], env={"COLUMNS": "1000"})
+    assert done.exit_code != 0
+    assert says in done.output

@@ -75,6 +75,7 @@ SIZES = {
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
     # 20 and 200 for checkpoints that stop before tiles
     # 30 and 230 for checkpoints that stop before tiles, and limits of both long_context's tiles and logits
+    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan
     "beside the core": (5_424, 42_405),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
@@ -89,6 +90,7 @@ SIZES = {
     # 25 and 285 for what DeepSpeed's estimator says of the same
     # 30 and 470 for updates on the device: their bytes, times and share
     # 17 and 150 for the share of no-offload speed, and either side of the update
+    # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
     "plan": (2_075, 19_029),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit

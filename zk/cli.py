@@ -119,6 +119,10 @@ def plan(
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     compute_dtype: Annotated[str | None, typer.Option(help="fp32: parameters rest in --dtype, and are gathered and computed with in fp32.")] = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(help="adamw, adam, sgd (with momentum), lion, muon (with AdamW beside), adafactor, nadam, radam, rmsprop or adagrad."),
+    ] = "adamw",
     state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32, bf16 or 8bit.")] = "fp32",
     adapters: Annotated[
         str | None, typer.Option(help="Train adapters over the frozen model: rank=16, of LoRA on all linear layers of its blocks.")
@@ -199,7 +203,7 @@ def plan(
         if sequence is not None and tokens % (sequence * accumulate):
             raise ValueError(f"--tokens must be whole sequences in each micro-batch, of --sequence {sequence}; got {tokens} in {accumulate}")
         shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
-        shape = dataclasses.replace(shape, sequence=sequence or 0)
+        shape = dataclasses.replace(shape, sequence=sequence or 0, optimizer=optimizer.lower())
         side: str | float = float(update_on) if update_on.replace(".", "", 1).isdecimal() else update_on
         found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate, side, compute_dtype)
         if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from zk.config import ZeroConfig
 from zk.kernels.codec import state_fields
 from zk.materialize import place_of
 from zk.offload.nvme import Excerpt
-from zk.offload.packing import Kept, Packing
+from zk.offload.packing import Kept, Packing, packed_nbytes
 from zk.offload.rules import Rule
 from zk.offload.spill import chunks_of
 from zk.offload.streamed import buffer_nbytes
@@ -123,7 +124,12 @@ class Placement:
 
     def packed_nbytes(self, unit: Unit) -> int:
         """Bytes of what is kept of whole parameters, on the rank that has the most."""
-        return max((packing.nbytes for packing in self._packings(unit)), default=0)
+        if not unit.trained or not self.layout(unit).is_whole:
+            return 0
+        layout, by_rank = self.layout(unit), Counter[int]()
+        for offset, kept in zip(layout.offsets, self.packing(unit, 0).kept, strict=True):
+            by_rank[offset // layout.shard_numel if self.config.stage else 0] += packed_nbytes(kept)
+        return max(by_rank.values())
 
     def chunks(self, unit: Unit, numel: int) -> list[list[tuple[int, int]]]:
         """Elements of each chunk on the drive of ``numel`` elements of a unit, and bytes that are packed there: for each rank that differs."""

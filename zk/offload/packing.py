@@ -48,6 +48,11 @@ def part_of(fields: Mapping[str, Tensor], here: slice) -> dict[str, Tensor]:
     return {name: field if name == PACKED else field[here] for name, field in fields.items()}
 
 
+def packed_nbytes(kept: Mapping[str, Kept]) -> int:
+    """Bytes that all that is kept of one parameter takes."""
+    return sum(-(-one.nbytes // _ALIGN) * _ALIGN for one in kept.values())
+
+
 class Packing:
     """Places of what is kept of the parameters in one rank's slice of a unit.
 
@@ -58,7 +63,7 @@ class Packing:
 
     def __init__(self, starts: Mapping[int, int], kept: Sequence[Mapping[str, Kept]]) -> None:
         self.kept, self.indices = kept, sorted(starts, key=lambda index: starts[index])
-        sizes = [sum(-(-one.nbytes // _ALIGN) * _ALIGN for one in kept[index].values()) for index in self.indices]
+        sizes = [packed_nbytes(kept[index]) for index in self.indices]
         self.starts, self.ends = [starts[index] for index in self.indices], [0, *itertools.accumulate(sizes)]
         self.offsets = dict(zip(self.indices, self.ends, strict=False))
 

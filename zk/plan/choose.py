@@ -13,10 +13,10 @@ from torch import nn
 from zk.config import ZeroConfig
 from zk.kernels.codec import state_fields
 from zk.linear_loss import PIECE, PIECE_ON_DEVICE
-from zk.offload.rules import AdamRule
 from zk.offload.streamed import best_share
 from zk.plan.check import changes
 from zk.plan.footprint import CPU, Footprint, footprint_of
+from zk.plan.optimizers import check_optimizer, has_kernel, rules_of, shape_of_numel
 from zk.plan.shape import Shape, whole
 from zk.plan.speed import Machine, Step, step_of
 from zk.token_tiles import TOKENS, TOKENS_ON_DEVICE
@@ -67,7 +67,7 @@ class Plan:
 
 
 def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 0, micro_batches: int = 1) -> Footprint:
-    """Bytes of training ``shape`` with AdamW on each rank, for ``tokens`` tokens of activations (none: 0), in micro-batches that go together.
+    """Bytes of training ``shape`` with its optimizer on each rank, for ``tokens`` tokens of activations (none: 0), in micro-batches that go together.
 
     ``config`` names a dtype, and both budgets with "auto" tiers. Raises ValueError where the budgets do not do, as ZeroOptimizer does.
     """
@@ -76,19 +76,26 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     shape = shape.part(machine.tensor)
     model, units, blocks = nn.Module(), list[Unit](), defaultdict[Any, nn.Module](nn.Module)
     experts = config.stage == 3 and machine.shards == 1  # travel alone; over ranks those that are in use are there with their block
+    matrices, others = list[nn.Parameter](), list[nn.Parameter]()
     for alike in shape.units:
         parts = (experts and alike.parts) or (dataclasses.replace(alike, count=1),)
         made, block = list[Unit](), blocks[alike.block, alike.count]
         for one in parts:
-            params = [nn.Parameter(torch.empty(numel, device="meta"), requires_grad=one.trained) for numel in one.numels]
+            shapes = one.shapes or [shape_of_numel(numel, shape.width) for numel in one.numels]
+            params = [nn.Parameter(torch.empty(size, device="meta"), requires_grad=one.trained) for size in shapes]
             place = model if one.rest else block
             if made:
                 block.expert = place = nn.Module()
+            inside = [param for param in params if param.ndim == 2 and not one.rest and one.trained]
+            outside = [param for param in params if not any(param is other for other in inside)]
+            matrices, others = [*matrices, *inside], [*others, *outside]
             is_widened = one.dtype is None and config.compute_dtype is not None
-            made += [Unit("", [place], params, [], one.trained, one.dtype or config.dtype, CPU, is_widened=is_widened)] * one.count
+            for together in (inside, outside) if shape.optimizer == "muon" else (params,):  # what others update travels apart
+                unit = Unit("", [place], together, [], one.trained, one.dtype or config.dtype, CPU, is_widened=is_widened)
+                made += [unit] * one.count * bool(together)
         units += made * alike.count
-    groups = [{"params": [param for unit in {id(unit): unit for unit in units}.values() for param in unit.params]}]
-    found = footprint_of(model, units, config, machine.shards, machine.joined, [AdamRule(decoupled=True)] * len(groups), groups)
+    rules, groups = rules_of(shape.optimizer, matrices, others)
+    found = footprint_of(model, units, config, machine.shards, machine.joined, rules, groups)
     found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
     found.sizes["device", "dequantized"] = config.computes.itemsize * max((one.dequantized for one in shape.units), default=0)
     if machine.replicas > 1:  # the largest shard in fp32, its parts as they are sent and as they come, and the mean
@@ -136,8 +143,10 @@ def configs(
     nvme_path: str,
     update_on: str | float = "auto",
     compute_dtype: str | torch.dtype | None = None,
+    optimizer: str = "adamw",
 ) -> list[ZeroConfig]:
     """Every sensible choice, the simplest first. ``update_on``: of state that rests in other memory than a GPU's."""
+    said: dict[str, Any] = {"elementwise": True} if optimizer == "lion" else {}  # torch has none
     found = []
     for stage, param_tier, optimizer_tier in _CHOICES:
         tiers: Any = {"param_tier": param_tier, "optimizer_tier": optimizer_tier}
@@ -146,7 +155,7 @@ def configs(
         drive = nvme_path if machine.nvme_nbytes and {"nvme", "auto"} & set(tiers.values()) else None
         tiers |= {"update_on": update_on} if optimizer_tier != "device" and not machine.joined else {}
         if compute_dtype is None or stage == 3:
-            found.append(ZeroConfig(stage=stage, dtype=dtype, compute_dtype=compute_dtype, state_dtype=state_dtype, nvme_path=drive, **tiers))
+            found.append(ZeroConfig(stage=stage, dtype=dtype, compute_dtype=compute_dtype, state_dtype=state_dtype, nvme_path=drive, **tiers, **said))
     return found
 
 
@@ -243,9 +252,12 @@ def plan(
 ) -> Plan:
     """Look at every choice. ValueError where ranks, or the model, or tokens, cannot be divided as is asked for."""
     _check_division(shape, machine)
+    check_optimizer(shape.optimizer, ZeroConfig(state_dtype=state_dtype).state_dtype, update_on)
+    if not has_kernel(shape.optimizer):
+        update_on = "host"
     if tokens % micro_batches:
         raise ValueError(f"--accumulate must divide --tokens, those of a step; {tokens} is not divided by {micro_batches}")
-    every = configs(machine, dtype, state_dtype, nvme_path, update_on, compute_dtype)
+    every = configs(machine, dtype, state_dtype, nvme_path, update_on, compute_dtype, shape.optimizer)
     options = [option for config in every if (option := consider(shape, config, machine, tokens, micro_batches)) is not None]
     fitting = [option for option in options if option.fits]
     # of those that are alike, as all stages are on one rank: parameters that are not moved, and the higher stage
@@ -270,13 +282,13 @@ def faster(found: Plan) -> dict[str, float]:
     path = str(config.nvme_path[0]) if config.nvme_path else "/nvme"  # type: ignore[index]
     gib = machine.ram_nbytes / 2**30
     changed = {
-        'state_dtype="bf16"': (machine, torch.bfloat16),
+        'state_dtype="bf16"': (machine, torch.bfloat16 if has_kernel(found.shape.optimizer) else config.state_dtype),
         f"{gib:.0f} GiB more RAM": (dataclasses.replace(machine, ram_nbytes=2 * machine.ram_nbytes), config.state_dtype),
         "a drive twice as fast": (dataclasses.replace(machine, disk_gbps=2 * machine.disk_gbps), config.state_dtype),
     }
     helps: dict[str, float] = {}
     for what, (where, state) in changed.items():
-        every = configs(where, config.dtype, state, path, found.update_on, config.compute_dtype)
+        every = configs(where, config.dtype, state, path, found.update_on, config.compute_dtype, found.shape.optimizer)
         options = [option for one in every if (option := consider(found.shape, one, where, found.tokens, found.micro_batches)) is not None]
         shortest = min((option.step.seconds for option in options if option.fits), default=found.best.step.seconds)
         if shortest < 0.9 * found.best.step.seconds:
@@ -347,6 +359,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
 
     return {
         "model": {"name": found.shape.name, **model(found.shape)},
+        "optimizer": found.shape.optimizer,
         "machine": dataclasses.asdict(found.machine),
         "tokens": found.tokens,
         "micro_batches": found.micro_batches,

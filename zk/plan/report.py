@@ -10,6 +10,7 @@ from rich.table import Table
 
 from zk.monitor.words import count, seconds, size
 from zk.plan.choose import Option, Plan, as_python, faster, shown
+from zk.plan.optimizers import has_kernel
 from zk.plan.speed import USABLE, Machine
 
 TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
@@ -39,7 +40,10 @@ def print_plan(console: Console, plan: Plan) -> None:
     width = f", width {shape.width}" if shape.width else ""
     active = f" ({count(shape.num_active)} for each token)" if shape.num_active < shape.num_params else ""
     trained = f", {count(shape.num_trained)} of them trained" if shape.num_trained < shape.num_params else ""
-    console.print(f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}", highlight=False)
+    by = f", by {shape.optimizer}" * (shape.optimizer != "adamw")
+    console.print(
+        f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}{by}", highlight=False
+    )
     console.print(_machine(plan.machine, plan.tokens, plan.shape.sequence), highlight=False, style="dim")
     table = _table("each rank", ("stage", "params", "optimizer"), TIERS.values())
     table.padding = (0, 1, 0, 0)
@@ -74,6 +78,9 @@ def print_plan(console: Console, plan: Plan) -> None:
         "from the rates above: not measured. Speed is a share of that of compute alone, as without offload.",
         style="dim",
     )
+    if not has_kernel(shape.optimizer):
+        products = ", and Muon's matrix products come on top" * (shape.optimizer == "muon")
+        console.print(f"The update of an element is taken to be as fast as Adam's{products}.", style="dim")
 
 
 def _folded(plan: Plan) -> Iterator[tuple[tuple[str, ...], list[int], bool, bool]]:
@@ -156,7 +163,7 @@ def _recommend(console: Console, plan: Plan) -> None:
     for kind, words in _KINDS.items():
         row = [plan.best.found.sizes[tier, kind] for tier in TIERS]
         if any(row):
-            table.add_row(words, *map(size, row))
+            table.add_row(words if kind != "moments" or has_kernel(plan.shape.optimizer) else "optimizer's state", *map(size, row))
     console.print(table)
     if (estimate := deepspeed_nbytes(plan, plan.best)) is not None:
         gpu, cpu = (size(nbytes) for nbytes in estimate)
@@ -170,7 +177,7 @@ def deepspeed_nbytes(plan: Plan, option: Option) -> tuple[int, int] | None:
     defaults (DeepSpeed 0.19); None for what they do not know: no GPU, frozen parameters, tensor parallel ranks.
     """
     shape, machine, config = plan.shape, plan.machine, option.config
-    if machine.joined or shape.num_trained < shape.num_params or machine.tensor > 1:
+    if not has_kernel(shape.optimizer) or machine.joined or shape.num_trained < shape.num_params or machine.tensor > 1:
         return None
     total, largest = shape.num_params, max(numel for unit in shape.units for numel in unit.numels)
     ranks, here, machines = machine.world, machine.per_machine, -(-machine.world // machine.per_machine)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class Units:
     beside_nbytes: int = 0  # of one unit: what belongs to it and stays on the device
     dequantized: int = 0  # elements of one unit that are there in full precision at once, while it is computed with
     parts: tuple[Units, ...] = ()  # of each of them, where its experts travel alone
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)  # of each parameter, where they are known
 
     @property
     def numel(self) -> int:
@@ -161,6 +163,7 @@ class Shape:
     decoder: Decoder | None = None
     divided: Callable[[Decoder], tuple[Units, ...]] = whole  # a decoder into units
     sequence: int = 0  # tokens of one sequence that zk.long_context trains on; 0: sequences are short, and nothing is tiled
+    optimizer: str = "adamw"  # a name of zk.plan.optimizers
 
     @classmethod
     def of(cls, decoder: Decoder, name: str, divided: Callable[[Decoder], tuple[Units, ...]] = whole) -> Shape:
@@ -193,7 +196,7 @@ class Shape:
 
     def _of(self, decoder: Decoder) -> Shape:
         """The same of another decoder."""
-        return dataclasses.replace(Shape.of(decoder, self.name, self.divided), sequence=self.sequence)
+        return dataclasses.replace(Shape.of(decoder, self.name, self.divided), sequence=self.sequence, optimizer=self.optimizer)
 
     def grown(self, factor: float) -> Shape:
         """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""
@@ -368,12 +371,13 @@ def shape_of_module(model: nn.Module, name: str) -> Shape:
     blocks: dict[nn.Module, list[Any]] = {}
     for unit in found:
         dtype = None if unit.dtype == torch.float64 else unit.dtype
-        blocks.setdefault(unit.anchors[0], []).append((tuple(sorted(param.numel() for param in unit.params)), unit.trained, dtype))
+        shapes = tuple(sorted((tuple(param.shape) for param in unit.params), key=lambda shape: (math.prod(shape), shape)))
+        blocks.setdefault(unit.anchors[0], []).append((shapes, unit.trained, dtype))
     alike = Counter((tuple(parts), anchor is model) for anchor, parts in blocks.items())
     units = tuple(
-        Units(numels, count, trained, rest, 0 if rest else number, dtype)
+        Units(tuple(map(math.prod, shapes)), count, trained, rest, 0 if rest else number, dtype, shapes=shapes)
         for number, ((parts, rest), count) in enumerate(alike.items())
-        for numels, trained, dtype in parts
+        for shapes, trained, dtype in parts
     )
     if not units:
         raise ValueError(f"{name!r} has no parameters")
