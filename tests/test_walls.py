@@ -57,10 +57,10 @@ SIZES = {
     # torch's state dicts and back, and the trial of unknown ones
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
-    # 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered; 43 and 485 for small blocks that travel together
-    "core": (14_912, 114_245),
+    # 43 and 485 for small blocks that travel together
+    "core": (14_950, 114_740),
     # 3 and 80 for units of several blocks
-    "accumulation": (940, 7_800),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    "accumulation": (943, 7_880),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -76,7 +76,7 @@ SIZES = {
     # 20 and 200 for checkpoints that stop before tiles
     # 30 and 230 for checkpoints that stop before tiles, and limits of both long_context's tiles and logits
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan
-    "beside the core": (5_424, 42_405),
+    "beside the core": (5_438, 42_515),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -92,7 +92,7 @@ SIZES = {
     # 17 and 150 for the share of no-offload speed, and either side of the update
     # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
-    "plan": (2_075, 19_029),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (2_152, 19_840),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
@@ -103,7 +103,6 @@ SIZES = {
     # 35 and 345 for callbacks that write traces
     # 75 and 675 for the callbacks that write the file of a run; 90 and 780 for DeepSpeed's flops_profiler; 15 and 75 for --deepspeed of a Trainer
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
-    # 3 and 20 for the precision of compute beside Lightning's
     "integrations": (3_191, 21_840),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
@@ -134,7 +133,7 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
 # at stage 3 one asks if a unit of several blocks is used no more
-STEPS = {2: (32, 150, 12, 8), 3: (32, 149, 12, 8)}
+STEPS = {2: (32, 150, 12, 8), 3: (32, 150, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training
 # files: three more for what was in optimizer.py; functions: one more that takes the norm, for step() and for clip_grad_norm_()
