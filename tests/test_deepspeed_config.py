@@ -839,6 +839,54 @@ def test_a_run_goes_on_from_its_checkpoint(tag: str | None, tmp_path: Path, capl
     without.destroy()
 
 
+def saved_by_ranks(root: str) -> str:
+    """Save with a tag, and load at once; then let the second rank see another folder than the first."""
+    engine = make({"zero_optimization": {"stage": 2}})
+    engine.backward(loss_of(engine, batch(0)))
+    engine.step()
+    for tag in ("first", "second"):
+        engine.save_checkpoint(root, tag)
+        folder, _ = engine.load_checkpoint(root)
+        assert folder == str(Path(root, tag))
+    try:
+        engine.load_checkpoint(root if engine.global_rank == 0 else root + "/elsewhere")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing was refused"
+
+
+def test_ranks_see_what_was_saved_as_soon_as_the_call_returns(tmp_path: Path) -> None:
+    for found in run_world(2, saved_by_ranks, [str(tmp_path)])[0]:
+        assert re.search(r"ranks see different checkpoints in .* \(rank 0: second, rank 1: nothing\)", str(found))
+
+
+@pytest.mark.device
+def test_states_give_their_memory_back_and_take_it_again(tmp_path: Path) -> None:
+    engine = make({"zero_optimization": {"stage": 2}})
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    on_drive = make({"zero_optimization": {"stage": 3, "offload_optimizer": drive, "offload_param": drive}})
+    for one, device in ((engine, "cpu"), (on_drive, "nvme")):
+        one.backward(loss_of(one, batch(0)))
+        one.step()
+        want = {name: value.clone() for name, value in one.optimizer.consolidated_state_dict().items()}
+        one.offload_states(device=device)
+        if device == "nvme":
+            with pytest.raises(RuntimeError, match="parked"):
+                loss_of(one, batch(1))
+        one.reload_states()
+        found = one.optimizer.consolidated_state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in want.items())
+        one.set_lr(0.5)
+        assert one.get_lr() == [0.5]
+    for options, says in (({"include": ["hp_params"]}, "leave include out"), ({"device": "nvme"}, "where the config has an nvme_path")):
+        with pytest.raises(ValueError, match=says):
+            engine.offload_states(**options)  # type: ignore[arg-type]
+    engine.destroy()
+    on_drive.destroy()
+
+
 def test_a_checkpoint_of_deepspeeds_is_to_be_imported_and_then_goes_on(tmp_path: Path) -> None:
     name = "zero2-bf16"
     model = Tiny()

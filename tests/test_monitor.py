@@ -317,8 +317,13 @@ def test_progress_prints_lines_to_files_and_renews_one_in_a_terminal(monkeypatch
                 pattern = r"zk: step 1/3 \| loss 2\.5 \| \d s \| eta \d+ s \| [\d,]+ tok/s \| [\de+.]+ m?s/step \| .*host [\d.]+/\d+ GiB"
                 assert re.fullmatch(pattern, first), first
                 assert last.startswith("zk: step 3/3 | loss 0.5 |") and "eta" not in last
+        optimizer.counters["skipped_steps"] = 2
+        assert " | 2 skipped | " in zk.Progress(optimizer, file=io.StringIO()).line()
         quiet = io.StringIO()
         monkeypatch.setenv("ZK_QUIET", "1")
+        for loss in ("2.5", torch.zeros(3)):
+            with pytest.raises(TypeError, match="loss must be a number, or a tensor of one element; got"):
+                zk.Progress(optimizer, file=quiet).step(loss)
         with zk.Progress(optimizer, file=quiet) as progress:
             progress.step(1.0)
         assert quiet.getvalue() == ""

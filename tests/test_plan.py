@@ -492,7 +492,7 @@ def test_a_decoder_grows_in_width_and_depth() -> None:
         ("gpt:layers=0", "got 'layers=0'"),
         ("gpt:width=30,heads=4", "multiple of heads; got 30 and 4"),
         ("what is this", "a model is gpt:SIZE"),
-        ("no.such:thing", "cannot be found.*one of llama:1b, "),
+        ("no.such:thing", "is neither gpt:SIZE.*one of llama:1b, .*No module named"),
         ("tests.test_plan:machine", "must return an nn.Module; it returned a Machine"),
         ("zk.train.gpt:GPT", "to call without arguments .*'config'"),
         ("zk.train.gpt:__name__", "to call without arguments"),

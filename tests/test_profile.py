@@ -82,6 +82,13 @@ def test_a_context_ends_early_and_numbers_are_checked(tmp_path: Path) -> None:
         with zk.profile(optimizer, tmp_path / "none.json", skip=5):
             step(optimizer)
         assert not (tmp_path / "none.json").exists()
+        zk.profile(optimizer, tmp_path / "first.json", steps=1, skip=0)  # each ends while torch goes through hooks
+        zk.profile(optimizer, tmp_path / "second.json", steps=1, skip=1)
+        later: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: later.append(1))
+        for _ in range(3):
+            step(optimizer)
+        assert (tmp_path / "first.json").exists() and (tmp_path / "second.json").exists() and len(later) == 3
         for options in ({"steps": 0}, {"skip": -1}, {"steps": 1.5}):
             with pytest.raises(ValueError, match="must be a number of steps, at least"):
                 zk.profile(optimizer, **options)  # type: ignore[arg-type]

@@ -81,6 +81,8 @@ def parse_nbytes(value: int | str, field: str) -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{field} must be a number of bytes or a string like '24GiB' or '500MB'; got {value!r}")
         nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+        if 0 < nbytes < 1 << 20 and not match[2]:
+            raise ValueError(f"{field} needs a unit, such as {match[1]}GiB or {match[1]}GB; got {value!r}, which is that many bytes")
     else:
         nbytes = value
     if nbytes <= 0:
@@ -101,7 +103,7 @@ def parse_paths(value: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
     """A floating point dtype from its name (``"bf16"``) or itself; ValueError names ``field`` and the choices."""
-    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    dtype = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else value
     if dtype not in DTYPES.values():
         raise ValueError(f"{field} must be one of 'fp32', 'bf16', 'fp16' or the torch dtype; got {value!r}")
     assert dtype is not None
@@ -418,6 +420,8 @@ class ZeroConfig:
     def _check_tiers(self) -> None:
         for name in ("param_tier", "optimizer_tier"):
             tier = getattr(self, name)
+            if isinstance(tier, str):
+                object.__setattr__(self, name, tier := tier.lower())
             if tier not in ("device", "host", "nvme", "auto"):
                 meant = f"; what others call {tier!r} is {_CALLED[tier]!r} here" if isinstance(tier, str) and tier in _CALLED else ""
                 raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}{meant}")

@@ -334,6 +334,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def scaled(self, loss: Tensor) -> Iterator[Tensor]:
         """Context: ``loss`` times the loss scale, of which backward may be called inside; for those who call it themselves."""
         self._check_open()
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss must be a tensor, which the model has made; got {loss!r}")
         self.in_scaled_backward = True
         try:
             yield loss.float() * self.scaler.scale if self.scaler.active else loss

@@ -58,8 +58,14 @@ def begin(final: Path, claim: Claim) -> Path:
     Raises OSError, naming the other run, where another process saves into the same folder.
     """
     root = final.parent
-    root.mkdir(parents=True, exist_ok=True)
-    claim.hold(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        claim.hold(root)
+    except OSError as error:
+        if error.filename == str(root) and not isinstance(error, FileExistsError):
+            raise
+        why = f"no checkpoint can be saved there ({error.strerror}); give a folder on a drive that has room"
+        raise type(error)(error.errno, why, str(root)) from None
     for folder in root.glob(".step-*.replaced"):
         name = folder.with_name(folder.name[1:].removesuffix(".replaced"))
         if name.exists():

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zk.checkpoint import folders, load
 from zk.checkpoint.files import write_durably
 from zk.checkpoint.manifest import Manifest
+from zk.checkpoint.save import together
 from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
 from zk.integrations.deepspeed_monitor import Monitor
@@ -28,8 +29,6 @@ from zk.parallel.comm import world_to_join
 _OF_DEEPSPEED = {
     "timers": "with zk.timeline.Recorder() as recorder: shows what a step spends its time on",
     "dump_state": "print(engine.optimizer.summary())",
-    "offload_states": "with engine.optimizer.parked(): gives the memory back while something else runs",
-    "reload_states": "with engine.optimizer.parked(): takes the memory again at its end",
     "module_state_dict": "engine.optimizer.consolidated_state_dict() has the whole model",
     "allreduce_gradients": "gradients are reduced as backward makes them, or in step()",
     "set_gradient_accumulation_boundary": "zk.ZeroOptimizer, where each step() is the boundary",
@@ -50,6 +49,7 @@ class Engine(nn.Module):
         self.module, self.optimizer, self.lr_scheduler, self._sizes = model, optimizer, scheduler, sizes
         self.device, self.local_rank = optimizer.device, _local_rank(None)
         self.micro_steps, self._was_applied = 0, False
+        self._parked = contextlib.ExitStack()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -150,6 +150,11 @@ class Engine(nn.Module):
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     def get_mom(self) -> list[Any]:
         """The momentum, or the betas, of each group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
@@ -210,6 +215,28 @@ class Engine(nn.Module):
             raise ValueError(f"no_sync() needs whole gradients, and stage {self.optimizer.config.stage} keeps shards of them; leave it out")
         return self.optimizer.no_sync()
 
+    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """Give the memory of training state back until ``reload_states``: ``ZeroOptimizer.parked``, which refuses training meanwhile.
+
+        Args:
+            include: None, which is all states.
+            device: "cpu": the device's memory goes to the host; "nvme": the host's too, to ``nvme_path``.
+            pin_memory: taken for compatibility.
+            non_blocking: the same.
+        """
+        config = self.optimizer.config
+        if include is not None:
+            raise ValueError(f"offload_states(include={include!r}) is not supported: all states give their memory back; leave include out")
+        if str(getattr(device, "value", device)) not in ("cpu", "nvme") or (str(getattr(device, "value", device)) == "nvme" and not config.nvme_path):
+            raise ValueError(f"offload_states(device=) must be 'cpu', or 'nvme' where the config has an nvme_path; got {device!r}")
+        path = config.nvme_path if str(getattr(device, "value", device)) == "nvme" else None
+        if path is not None or not self.optimizer.transfer.joined:  # else all is in host memory as it is
+            self._parked.enter_context(self.optimizer.parked(path))
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Take the memory again that ``offload_states`` gave back, with the same bits."""
+        self._parked.close()
+
     def empty_partition_cache(self) -> None:
         """Release parameters that are gathered."""
         self.optimizer.synchronize()
@@ -248,8 +275,10 @@ class Engine(nn.Module):
         root = Path(save_dir)
         folder = root if tag is None else root / str(tag)
         self.optimizer.save_checkpoint(folder, scheduler=self.lr_scheduler, extra={"client_state": dict(client_state or {})})
-        if tag is not None and save_latest and self.optimizer.comm.rank == 0:
-            write_durably(root / folders.LATEST, str(tag).encode())
+        if tag is not None and save_latest:
+            with together(self.optimizer.everyone, "save_checkpoint()"):  # nobody looks for it before it is there
+                if self.global_rank == 0:
+                    write_durably(root / folders.LATEST, str(tag).encode())
         return True
 
     def load_checkpoint(
@@ -271,7 +300,12 @@ class Engine(nn.Module):
                 "engine.load_checkpoint goes on with all that was saved; to take weights alone, use python -m zk export and load_state_dict, "
                 "and leave the load_* options out"
             )
-        folder = _folder_of(Path(load_dir), tag)
+        with together(self.optimizer.everyone, "load_checkpoint()"):
+            folder = _folder_of(Path(load_dir), tag)
+        seen = self.optimizer.everyone.exchange("nothing" if folder is None else folder.name, "load_checkpoint()")
+        if len(set(seen)) > 1:
+            found = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(seen))
+            raise RuntimeError(f"ranks see different checkpoints in {load_dir} ({found}); it must be one folder that all of them see")
         if folder is None:
             log.warning("%s has no checkpoint; nothing was loaded", load_dir)
             return None, None

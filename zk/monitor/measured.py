@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -76,6 +77,10 @@ def measure_drive(paths: Sequence[str], say: Callable[[str], None]) -> dict[str,
         return found
     from zk.bench.io import passes
 
+    full = [path for path in paths if os.path.isdir(path) and shutil.disk_usage(path).free < 2 * _NBYTES]
+    if full:
+        say(f"the rate of the drive is not known, and not measured, as less than {2 * _NBYTES >> 20} MiB are free at {', '.join(full)}")
+        return None
     say(f"measuring the drive at {', '.join(paths)}, once a month (a few seconds)")
     total = {"read": 0.0, "write": 0.0}
     try:

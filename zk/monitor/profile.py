@@ -61,7 +61,9 @@ class profile:  # a verb, as contextlib's are
         self.readings: list[Reading] = []
         self.next_ns = 0
         self.entered: dict[str, int] = {}  # unit -> when its forward began
-        self.handles: list[RemovableHandle] = [self.optimizer.register_step_post_hook(self._after_step)]
+        self.handles: list[RemovableHandle] = []
+        self.steps = _Steps(self)
+        self.optimizer.register_step_post_hook(self.steps)
         if skip == 0:
             self._start()
 
@@ -90,7 +92,7 @@ class profile:  # a verb, as contextlib's are
         note("forward", unit, self.entered.pop(unit, now_ns()), now_ns(), holds=True)
         self._read()
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self) -> None:
         if self.recorder is None:
             self.skip -= 1
             if self.skip <= 0:
@@ -107,8 +109,9 @@ class profile:  # a verb, as contextlib's are
         _OPEN.discard(self)
         for handle in self.handles:
             handle.remove()
-        recorder, self.recorder, is_open = self.recorder, None, bool(self.handles)
+        recorder, self.recorder, is_open = self.recorder, None, self.steps.of is not None
         self.handles.clear()
+        self.steps.of = None
         if recorder is None or self.optimizer.forked:
             if is_open and self.rank == 0:
                 say(f"zk: no trace in {self.path}: there was no step after those to skip")
@@ -126,6 +129,17 @@ class profile:  # a verb, as contextlib's are
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class _Steps:
+    """Hook after each step, for a profile until that has ended. It stays, as it ends while torch goes through these hooks."""
+
+    def __init__(self, of: profile) -> None:
+        self.of: profile | None = of
+
+    def __call__(self, *_: Any) -> None:
+        if self.of is not None:
+            self.of._after_step()
 
 
 _OPEN: weakref.WeakSet[profile] = weakref.WeakSet()  # whose steps have not all come

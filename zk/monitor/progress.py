@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -107,6 +108,9 @@ class Progress:
             tokens: that this rank has trained in the step.
             more: numbers to show beside it, by name.
         """
+        if loss is not None and not isinstance(loss, Real) and not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise TypeError(f"loss must be a number, or a tensor of one element; got {what}")
         self.done += 1
         self.loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self.rates.tokens += tokens * self.world
@@ -126,6 +130,9 @@ class Progress:
         if self.loss is not None:
             parts.append(f"loss {float(self.loss):.4g}")
         parts += [f"{name} {float(value):.3g}" for name, value in (more or {}).items()]
+        optimizer = self.rates.optimizer()
+        if optimizer is not None and optimizer.counters["skipped_steps"]:
+            parts.append(f"{optimizer.counters['skipped_steps']} skipped")
         now, timed = time.monotonic(), self.done - self.first
         parts.append(duration(now - self.started))
         if self.total and timed > 0 and self.done < self.total:

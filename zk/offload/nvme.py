@@ -395,8 +395,8 @@ class File:
                 free = os.statvfs(os.path.dirname(os.path.abspath(path)))
                 raise OSError(
                     error.errno,
-                    f"{nbytes} bytes ({nbytes / 2**30:.2f} GiB) are needed and {free.f_bavail * free.f_frsize} "
-                    f"({free.f_bavail * free.f_frsize / 2**30:.2f} GiB) are free ({os.strerror(error.errno)})",
+                    f"{nbytes} bytes ({nbytes / 2**20:,.1f} MiB) are needed and {free.f_bavail * free.f_frsize} "
+                    f"({free.f_bavail * free.f_frsize / 2**20:,.1f} MiB) are free ({os.strerror(error.errno)})",
                     path,
                 ) from None
             raise OSError(error.errno, f"reserving {nbytes} bytes failed ({error.strerror})", path) from None

@@ -5,6 +5,7 @@ The sizes are those of the models' own configurations.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -55,6 +56,19 @@ def named(spec: str) -> Mapping[str, Any] | None:
     more = values.pop() if isinstance(values[-1], dict) else {}
     config = dict(zip(_NAMES, values, strict=True))
     return {"model_type": kind, **config, **more, "moe_intermediate_size": config["intermediate_size"]}
+
+
+def closest(spec: str) -> str:
+    """Words that name the model of the table whose name is most like this one; empty if none is."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    size = re.search(r"\d+(\.\d+)?[mbt]$", spec.lower())
+    names = {plain(name): name for name in (*KNOWN.split(", "), *(f"{family}:{size[0]}" for family in ("gpt", "moe") if size))}
+    for match in difflib.get_close_matches(plain(spec.rpartition("/")[2]), names, 1, 0.7):
+        return f"; the closest one is {names[match]!r}"
+    return ""
 
 
 def cached(spec: str) -> Path | None:
