@@ -19,7 +19,7 @@ import zk
 from tests.world import run_world
 from zk import units
 from zk.offload import nvme
-from zk.store import State
+from zk.store import State, UnitStore
 from zk.units import find_units
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
@@ -182,36 +182,42 @@ def test_small_neighbours_are_one_unit_up_to_a_size_and_others_stay() -> None:
     assert found(plain, groups=groups)["0 to 15"] == [f"{number}.weight" for number in (*range(0, 16, 2), *range(1, 16, 2))]
 
 
-def counted(call: Callable[[], object]) -> int:
-    """Requests to a drive."""
-    start, count = nvme.File._start, 0
+def counted(owner: type, name: str, call: Callable[[], object]) -> int:
+    """Calls of a method while ``call`` runs."""
+    method, count = getattr(owner, name), 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
-        return start(*args, **kwargs)
+        return method(*args, **kwargs)
 
-    with mock.patch.object(nvme.File, "_start", counting):
+    with mock.patch.object(owner, name, counting):
         call()
     return count
 
 
-def test_a_unit_of_many_blocks_moves_once_for_all_of_them() -> None:
+@pytest.mark.parametrize("vertical", (False, True))
+def test_a_unit_of_many_blocks_moves_once_for_all_of_them(vertical: bool) -> None:
     def step(optimizer: zk.ZeroOptimizer) -> None:
-        loss_of(optimizer.model, 0).backward()  # type: ignore[no-untyped-call]
+        if vertical:
+            optimizer.accumulate([0, 1], loss_of)
+        else:
+            loss_of(optimizer.model, 0).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
-    requests, gathers = {}, {}
-    for nbytes in (0, 1 << 20):
+    found = {}
+    for nbytes in (0, units.TOGETHER_NBYTES):
         with mock.patch.object(units, "TOGETHER_NBYTES", nbytes), tempfile.TemporaryDirectory() as folder:
             model = Net()
             with zk.ZeroOptimizer(model, inner_of(model), nvme_path=folder, **ON_DRIVE) as optimizer:
                 for _ in range(2):
                     step(optimizer)
-                before = optimizer.metrics()["gathers"]
-                requests[nbytes] = counted(functools.partial(step, optimizer))
-                gathers[nbytes] = optimizer.metrics()["gathers"] - before
-    # what is left over once, and the last one of forward stays for backward
-    assert gathers == {0: 1 + 2 * BLOCKS - 1, 1 << 20: 1 + 2 * 1 - 1}
-    assert requests[1 << 20] * 5 < requests[0]
+                requests = counted(nvme.File, "_start", functools.partial(step, optimizer))
+                gathers = counted(UnitStore, "_fill", functools.partial(step, optimizer))
+                gradients = counted(UnitStore, "take_in", functools.partial(step, optimizer))
+                found[nbytes] = requests, gathers, gradients
+    apart, together = found.values()
+    # the first layer is not read in backward; with ``accumulate`` the last block stays for backward
+    assert apart[1:] == (1 + 2 * BLOCKS - vertical, 1 + BLOCKS) and together[1:] == (1 + 2 - vertical, 1 + 1)
+    assert 5 * together[0] < apart[0]
