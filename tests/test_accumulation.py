@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import signal
 import threading
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests import softgpu
@@ -431,6 +433,61 @@ def test_bytes_on_the_drive_do_not_grow_with_the_number_of_micro_batches(tmp_pat
 
 
 # ---- what is refused, and what goes wrong --------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """A block that draws random numbers, and reads an attribute that forward sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.shift = nn.Linear(8, 8), nn.Linear(8, 8), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.dropout(torch.tanh(self.first(x + self.shift)), 0.3))
+
+
+class CheckpointedAround(nn.Module):
+    """Checkpoints are around a block and more, around two blocks, and around another checkpoint."""
+
+    def __init__(self, around: str) -> None:
+        super().__init__()
+        self.around, self.into, self.blocks = around, nn.Linear(8, 8), nn.ModuleList(Noisy() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            block.shift = float(x.detach().mean())
+        for number in (0, 2):
+            x = checkpoint(getattr(self, self.around), x, number, use_reentrant=False)
+        return x
+
+    def more(self, x: Tensor, number: int) -> Tensor:
+        x = F.silu(self.blocks[number](torch.sin(x)))
+        return torch.tanh(x.mul_(self.blocks[number + 1](F.dropout(x, 0.2))))
+
+    def two(self, x: Tensor, number: int) -> Tensor:
+        return self.blocks[number + 1](self.blocks[number](x))
+
+    def nested(self, x: Tensor, number: int) -> Tensor:
+        return torch.sin(checkpoint(self.more, torch.exp(-x), number, use_reentrant=False))
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("around", ("more", "two", "nested"))
+def test_checkpoints_around_blocks_and_more_compute_again_what_forward_did(around: str, stage: int, tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path} if stage == 3 else {}
+    batches = list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)))
+    found = []
+    for vertical in (False, True):
+        torch.manual_seed(0)
+        model = CheckpointedAround(around).to(DEVICE)
+        with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, **tiers) as optimizer:
+            passes = optimizer.accumulate if vertical else functools.partial(one_by_one, model)
+            passes(batches, lambda model, x: model(x.to(DEVICE)).square().mean())
+            found.append([param.grad.clone().cpu() for param in model.parameters()])  # type: ignore[union-attr]
+    assert all(grad.abs().max() > 0 for grad in found[0])
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
 class Tricky(nn.Module):

@@ -493,6 +493,28 @@ def test_what_needs_a_gradient_that_is_gone_is_refused_and_training_goes_on(dtyp
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.parametrize("name", ("2 nvme", "3 nvme"))
+def test_what_is_written_between_steps_counts_where_gradients_are_handed_over(name: str, tmp_path: Path) -> None:
+    found = []
+    for keep_gradients in (True, False):
+        with small_pieces():
+            torch.manual_seed(0)
+            model = GPT()
+            options = {"stage": int(name[0]), "dtype": "bf16", **place(name, tmp_path), "overlap_step": "backward", "keep_gradients": keep_gradients}
+            with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+                for number in range(4):
+                    optimizer.backward(loss_of(model, batch(number)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad(), zk.gather(model.head.weight, write=True):
+                        model.head.weight.clamp_(-0.05, 0.05)
+                    optimizer.state[model.head.weight]["exp_avg"].mul_(0.5)
+                if not keep_gradients:
+                    assert optimizer.metrics()["updates_in_backward_taken"] > 0
+                found.append(optimizer.consolidated_state_dict("fp32"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 # ---- options -----------------------------------------------------------------------------------------------------------------
 
 

@@ -114,6 +114,43 @@ def test_autocast_computes_in_16_bits_and_leaves_fp32_gradients():
 
 @pytest.mark.device
 @pytest.mark.parametrize("reentrant", (True, False))
+def test_what_a_checkpoint_computes_again_has_the_precision_of_forward(reentrant):
+    """The sums of a layer in tiles are fp32 where the model computes in bf16; so is what other modules are given in fp32."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward((x * scale).to(x.dtype))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tiled, self.scaled = zk.TiledLinear(8, 8, in_splits=2, out_splits=2), Scaled(8, 8)
+
+        def forward(self, x):
+            return x + self.scaled(torch.tanh(self.tiled(x)), x.float().mean() * 1.00001)
+
+    class Model(nn.Module):
+        def __init__(self, checkpoints):
+            super().__init__()
+            self.checkpoints, self.blocks = checkpoints, nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant) if self.checkpoints else block(x)
+            return x
+
+    x, found = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE), []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = Model(checkpoints).to(DEVICE)
+        with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, dtype="bf16"):
+            model(x.clone().requires_grad_()).float().square().mean().backward()
+            found.append([param.grad.clone() for param in model.parameters()])
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("reentrant", (True, False))
 def test_checkpointed_layers_give_the_same_gradients(reentrant):
     _, tiled = pair(24, 20, 2, 2)
     x = torch.randn(4, 24, device=DEVICE, requires_grad=True)

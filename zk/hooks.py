@@ -66,16 +66,24 @@ class CastInputs:
 
 
 class Calls(threading.local):
-    """Counter of the model's calls in progress, in each thread. A copy begins anew."""
+    """Counter of the model's calls in progress, in each thread. A copy begins anew.
+
+    Args:
+        alone: of all threads, the places of parts that were called by themselves since the model's last call.
+    """
 
     depth = 0
 
-    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()
+    def __init__(self, alone: set[int]) -> None:
+        self.alone = alone
+
+    def __reduce__(self) -> tuple[type[Calls], tuple[set[int]]]:
+        return Calls, (set(),)
 
     def begin(self, *_: Any) -> None:
         """Count a call that begins."""
         self.depth += 1
+        self.alone.clear()
 
     def end(self, *_: Any) -> None:
         """Count a call that has ended, well or not."""
@@ -84,12 +92,21 @@ class Calls(threading.local):
 
 @dataclasses.dataclass(frozen=True)
 class CastPart(CastInputs):
-    """Forward pre-hook of a part of the model: the same where the part is called by itself, outside of the model's own call."""
+    """Forward pre-hook of a part of the model: the same where the part is called by itself, outside of the model's own call.
+
+    What a checkpoint computes again in backward is cast if it was in forward.
+    """
 
     calls: Calls
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self.calls.depth else super().__call__(module, args, kwargs)
+        if self.calls.depth:
+            return None
+        if torch._C._current_graph_task_id() == -1:
+            self.calls.alone.add(id(module))
+        elif id(module) not in self.calls.alone:
+            return None
+        return super().__call__(module, args, kwargs)
 
 
 class InputCasts:

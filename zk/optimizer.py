@@ -152,7 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.units: dict[nn.Parameter, tuple[UnitStore, int]] = {}
         self.frozen: list[nn.Parameter] = []  # of the groups; they may be trained later
         self.in_scaled_backward = False
-        self.calls = Calls()  # of the model
+        self.calls = Calls(set())  # of the model
         self.saved_nbytes = weakref.WeakKeyDictionary[nn.Module, int]()  # for backward, by a call of a block
         self.counters = {"steps": 0, "skipped_steps": 0}
         self.integrity = Integrity(self.comm, self.everyone, self.held)

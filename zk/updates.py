@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import save
@@ -114,9 +115,17 @@ class Updates:
         return [grads.stores[position].index for position in grads.order], False  # in which gradients have left
 
     def forward_uses(self, number: int, *_: Any) -> None:
-        """Hook: wait for a unit's own update, and note in which order forward uses units."""
+        """Hook: wait for a unit's own update, and note in which order forward uses units.
+
+        Where backward may be the last to see its gradient, what user code has written is taken over now: updates begin from it there.
+        """
+        store = self.optimizer.held[number]
         self.forward_order[number] = None
-        self.optimizer.held[number].arrive()
+        store.arrive()
+        if not self.optimizer.config.keep_gradients and torch._C._current_graph_task_id() == -1:
+            store.adopt_writes()
+            if store.shown_state:
+                store.keep_state()
 
     def options(self) -> dict[nn.Parameter, dict[str, Any]]:
         """The options of each parameter's group, as they are now."""

@@ -143,6 +143,9 @@ def _compute(op: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     host_kwargs = {name: _mapped(value, near_to_far) for name, value in kwargs.items()}
     for i, value in enumerate(host_args):  # numbers where the schema has tensors arrive as numbers
         if plan.plain_tensor[i] and isinstance(value, (bool, int, float, complex)):
+            if near and all(not tensor.dim() for tensor in near):  # a tensor of no dimensions counts as much, a number does not
+                host_args[i] = torch.tensor(value, dtype=functools.reduce(torch.promote_types, (torch.result_type(tensor, value) for tensor in near)))
+                continue
             wide = isinstance(value, float) and any(tensor.is_floating_point() for tensor in near)
             host_args[i] = torch.tensor(value, dtype=torch.float64 if wide else None)
     if "device" in host_kwargs:

@@ -89,6 +89,14 @@ def test_a_host_that_does_not_wait_is_reported() -> None:
     reported("the host changed the target of an offload", "tests/softgpu/test_softgpu.py")
 
 
+def test_numbers_give_tensors_without_dimensions_no_other_precision() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        near, host = torch.tensor(0.5, device="cuda", dtype=dtype), torch.tensor(0.5, dtype=dtype)
+        for compute in (lambda x: x * 0.3, lambda x: x + 1, lambda x: 2 - x, lambda x: x / 3):
+            assert compute(near).dtype == dtype and torch.equal(compute(near).cpu(), compute(host))
+    assert (torch.tensor(3, device="cuda") * 0.5).dtype == torch.float32
+
+
 def test_what_the_device_follows_is_not_there_for_the_host() -> None:
     link = link_to(torch.device("cuda"))
     near, host = torch.ones(8, device="cuda"), torch.zeros(8)

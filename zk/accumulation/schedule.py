@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ class Accumulation:
         self.called: dict[Block, None] = {}  # whose gradient has not left
         self.losses: list[Any] = []
         self.in_backward = False
+        # checkpoints (use_reentrant=False) around a block and more, with the attributes of its micro-batch
+        self.frames: weakref.WeakKeyDictionary[Any, Changes] = weakref.WeakKeyDictionary()
         self.dummy = torch.zeros(0, requires_grad=True)
         # what torch keeps by thread
         self.autocast, self.hooks = autocast_now(optimizer.device), list[Any]()
@@ -97,9 +100,11 @@ class Accumulation:
     def _called(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         """The model calls a block."""
         lane = threading.current_thread()
-        if lane not in self.lanes or torch._C._current_graph_task_id() != -1:
-            return block.call(*args, **kwargs)  # within another block, or by a checkpoint in backward
+        if lane not in self.lanes or torch._C._current_graph_task_id() != -1:  # within another block, or by a checkpoint in backward
+            frame = next((frame for frame in _checkpoints("target_frame_ref") if frame in self.frames), None)
+            return block.call(*args, **kwargs) if frame is None else self._recomputed(block, self.frames[frame], args, kwargs)
         assert isinstance(lane, MicroBatch)
+        self.frames.update({frame: dict(lane.attributes) for frame in _checkpoints("frame")})
         back, last = lane.turn
         lane.turn = (back + (block.position <= last), block.position)
         hooks = self.partition.hooks_around()
@@ -115,6 +120,27 @@ class Accumulation:
             raise call.error
         result, call.result = call.result, None
         return self._linked(call, result) if call.has_graph else result
+
+    def _recomputed(self, block: Block, attributes: Changes, args: Any, kwargs: Any) -> Any:
+        """The call of a block once more, as part of what a checkpoint around it and more computes again for backward.
+
+        There the block saves nothing for backward, as in forward: it goes back through its own call.
+        """
+        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        has_graph = torch.is_grad_enabled() and (block.is_trained or any(tensor.requires_grad for tensor in inputs))
+        self.attributes.put(attributes)
+        try:
+            with torch.no_grad():
+                result = block.call(*args, **kwargs)
+        finally:
+            self.attributes.take_away(self.attributes.changes())
+        leaves, together = split(result, block.name)
+        outputs = differentiable(leaves)
+        if not has_graph or not outputs:
+            return result
+        with_graph = Boundary.apply(self.dummy, None, self._expect, [output.detach() for output in outputs])  # type: ignore[no-untyped-call]
+        found = {id(output): new for output, new in zip(outputs, with_graph, strict=True)}
+        return together([found.get(id(leaf), leaf) for leaf in leaves])
 
     def _linked(self, call: Call, result: Any) -> Any:
         """Make what a call has returned part of its micro-batch's graph."""
@@ -452,6 +478,19 @@ def _restore(block: Block) -> None:
     del block.module.__dict__["_compiled_call_impl"]
     if block.compiled is not None:
         block.module.__dict__["_compiled_call_impl"] = block.compiled
+
+
+def _checkpoints(name: str) -> Iterator[Any]:
+    """The frames of torch's checkpoints in progress in this thread, by the name that their hooks on saved tensors have for them, innermost first."""
+    with _no_hooks() as hooks:
+        packs = [pack for pack, _ in hooks]
+    for pack in packs:
+        if is_of_checkpoint((pack,)):
+            pack = inspect.unwrap(pack)
+            found = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__ or ()), strict=False)).get(name)
+            frame = found() if isinstance(found, weakref.ref) else found
+            if frame is not None:
+                yield frame
 
 
 @contextlib.contextmanager
