@@ -119,6 +119,28 @@ def eight_bit(params: Any, **options: Any) -> torch.optim.Optimizer:
     return AdamW8bit(params, **options, min_8bit_size=512)  # type: ignore[no-any-return]
 
 
+class Coded(Tensor):
+    """Numbers in codes of 8 bits with a scale for each block, as torchao keeps state: a subclass around two tensors."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, block: int) -> Coded:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: Tensor, scales: Tensor, block: int) -> None:
+        self.codes, self.scales, self.block = codes, scales, block
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scales"], self.block
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], block: Any, size: Any, stride: Any) -> Coded:
+        return Coded(inner["codes"], inner["scales"], block)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of codes")
+
+
 class Blocks(torch.optim.Optimizer):
     """An optimizer over whole parameters, as people write them: momentum in codes of 8 bits with a scale for each block of 64, the mean square of
     each row, and a norm that is Python's number."""
@@ -135,15 +157,17 @@ class Blocks(torch.optim.Optimizer):
                 state, rows = self.state[param], param.grad.reshape(len(param) if param.ndim else 1, -1)
                 size = -(-param.numel() // 64) * 64
                 if not state:
-                    state["codes"], state["scales"] = torch.zeros(size, dtype=torch.int8), torch.zeros(size // 64)
+                    state["momentum"] = Coded(torch.zeros(size, dtype=torch.int8), torch.zeros(size // 64), 64)
                     state["rows"], state["norm"], state["updates"] = torch.zeros(len(rows)), 0.0, 0
                 state["updates"] += 1
                 state["norm"] = 0.5 * state["norm"] + rows.norm().item()
                 state["rows"].mul_(0.9).add_(rows.square().mean(1), alpha=0.1)
-                momentum = (state["codes"].view(-1, 64) * state["scales"].unsqueeze(1)).mul_(0.9)
+                coded = state["momentum"]
+                momentum = (coded.codes.view(-1, coded.block) * coded.scales.unsqueeze(1)).mul_(0.9)
                 momentum.view(-1)[: param.numel()] += rows.reshape(-1)
-                state["scales"] = momentum.abs().amax(1) / 127
-                state["codes"] = (momentum / state["scales"].clamp(min=1e-30).unsqueeze(1)).round_().to(torch.int8).view(-1)
+                coded.scales.copy_(momentum.abs().amax(1) / 127)
+                codes = (momentum / coded.scales.clamp(min=1e-30).unsqueeze(1)).round_().to(torch.int8).view(-1)
+                state["momentum"] = Coded(codes, coded.scales, coded.block)
                 step = momentum.view(-1)[: param.numel()].view_as(rows) / (state["rows"].sqrt().unsqueeze(1) + 1e-3)
                 param.mul_(1 - group["lr"] * group["weight_decay"]).add_(step.view_as(param), alpha=-group["lr"] / (state["norm"] + 1))
 
@@ -181,9 +205,12 @@ def with_others(name: str, params: list[nn.Parameter]) -> list[torch.optim.Optim
 
 
 def flattened(state: dict[str, Any]) -> dict[str, Any]:
-    """A state without the dict in which bitsandbytes keeps some of it."""
-    nested = [name for name, value in state.items() if isinstance(value, dict)]
-    return {**{name: value for name, value in state.items() if name not in nested}, **{k: v for name in nested for k, v in state[name].items()}}
+    """A state without the dict in which bitsandbytes keeps some of it, and with what is inside of ``Coded`` in its place."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        inside = {f"{name}.{inner}": getattr(value, inner) for inner in ("codes", "scales")} if isinstance(value, Coded) else {name: value}
+        flat |= value if isinstance(value, dict) else inside
+    return flat
 
 
 def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -379,7 +406,8 @@ def _run_on(case: Case, engine: str, options: dict[str, object]) -> str:
         if set(want_state) != set(got_state):
             found.append(f"state of parameters {sorted(got_state)} instead of {sorted(want_state)}")
         for key in set(want_state) & set(got_state):
+            mine = flattened(got_state[key])
             for name, value in want_state[key].items():
-                found.append(compare(f"state {key} {name}", torch.as_tensor(got_state[key][name]).cpu(), value, case.tolerance))
+                found.append(compare(f"state {key} {name}", torch.as_tensor(mine[name]).cpu(), value, case.tolerance))
     optimizer.close()
     return "\n".join(line for line in found if line)

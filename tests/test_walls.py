@@ -53,8 +53,8 @@ SIZES = {
     # 205 and 1,300 for NUMA nodes; 35 and 180 for chunks that stream while the next one is read; 35 and 340 for page-locked sums of gradients,
     # and page-locked memory that is given back
     # 35 and 320 for connections that later optimizers take
-    # 470 and 5,060 for what optimizers keep of whole parameters in other shapes than these: its place in the bytes of a chunk, its way to
-    # torch's state dicts and back, and the trial of unknown ones
+    # 545 and 5,740 for what optimizers keep of whole parameters in other shapes than these: its place in the bytes of a chunk, its way to
+    # torch's state dicts and back, wrappers around tensors, and the trial of unknown ones
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
     # 43 and 485 for small blocks that travel together
@@ -129,7 +129,8 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be
-# one asks the rule for the numbers of a parameter, one for the rule of each group; one (with its file) leaves what is packed out of slices
+# one asks the rule for the numbers of a parameter, one for the rule of each group; one (with its file) leaves what is packed out of slices,
+# one asks what is kept of a whole parameter
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
 # at stage 3 one asks if a unit of several blocks is used no more
@@ -140,8 +141,8 @@ STEPS = {2: (32, 150, 12, 8), 3: (32, 150, 12, 8)}
 # two for runs and for optimizers' own steps;
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early
 # four for states that stream, one for what a step makes of a shard
-# four for what is kept of whole parameters: one tensor of it, its place, the rule, and one parameter in the trial of that
-CLASSES = 79  # in zk/offload and zk/parallel
+# five for what is kept of whole parameters: one tensor of it, and around it, its place, the rule, and one parameter in the trial of that
+CLASSES = 80  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zk.events import COMPLETED, Awaited, Event
 from zk.memory import Lease, widen_, zeros
-from zk.offload.packing import EVERYTHING, PACKED, Kept
+from zk.offload.packing import EVERYTHING, PACKED, Kept, flattened, wrapped
 from zk.offload.pipeline import Task
 from zk.offload.rules import Change, Run, Scalars, as_number
 from zk.offload.spill import FileParams
@@ -324,10 +324,11 @@ class UnitStore:
             if index not in used:
                 is_neighbour = False
             elif part.stop > part.start:
-                shaped, kept = None, None
+                shaped, views = None, None
                 if self.shard.packing is not None:
-                    shaped, kept = functools.partial(self.unit.shaped, index), functools.partial(self.shard.packing.views, index)
-                new = Run(part, group_of[param], self.steps.get(index, 0) + 1, self.scalars.get(index), shaped, kept)
+                    shaped, views = functools.partial(self.unit.shaped, index), functools.partial(self.shard.packing.views, index)
+                steps = self.steps.get(index, 0) + 1
+                new = Run(part, group_of[param], steps, self.scalars.get(index), shaped, views, self.kept_of(index))
                 if is_neighbour and shaped is None and runs[-1].group is new.group and (runs[-1].step, runs[-1].scalars) == (new.step, new.scalars):
                     runs[-1] = dataclasses.replace(new, part=slice(runs[-1].part.start, part.stop))
                 else:
@@ -681,13 +682,14 @@ class UnitStore:
                 is_part = full is None or (own_part and index not in self.unit.around)
                 value = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
                 state[self.unit.user(index)][name] = value
-        kept = self.kept_states(own_part) if self.shard.packing is not None else {}
+        values = self.kept_states(own_part) if self.shard.packing is not None else {}
         for index in sorted(self.steps):
-            of_param = kept.get(index, {})
-            for name, one in self.kept_of(index).items():
-                value = part_of_kept(self, index, one, of_param.get(name)) if own_part else of_param[name]
-                number = self.shard.rule.numbers.get(name) if not own_part else None
-                state[self.unit.user(index)][name] = value if number is None else number(value.item())
+            kept, mine, numbers = self.kept_of(index), values.get(index, {}), self.shard.rule.numbers
+            if own_part:
+                state[self.unit.user(index)] |= {name: part_of_kept(self, index, one, mine.get(name)) for name, one in kept.items()}
+                continue
+            shown = {name: numbers[name](value.item()) if name in numbers else value for name, value in mine.items()}
+            state[self.unit.user(index)] |= wrapped(shown, kept)
         return state
 
     def kept_states(self, own_part: bool) -> dict[int, dict[str, Tensor]]:
@@ -813,7 +815,7 @@ class UnitStore:
         assert shard is not None
         mine, piece = self.layout.part(index, self.held)
         nested = (value for value in saved.values() if isinstance(value, dict))  # as bitsandbytes has it
-        saved = functools.reduce(lambda all_of, some: {**all_of, **some}, nested, saved)
+        saved = flattened(functools.reduce(lambda all_of, some: {**all_of, **some}, nested, saved))
         if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
             return [functools.partial(self.forget_state, index)]
         known, kept = self.state_names(index), self.kept_of(index)

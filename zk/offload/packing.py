@@ -10,13 +10,26 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PACKED = "packed"  # the name of these bytes among the fields of a chunk
 EVERYTHING = slice(0, 1 << 62)  # as one chunk
 _ALIGN = 64  # bytes, as torch's allocator aligns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A tensor subclass around some tensors, as ``__tensor_flatten__`` describes it."""
+
+    name: str  # of the state
+    kind: Any
+    context: Any
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,13 +39,14 @@ class Kept:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    inside: Wrapper | None = None
 
     @classmethod
-    def of(cls, value: Tensor | float) -> Kept:
+    def of(cls, value: Tensor | float, inside: Wrapper | None = None) -> Kept:
         """Describe a tensor, or a number of Python's."""
         if not isinstance(value, Tensor):
             return cls((), (), torch.float64)
-        return cls(tuple(value.shape), torch.empty_like(value, device="meta").stride(), value.dtype)
+        return cls(tuple(value.shape), torch.empty_like(value, device="meta").stride(), value.dtype, inside)
 
     @property
     def numel(self) -> int:
@@ -41,6 +55,45 @@ class Kept:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def _is_wrapper(value: Any) -> bool:
+    return is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor")  # a DTensor is a part of something whole
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what is inside of wrappers in their place: "exp_avg.codes"."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        if _is_wrapper(value):
+            flat |= {f"{name}.{inner}": getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
+        else:
+            flat[name] = value
+    return flat
+
+
+def wrappers_of(state: Mapping[str, Any]) -> dict[str, Wrapper]:
+    """The wrapper around each tensor of a ``flattened`` state, by its name, where there is one."""
+    found: dict[str, Wrapper] = {}
+    for name, value in state.items():
+        if _is_wrapper(value):
+            inner, context = value.__tensor_flatten__()
+            wrapper = Wrapper(name, type(value), context, value.shape, value.stride())
+            found |= {f"{name}.{one}": wrapper for one in inner}
+    return found
+
+
+def wrapped(state: Mapping[str, Any], kept: Mapping[str, Kept]) -> dict[str, Any]:
+    """Undo ``flattened``: the wrappers that ``kept`` describes, around tensors of ``state``."""
+    values, inside = dict[str, Any](), dict[str, tuple[Wrapper, dict[str, Tensor]]]()
+    for name, value in state.items():
+        wrapper = kept[name].inside if name in kept else None
+        if wrapper is None:
+            values[name] = value
+        else:
+            inside.setdefault(wrapper.name, (wrapper, {}))[1][name.removeprefix(f"{wrapper.name}.")] = value
+    made = {name: one.kind.__tensor_unflatten__(inner, one.context, one.shape, one.strides) for name, (one, inner) in inside.items()}
+    return values | made
 
 
 def part_of(fields: Mapping[str, Tensor], here: slice) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zk.kernels.reference import update_chunks
 from zk.kernels.step import AdamStep
 from zk.offload.cpu_adam import adam_
-from zk.offload.packing import EVERYTHING, PACKED, Kept, Packing, part_of
+from zk.offload.packing import EVERYTHING, PACKED, Kept, Packing, Wrapper, flattened, part_of, wrapped, wrappers_of
 
 Scalars = Mapping[str, float]  # the state of one parameter that is no tensor of elements, by name: ``step``, ``mu_product``
 
@@ -32,7 +32,8 @@ class Run:
     scalars: Scalars | None = None  # before this update; None: the parameters have no state yet
     # of one whole parameter: views its elements (numel,) in its shape, and what is kept of it in the packed bytes of a chunk
     shaped: Callable[[Tensor], Tensor] | None = dataclasses.field(default=None, compare=False)
-    kept: Callable[[Tensor, slice], dict[str, Tensor]] | None = dataclasses.field(default=None, compare=False)
+    views: Callable[[Tensor, slice], dict[str, Tensor]] | None = dataclasses.field(default=None, compare=False)
+    kept: Mapping[str, Kept] = dataclasses.field(default_factory=dict, compare=False)  # which are described so
 
 
 class Rule(abc.ABC):
@@ -90,8 +91,8 @@ class Change:
                 here = slice(start - elements.start, stop - elements.start)
                 of_run = part_of(fields, here)
                 packed = of_run.pop(PACKED, None)
-                if run.kept is not None and packed is not None:
-                    of_run |= run.kept(packed, elements)
+                if run.views is not None and packed is not None:
+                    of_run |= run.views(packed, elements)
                 self.rule.update(of_run, grad[here], run, self.grad_scale, num_threads)
 
 
@@ -212,7 +213,10 @@ class OwnStep(Rule):
         return {name: torch.ones_like(self._example) for name in self.state_names(group)}
 
     def _state(self, worker: Any, number: int = 0) -> dict[str, Any]:
-        """The state of a parameter of the worker."""
+        """The state of a parameter of the worker, without wrappers."""
+        return flattened(self._whole_state(worker, number))
+
+    def _whole_state(self, worker: Any, number: int = 0) -> dict[str, Any]:
         return dict(worker.state.get(worker.param_groups[0]["params"][number], {}))
 
     def scalars(self, group: Mapping[str, Any], before: Scalars | None) -> Scalars:
@@ -240,7 +244,7 @@ class OwnStep(Rule):
     def call_on(self, value: Tensor, grad: Tensor, run: Run, kept: Mapping[str, Tensor]) -> None:
         """Update ``value`` by ``grad``, and what is ``kept``, where it lies."""
         shown = {name: self.numbers[name](field.item()) if name in self.numbers else field for name, field in kept.items()}
-        state = {} if run.scalars is None else self.stored(run.scalars) | shown
+        state = {} if run.scalars is None else self.stored(run.scalars) | wrapped(shown, run.kept)
         after = self._state(self.call(value, grad, run.group, state))
         there = {name for name, now in after.items() if now is not None} - self.templates.keys()
         for what, names in (("begun", there - kept.keys()), ("ceased", (kept.keys() - there) if self.is_whole else ())):
@@ -330,8 +334,9 @@ class WholeStep(OwnStep):
         return tuple(self._kept_of(group, self._example))
 
     def _examples(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        states = ((name, torch.ones(one.shape, dtype=one.dtype)) for name, one in self._kept_of(group, self._example).items())
-        return {name: self.numbers[name](1) if name in self.numbers else one for name, one in states}
+        kept = self._kept_of(group, self._example)
+        states = ((name, torch.ones(one.shape, dtype=one.dtype)) for name, one in kept.items())
+        return wrapped({name: self.numbers[name](1) if name in self.numbers else one for name, one in states}, kept)
 
     def _kept_of(self, group: Mapping[str, Any], value: Tensor) -> dict[str, Kept]:
         return self.kept(group, tuple(value.shape), value.stride())
@@ -348,8 +353,10 @@ class WholeStep(OwnStep):
                 sizes = self.shapes(value.shape).items()
                 states = {name: torch.empty_like(value) if size == value.shape else value.new_empty(size) for name, size in sizes}
             else:
-                states = self._state(self.call(value.fill_(1), torch.ones_like(value), options_of(group), {}))
-            self._kept[key] = {name: self._described(name, one) for name, one in states.items() if one is not None and name not in self.templates}
+                states = self._whole_state(self.call(value.fill_(1), torch.ones_like(value), options_of(group), {}))
+            flat = {name: one for name, one in flattened(states).items() if one is not None and name not in self.templates}
+            around = wrappers_of(states)
+            self._kept[key] = {name: self._described(name, one, around.get(name)) for name, one in flat.items()}
         return self._kept[key]
 
     def _find_numbers(self, group: Mapping[str, Any]) -> None:
@@ -363,7 +370,7 @@ class WholeStep(OwnStep):
             if is_number and as_number(one) == as_number(found[1][name]):
                 self.templates[name] = one
 
-    def _described(self, name: str, value: Any) -> Kept:
+    def _described(self, name: str, value: Any, around: Wrapper | None) -> Kept:
         is_plain = isinstance(value, (int, float)) or (type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided)
         if not is_plain or name in ("param", "master", PACKED):
             raise TypeError(
@@ -372,7 +379,7 @@ class WholeStep(OwnStep):
             )
         if not isinstance(value, Tensor):
             self.numbers[name] = type(value)
-        return Kept.of(value)
+        return Kept.of(value, around)
 
     def try_out(self, group: Mapping[str, Any]) -> None:
         """Update small parameters together, and each alone with what is kept of it packed; TypeError if that makes a difference."""
@@ -410,12 +417,14 @@ class _Alone:
 
     def __init__(self, rule: WholeStep, group: Mapping[str, Any], value: Tensor) -> None:
         self.rule, self.options, self.value = rule, options_of(group), value.clone()
-        self.packing = Packing({0: 0}, [rule.kept(group, value.shape, value.stride())])
+        self.kept = rule.kept(group, value.shape, value.stride())
+        self.packing = Packing({0: 0}, [self.kept])
         self.packed, self.scalars = torch.zeros(self.packing.nbytes, dtype=torch.uint8), dict[str, float]()
 
     def update(self, grad: Tensor, step: int) -> None:
         before = self.scalars if step > 1 else None
-        run = Run(slice(0, grad.numel()), self.options, step, before, self._shaped, functools.partial(self.packing.views, 0))
+        views = functools.partial(self.packing.views, 0)
+        run = Run(slice(0, grad.numel()), self.options, step, before, self._shaped, views, self.kept)
         Change(self.rule, [run], 1.0).apply({"param": self.value.view(-1), PACKED: self.packed}, grad.view(-1), run.part, 1)
         self.scalars = dict(self.rule.scalars(self.options, before))
 
