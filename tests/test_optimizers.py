@@ -333,7 +333,8 @@ def test_whole_matrices_go_between_world_sizes_and_tiers(name: str, tmp_path: Pa
         wanted.append([param.detach().clone() for param in plain.parameters()])
     model, optimizer = wide(name, stage=2)
     train(model, optimizer, 2)
-    optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+    train(model, optimizer, 1, start=2)
     theirs.optimizers[0].load_state_dict(optimizer.inners[0].state_dict())
     optimizer.close()
     assert run_world(2, resume, [(name, str(tmp_path), wanted[2])]) == [["", ""]]
@@ -420,6 +421,21 @@ def test_what_is_kept_of_whole_parameters_takes_its_own_bytes() -> None:
         saved["state"][0]["row_var"] = torch.ones(3, 1)
         with pytest.raises(ValueError, match=r"this optimizer keeps torch.float32 of shape \(200, 1\)"):
             optimizer.load_state_dict(saved)
+
+
+def test_a_state_lies_in_memory_as_the_optimizer_made_it() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(6, 7).T
+    plain, model = nn.ParameterList([start.clone()]), nn.ParameterList([start.clone()])
+    theirs = torch.optim.Muon(plain.parameters(), lr=1e-2)
+    with zk.ZeroOptimizer(model, torch.optim.Muon(model.parameters(), lr=1e-2), optimizer_tier="host") as optimizer:
+        for one, by in ((plain, theirs), (model, optimizer)):
+            for _ in range(3):
+                one[0].sin().square().sum().backward()
+                by.step()
+                by.zero_grad()
+        assert torch.equal(model[0], plain[0])
+        assert optimizer.held[0].kept_of(0)["momentum_buffer"].strides == theirs.state[plain[0]]["momentum_buffer"].stride() == (1, 7)
 
 
 def loss_backward(loss: Tensor) -> Tensor:

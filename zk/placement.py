@@ -128,7 +128,7 @@ class Placement:
             return 0
         layout, by_rank = self.layout(unit), Counter[int]()
         for offset, kept in zip(layout.offsets, self.packing(unit, 0).kept, strict=True):
-            by_rank[offset // layout.shard_numel if self.config.stage else 0] += packed_nbytes(kept)
+            by_rank[offset // max(1, layout.shard_numel) if self.config.stage else 0] += packed_nbytes(kept)
         return max(by_rank.values())
 
     def chunks(self, unit: Unit, numel: int) -> list[list[tuple[int, int]]]:
