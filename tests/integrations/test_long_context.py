@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -115,6 +118,45 @@ def test_max_nbytes_limits_tiles_and_logits_and_changes_no_bit() -> None:
     assert set(sizes) == {71, 64, 71 - 64}
     assert all(torch.equal(*two) for two in zip(*found[:2], strict=True))
     assert all(error(*two) < 1e-5 for two in zip(found[2], found[0], strict=True))
+
+
+class Alive(TorchDispatchMode):
+    """Context: the most bytes in memory that operations have made inside, and that was there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if type(leaf) in (Tensor, nn.Parameter)}
+        out = func(*args, **(kwargs or {}))
+        for storage in [leaf.untyped_storage() for leaf in tree_leaves(out) if type(leaf) is Tensor and leaf.device.type != "meta"]:
+            if storage._cdata not in self.known | given:
+                self.known.add(storage._cdata)
+                self.nbytes += storage.nbytes()
+                weakref.finalize(storage, self.end, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.nbytes)
+        return out
+
+    def end(self, number: int, nbytes: int) -> None:
+        self.known.discard(number)
+        self.nbytes -= nbytes
+
+
+def test_memory_grows_by_ten_tensors_as_wide_as_the_model_and_by_checkpoints() -> None:
+    """Attention's four and their gradients, the input of its layers and the gradient around the block; two inputs of blocks; sines and cosines."""
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}))
+    zk.long_context(model)
+    found = []
+    with mock.patch.object(token_tiles, "TOKENS", 32):
+        for tokens in (100, 1536, 3072):  # (the first one: modules are tried)
+            ids = torch.randint(3, 71, (1, tokens))
+            with Alive() as alive:
+                model(ids, labels=ids).loss.backward()
+            found.append(alive.most)
+    assert (found[2] - found[1]) / (1536 * 64 * 4) == pytest.approx(10 + 2 + 1, rel=0.01)
 
 
 def test_logits_that_are_used_are_those_of_the_model(computed: list[Any]) -> None:
