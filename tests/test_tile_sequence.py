@@ -300,7 +300,7 @@ def trained(case: tuple[type[nn.Module], str, int, str, bool]) -> str:
     kind, checkpointed, stage, folder, accumulates = case
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with mock.patch.object(token_tiles, "TOKENS", 5), mock.patch.object(token_tiles, "TOKENS_ON_DEVICE", 5):
-        plain, tiled = pair(kind, checkpointed)
+        plain, tiled = pair(kind, checkpointed, max_nbytes="1GiB")  # which has a token measured
         adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         place = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": folder} if folder else {}
         options = {"overlap_step": True} if folder else {}

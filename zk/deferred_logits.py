@@ -185,7 +185,7 @@ class DeferredHead:
         self.has_labels = False
 
     @classmethod
-    def of(cls, head: Any, max_nbytes: int | str | None = None) -> DeferredHead:
+    def of(cls, head: Any, max_nbytes: int | str | None) -> DeferredHead:
         """Put one into the place of a linear layer's ``forward``."""
         head.forward = made = cls(head, head.out_features, max_nbytes)
         return made

@@ -319,7 +319,7 @@ def _random(device: torch.device, state: Tensor | None = None) -> Tensor:
         host = len(torch.get_rng_state())
         torch.set_rng_state(state[:host])
         if on_device:
-            torch.cuda.set_rng_state(state[host:], device)
+            torch.cuda.set_rng_state(state[host:].clone(), device)  # (torch 2.13 reads a part of a tensor from the wrong place)
     return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if on_device else [])])
 
 
