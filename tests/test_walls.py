@@ -58,9 +58,11 @@ SIZES = {
     # 195 and 1,470 for gradients that go to their update in memory, what is refused then, and parameters that need not be read twice
     # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
     # 43 and 485 for small blocks that travel together
-    "core": (14_950, 114_740),
+    # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
+    "core": (15_046, 115_540),
     # 3 and 80 for units of several blocks
-    "accumulation": (943, 7_880),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    # 40 and 420 for checkpoints around blocks and more
+    "accumulation": (978, 8_190),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -83,7 +85,7 @@ SIZES = {
     # 215 and 2,130 for state dicts and for the begin of a save, which were in the core
     # 13 tokens for the digest of a base that is computed with in fp32
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
-    "checkpoint": (3_196, 26_693),
+    "checkpoint": (3_199, 26_740),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
@@ -92,7 +94,8 @@ SIZES = {
     # 17 and 150 for the share of no-offload speed, and either side of the update
     # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
-    "plan": (2_152, 19_840),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 15 and 135 for the closest name
+    "plan": (2_169, 19_970),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
@@ -103,7 +106,8 @@ SIZES = {
     # 35 and 345 for callbacks that write traces
     # 75 and 675 for the callbacks that write the file of a run; 90 and 780 for DeepSpeed's flops_profiler; 15 and 75 for --deepspeed of a Trainer
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
-    "integrations": (3_191, 21_840),
+    # 33 and 275 for states that a DeepSpeed engine gives back, and for ranks that see what was saved
+    "integrations": (3_227, 22_105),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     "train": (1_054, 9_050),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
@@ -117,7 +121,8 @@ SIZES = {
     # 7 and 75 for losses that are not finite, and for names of 8-bit state
     # 9 and 60 for NUMA nodes
     # 1 and 16 for the precision of compute
-    "monitor": (1_642, 13_866),  # summaries, and what is said at the start; rates, and progress
+    # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
+    "monitor": (1_669, 14_055),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }
@@ -134,7 +139,7 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
 # at stage 3 one asks if a unit of several blocks is used no more
-STEPS = {2: (32, 150, 12, 8), 3: (32, 150, 12, 8)}
+STEPS = {2: (32, 151, 12, 8), 3: (32, 151, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training
 # files: three more for what was in optimizer.py; functions: one more that takes the norm, for step() and for clip_grad_norm_()

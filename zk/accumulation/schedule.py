@@ -101,8 +101,10 @@ class Accumulation:
         """The model calls a block."""
         lane = threading.current_thread()
         if lane not in self.lanes or torch._C._current_graph_task_id() != -1:  # within another block, or by a checkpoint in backward
-            frame = next((frame for frame in _checkpoints("target_frame_ref") if frame in self.frames), None)
-            return block.call(*args, **kwargs) if frame is None else self._recomputed(block, self.frames[frame], args, kwargs)
+            for frame in _checkpoints("target_frame_ref"):
+                if frame in self.frames:
+                    return self._recomputed(block, self.frames[frame], args, kwargs)
+            return block.call(*args, **kwargs)
         assert isinstance(lane, MicroBatch)
         self.frames.update({frame: dict(lane.attributes) for frame in _checkpoints("frame")})
         back, last = lane.turn
@@ -119,7 +121,7 @@ class Accumulation:
         if call.error is not None:
             raise call.error
         result, call.result = call.result, None
-        return self._linked(call, result) if call.has_graph else result
+        return self._linked(block, call, result) if call.has_graph else result
 
     def _recomputed(self, block: Block, attributes: Changes, args: Any, kwargs: Any) -> Any:
         """The call of a block once more, as part of what a checkpoint around it and more computes again for backward.
@@ -134,19 +136,14 @@ class Accumulation:
                 result = block.call(*args, **kwargs)
         finally:
             self.attributes.take_away(self.attributes.changes())
+        return self._linked(block, None, result) if has_graph else result
+
+    def _linked(self, block: Block, call: Call | None, result: Any) -> Any:
+        """Make what a call has returned part of its micro-batch's graph, or without one, of a graph that is not gone back through."""
         leaves, together = split(result, block.name)
         outputs = differentiable(leaves)
-        if not has_graph or not outputs:
-            return result
-        with_graph = Boundary.apply(self.dummy, None, self._expect, [output.detach() for output in outputs])  # type: ignore[no-untyped-call]
-        found = {id(output): new for output, new in zip(outputs, with_graph, strict=True)}
-        return together([found.get(id(leaf), leaf) for leaf in leaves])
-
-    def _linked(self, call: Call, result: Any) -> Any:
-        """Make what a call has returned part of its micro-batch's graph."""
-        leaves, together = split(result, call.block.name)
-        outputs = differentiable(leaves)
-        call.shapes, call.grads = [output.shape for output in outputs], [None] * len(outputs)
+        if call is not None:
+            call.shapes, call.grads = [output.shape for output in outputs], [None] * len(outputs)
         if not outputs:
             return result
         # (a parameter that is returned is about to lose its memory)
@@ -486,8 +483,7 @@ def _checkpoints(name: str) -> Iterator[Any]:
         packs = [pack for pack, _ in hooks]
     for pack in packs:
         if is_of_checkpoint((pack,)):
-            pack = inspect.unwrap(pack)
-            found = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__ or ()), strict=False)).get(name)
+            found = inspect.getclosurevars(inspect.unwrap(pack)).nonlocals.get(name)
             frame = found() if isinstance(found, weakref.ref) else found
             if frame is not None:
                 yield frame

@@ -224,14 +224,17 @@ class Engine(nn.Module):
             pin_memory: taken for compatibility.
             non_blocking: the same.
         """
-        config = self.optimizer.config
         if include is not None:
             raise ValueError(f"offload_states(include={include!r}) is not supported: all states give their memory back; leave include out")
-        if str(getattr(device, "value", device)) not in ("cpu", "nvme") or (str(getattr(device, "value", device)) == "nvme" and not config.nvme_path):
+        paths: dict[str, Any] = {"cpu": None}
+        if self.optimizer.config.nvme_path:
+            paths["nvme"] = self.optimizer.config.nvme_path
+        name = getattr(device, "value", device)  # of DeepSpeed's enum, too
+        if name not in paths:
             raise ValueError(f"offload_states(device=) must be 'cpu', or 'nvme' where the config has an nvme_path; got {device!r}")
-        path = config.nvme_path if str(getattr(device, "value", device)) == "nvme" else None
-        if path is not None or not self.optimizer.transfer.joined:  # else all is in host memory as it is
-            self._parked.enter_context(self.optimizer.parked(path))
+        if paths[name] is None and self.optimizer.transfer.joined:
+            return  # all is in host memory as it is
+        self._parked.enter_context(self.optimizer.parked(paths[name]))
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Take the memory again that ``offload_states`` gave back, with the same bits."""

@@ -108,9 +108,10 @@ class Progress:
             tokens: that this rank has trained in the step.
             more: numbers to show beside it, by name.
         """
-        if loss is not None and not isinstance(loss, Real) and not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise TypeError(f"loss must be a number, or a tensor of one element; got {what}")
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise TypeError(f"loss must be a number, or a tensor of one element; got one of shape {tuple(loss.shape)}")
+        if not isinstance(loss, (Real, torch.Tensor, type(None))):
+            raise TypeError(f"loss must be a number, or a tensor of one element; got {loss!r}")
         self.done += 1
         self.loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self.rates.tokens += tokens * self.world

@@ -64,11 +64,13 @@ def closest(spec: str) -> str:
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
+    names = KNOWN.split(", ")
     size = re.search(r"\d+(\.\d+)?[mbt]$", spec.lower())
-    names = {plain(name): name for name in (*KNOWN.split(", "), *(f"{family}:{size[0]}" for family in ("gpt", "moe") if size))}
-    for match in difflib.get_close_matches(plain(spec.rpartition("/")[2]), names, 1, 0.7):
-        return f"; the closest one is {names[match]!r}"
-    return ""
+    if size:
+        names += [f"gpt:{size[0]}", f"moe:{size[0]}"]
+    name_of = {plain(name): name for name in names}
+    matches = difflib.get_close_matches(plain(spec.rpartition("/")[2]), name_of, 1, 0.7)
+    return f"; the closest one is {name_of[matches[0]]!r}" if matches else ""
 
 
 def cached(spec: str) -> Path | None:
