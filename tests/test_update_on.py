@@ -285,7 +285,8 @@ def test_sums_over_micro_batches_go_up_from_page_locked_memory_that_stays_bounde
                 sizes.append(arena.nbytes)
             numel = sum(held.held_numel for held in optimizer.held)
     assert len(seen) > 16 and all(seen)
-    assert sizes[-1] == sizes[1] <= (10 + 6) * numel + 40 * 4096, "states, a gradient, and sums"
+    # however late the thread is that adds them up; four steps' sums that nobody gives back would take 16
+    assert sizes[-1] <= (10 + 8) * numel + 40 * 4096, "states, two gradients, and sums"
 
 
 @pytest.mark.device_only
