@@ -76,10 +76,10 @@ def test_io_refuses_what_has_no_room_or_is_no_folder(tmp_path: Path) -> None:
         done = run("io", str(tmp_path), "--size", "1GiB")
     assert done.exit_code == 2 and "1.00 GiB are to be written and 4096 bytes are free" in done.output
     assert run("io", str(tmp_path / "none")).exit_code == 2
-    done = run("io", str(tmp_path), "--block", "5")
+    done = run("io", str(tmp_path), "--block", "5000")
     assert done.exit_code == 2 and "multiple of 4096" in done.output
-    done = run("io", str(tmp_path), "--size", "1")
-    assert done.exit_code == 2 and "must have at least 4096 bytes to be measured; got 1" in done.output
+    done = run("io", str(tmp_path), "--size", "1KiB")
+    assert done.exit_code == 2 and "must have at least 4096 bytes to be measured; got 1024" in done.output
     done = run("io", str(tmp_path), "--depth", "100000")
     assert done.exit_code == 2 and "must be at most 1024, as each is a thread; got 100000" in done.output
     assert "--size must be" in run("io", str(tmp_path), "--size", "much").output

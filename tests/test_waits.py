@@ -581,7 +581,10 @@ def accumulated(where: str, path: Any) -> Iterator[tuple[Any, Arena, Worker]]:
     worker = Worker("test")
     with moves() as (_, transfer_, arena):
         tier = NVMeTier([str(path)], 0, 1, False, transfer_, worker)
-        grads = HostGrads(CHUNKS, transfer_, worker, 1, where == "locked") if where in ("host", "locked") else tier.grads(CHUNKS, 1)
+        if where in ("host", "locked"):
+            grads: Any = HostGrads(CHUNKS, transfer_, worker, 1, torch.float32, where == "locked")
+        else:
+            grads = tier.grads(CHUNKS, 1, torch.float32)
         if where == "nvme":
             tier.create()
         for _ in range(2):

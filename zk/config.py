@@ -81,7 +81,7 @@ def parse_nbytes(value: int | str, field: str) -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{field} must be a number of bytes or a string like '24GiB' or '500MB'; got {value!r}")
         nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
-        if 0 < nbytes < 1 << 20 and not match[2]:
+        if 0 < nbytes < 1000 and not match[2]:
             raise ValueError(f"{field} needs a unit, such as {match[1]}GiB or {match[1]}GB; got {value!r}, which is that many bytes")
     else:
         nbytes = value

@@ -236,10 +236,10 @@ def _join_small(units: dict[tuple[Any, ...], Unit], blocks: Collection[str]) -> 
         if path not in blocks or unit.chooser is not None:
             continue
         nbytes, place = unit.numel * unit.dtype.itemsize, (path.rpartition(".")[0], *alike)
-        taken[place] = taken.get(place, TOGETHER_NBYTES) + nbytes
-        if taken[place] > TOGETHER_NBYTES:
-            taken[place] = nbytes
+        if place not in taken or taken[place] + nbytes > TOGETHER_NBYTES:
+            taken[place] = 0
             lists.setdefault(place, []).append([])
+        taken[place] += nbytes
         lists[place][-1].append(key)
     for runs in lists.values():
         for keys in runs if sum(map(len, runs)) >= _MANY else ():

@@ -222,8 +222,7 @@ def values_of(value: DTensor, held: Any, index: int, kept: Kept | None = None) -
 
     For a DTensor that is this rank's part of it. ``kept``: describes what is kept of a whole parameter.
     """
-    place = Place.of(held, index) if kept is None else Place.of_kept(held, index, kept)
-    if isinstance(value, Part) and value.place.is_cut_as(place):
+    if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index) if kept is None else Place.of_kept(held, index, kept)):
         return value._local_tensor
     user = held.unit.user(index)
     if is_dtensor(user) and not isinstance(value, Part) and value.shape == user.shape:
