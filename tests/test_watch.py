@@ -97,7 +97,7 @@ def test_the_file_has_all_steps_and_watch_shows_them(optimizer: ZeroOptimizer, t
     run["rates"] |= {"floor_s": 0.5, "floor_share": 0.5}
     shown = watch.text(watch.lines(run, state_of(run), "run"))
     assert re.match(r"zk watch \| run \| step 4/4 \| ended \| \d s\nzk [\d.]+ \| stage 3 \| fp32", shown)
-    assert re.search(r"^host .* \[#*\.*\] .*buffers [\d.]+ MiB, all of the process [\d.]+ [MG]iB \(budget 8.0 MiB\)$", shown, re.M)
+    assert re.search(r"^host .* \[#*\.*\] .*buffers [\d.]+ MiB, all of the process [\d,.]+ [MG]iB \(budget 8.0 MiB\)$", shown, re.M)
     assert re.search(rf"^\.\.\.{str(tmp_path)[-21:]} [\d.,]+ [GT]iB +\[#\.+\] .*moments [\d.]+ MiB$", shown, re.M)
     assert re.search(r"^a step +waiting for the drive 50%, compute 40%, update 10%$", shown, re.M) and "\nloss " in shown
     assert re.search(r"^rates +9 tok/s \| 1.00 s/step \| 50% waiting: drive", shown, re.M)
