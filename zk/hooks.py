@@ -69,7 +69,7 @@ class Calls(threading.local):
     """Counter of the model's calls in progress, in each thread. A copy begins anew.
 
     Args:
-        alone: of all threads, the places of parts that were called by themselves since the model's last call.
+        alone: of all threads, ids of parts that were called by themselves since the model's last call.
     """
 
     depth = 0

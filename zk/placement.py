@@ -118,7 +118,7 @@ class Placement:
         return [rule.kept(self.group_of[user], *its) for user, its in zip(unit.users, lies, strict=True)]
 
     def _packings(self, unit: Unit) -> list[Packing]:
-        """Of each rank that has other parameters than the first; none where all is kept for each element."""
+        """Of each rank, which have other parameters each; none where all is kept for each element."""
         ranks = self.world if self.config.stage else 1
         return [self.packing(unit, rank) for rank in range(ranks * self.layout(unit).is_whole)]
 

@@ -157,8 +157,8 @@ def zero_config(settings: Settings, overrides: Mapping[str, Any]) -> ZeroConfig:
     """The ZeroConfig of a config; ``overrides`` are fields that win."""
     fields: dict[str, Any] = {"stage": settings.get(f"{_ZERO}.stage", 0), **_tiers(settings), **_precision(settings)}
     fields["overlap"] = settings.flag(f"{_ZERO}.overlap_comm", True)
-    if settings.get("data_types.grad_accum_dtype", None) is not None:
-        fields["grad_accum_dtype"] = settings.get("data_types.grad_accum_dtype")
+    if (sums := settings.get("data_types.grad_accum_dtype", None)) is not None:
+        fields["grad_accum_dtype"] = sums
     if fields["stage"] == 3 and settings.has(f"{_ZERO}.stage3_prefetch_bucket_size"):
         fields["prefetch"] = min(1, settings.number(f"{_ZERO}.stage3_prefetch_bucket_size"))
     if "gradient_clipping" not in settings.values and "clip_grad_norm" not in overrides:

@@ -250,11 +250,11 @@ class Engine(nn.Module):
         """Write the whole model, as it is trained, for ``torch.load``; the first rank does, with memory for all of it. On all ranks."""
         state = self.optimizer.consolidated_state_dict(rank0_only=True)
         frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        if self.global_rank == 0:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            left_out = set(frozen) if exclude_frozen_parameters else set()
-            torch.save({name: value for name, value in state.items() if name not in left_out}, Path(save_dir, save_filename))
-        self.optimizer.everyone.all_reduce(torch.zeros(1, dtype=torch.float64))  # nobody reads it before it is there
+        with together(self.optimizer.everyone, "save_16bit_model()"):  # nobody reads it before it is there
+            if self.global_rank == 0:
+                Path(save_dir).mkdir(parents=True, exist_ok=True)
+                left_out = set(frozen) if exclude_frozen_parameters else set()
+                torch.save({name: value for name, value in state.items() if name not in left_out}, Path(save_dir, save_filename))
         return True
 
     save_fp16_model = save_16bit_model

@@ -142,5 +142,5 @@ class Packing:
         views, start = {}, self.offsets[index] - self.bytes_of(chunk).start
         for name, one in self.kept[index].items():
             views[name] = packed[start : start + one.nbytes].view(one.dtype).as_strided(one.shape, one.strides)
-            start += -(-one.nbytes // _ALIGN) * _ALIGN
+            start += packed_nbytes({name: one})
         return views

@@ -87,8 +87,9 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
             if made:
                 block.expert = place = nn.Module()
             inside = [param for param in params if param.ndim == 2 and not one.rest and one.trained]
-            outside = [param for param in params if not any(param is other for other in inside)]
-            matrices, others = [*matrices, *inside], [*others, *outside]
+            outside = [param for param in params if param not in set(inside)]
+            matrices += inside
+            others += outside
             is_widened = one.dtype is None and config.compute_dtype is not None
             for together in (inside, outside) if shape.optimizer == "muon" else (params,):  # what others update travels apart
                 unit = Unit("", [place], together, [], one.trained, one.dtype or config.dtype, CPU, is_widened=is_widened)

@@ -226,14 +226,13 @@ def shape_of(spec: str) -> Shape:
         return _from_config(path)
     if (found := families.cached(spec)) is not None:
         return dataclasses.replace(_from_config(found), name=spec)
-    closest = families.closest(spec)
     if re.fullmatch(r"[\w.]+:[\w.]+", spec):
-        return _from_factory(spec, closest)
+        return _from_factory(spec)
     there = f"; there is no file {str(path)!r}" if path.suffix == ".json" else ""
     there += "; the local cache of Hugging Face has none of that name" if spec.count("/") == 1 else ""
     raise ValueError(
         f"a model is gpt:SIZE or moe:SIZE (gpt:10b), gpt:layers=24,width=2048, one of {families.KNOWN}, a config.json or its folder, org/name in the "
-        f"cache of Hugging Face, or module:factory; got {spec!r}{there}{closest}"
+        f"cache of Hugging Face, or module:factory; got {spec!r}{there}{families.closest(spec)}"
     )
 
 
@@ -339,7 +338,7 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
 # ---- module:factory ----------------------------------------------------------------------------------------------------------------------
 
 
-def _from_factory(spec: str, closest: str = "") -> Shape:
+def _from_factory(spec: str) -> Shape:
     module_name, _, path = spec.partition(":")
     try:
         factory: Any = importlib.import_module(module_name)
@@ -348,7 +347,7 @@ def _from_factory(spec: str, closest: str = "") -> Shape:
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{spec!r} is neither gpt:SIZE, moe:SIZE nor one of {families.KNOWN}, nor a module on the path, a colon, and what in it builds the model "
-            f"({error}){closest}"
+            f"({error}){families.closest(spec)}"
         ) from None
     try:
         inspect.signature(factory).bind()
