@@ -59,7 +59,7 @@ SIZES = {
     # 25 and 225 for sums of gradients in 16 bits; 87 and 515 for parameters that rest in 16 bits and are fp32 while they are gathered
     # 43 and 485 for small blocks that travel together
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
-    "core": (15_046, 115_540),
+    "core": (15_065, 115_735),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     "accumulation": (978, 8_190),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
