@@ -26,7 +26,7 @@ from tests.world import run_world
 from zk.cli import app
 from zk.events import Event
 from zk.offload.streams import Joined
-from zk.plan import report
+from zk.plan import picture, report
 from zk.plan.choose import as_dict, as_python, consider, footprint, largest, plan, shown
 from zk.plan.footprint import Footprint
 from zk.plan.picture import draw
@@ -617,6 +617,43 @@ def test_steps_are_those_of_the_model_that_was_measured(times: tuple[int, int, i
     assert sum(length(phase, 8) for phase in phases) == pytest.approx(inside, rel=0.15)
     both = ({"compute": backward, "link": link}, {"compute": forward, "link": link, "cpu": update})
     assert sum(length(phase, 8) for phase in both) == pytest.approx(beside, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("times", "beside", "backward"), (((30, 15, 15), 2205, 2205), ((15, 20, 70), 2125, 1575), ((10, 20, 100), 2390, 1940), ((40, 40, 40), 3000, 3000))
+)
+def test_updates_in_backward_take_what_the_model_says_that_was_measured(times: tuple[int, int, int], beside: float, backward: float) -> None:
+    """Formulas of benchmarks/overlap_model.py, of 18 units; milliseconds of one in forward, a third of backward, on the link, and in its update."""
+    shape = shape_of("gpt:1b")
+    count, forward, link, update = shape.num_params, *(sum(units.count for units in shape.units) * ms / 1e3 for ms in times)
+    rates = {"tflops": 2 * count * 8192 / forward / 1e12, "link_gbps": 2 * count / link / 1e9, "cpu_adam": count / update / 1e9}
+    config, where = zk.ZeroConfig(stage=2, dtype="bf16", optimizer_tier="host"), machine(gpu_nbytes=80 * GIB, **rates)
+    found = footprint(shape, config, where, 8192)
+
+    def seconds_with(overlap_step: bool | str, shadows: float = 1.0) -> float:
+        return step_of(shape, found, config, where, 8192, overlap_step, shadows=shadows).seconds
+
+    assert seconds_with(True) == pytest.approx(beside / 1e3, rel=0.02)
+    assert seconds_with("backward") == pytest.approx(backward / 1e3, rel=0.06)
+    # where there is memory for few, few begin early
+    found_with = [seconds_with("backward", shadows) for shadows in (1.0, 0.5, 0.2, 0.0)]
+    assert found_with == sorted(found_with) and found_with[-1] == seconds_with(True)
+
+
+def test_updates_in_backward_are_planned_in_memory_that_is_left() -> None:
+    """Half of it, as without a budget; and where there is none they are not recommended, nor is a machine too small for them."""
+    config = zk.ZeroConfig(stage=2, dtype="bf16", optimizer_tier="host", update_on="host", overlap_step="auto")
+    shape, shadows = shape_of("gpt:7.6b"), []
+    for ram in (512, 192, 128, 120):
+        where = machine(gpu_nbytes=141 * 10**9, ram_nbytes=ram * GIB, tflops=600, link_gbps=50, cpu_adam=4.0)
+        found = consider(shape, config, where, 8192)
+        assert found is not None and found.fits, ram
+        shadows.append((found.config.overlap_step, found.found.sizes["host", "shadow"]))
+        assert {kind for _, kind in found.found.sizes} <= report._KINDS.keys() & (picture._COLORS.keys() | {"scales", "dequantized"})
+        assert found.found.on("host") <= where.capacity("host")
+    (first, whole), (second, some), (_, few), (last, none) = shadows
+    assert first == second == "backward" and last is True
+    assert 0.999 < whole / (12 * shape.num_params) < 1.01 and whole > some > few > none == 0
 
 
 @pytest.mark.parametrize(

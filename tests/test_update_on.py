@@ -435,14 +435,15 @@ def test_the_command_plans_the_side_that_it_is_told() -> None:
 
 def test_the_guide_shows_what_is_planned() -> None:
     guide = (ROOT / "docs" / "guides" / "overlap.md").read_text()
-    h200 = Machine(gpu_nbytes=141 * 10**9, ram_nbytes=256 << 30, nvme_nbytes=0, tflops=600, link_gbps=50, cpu_adam=2.5, memory_gbps=300)
+    h200 = Machine(gpu_nbytes=141 * 10**9, ram_nbytes=256 << 30, nvme_nbytes=0, tflops=600, link_gbps=50, cpu_adam=8.0, memory_gbps=300)
     rates = {"tflops": 140, "link_gbps": 22, "cpu_adam": 1.5, "memory_gbps": 60}
-    machines = {"H200": h200, "4090": dataclasses.replace(h200, gpu_nbytes=24 << 30, ram_nbytes=128 << 30, **rates)}
-    rows = re.findall(r"^\| (H200|4090)[^|]* \| ([\d,]+) \| (.*) \| ([\d.]+) \|$", guide, re.MULTILINE)
-    assert len(rows) == 6
+    machines = {"H200": h200, "H200, `--cpu-adam 2.5`": dataclasses.replace(h200, cpu_adam=2.5)}
+    machines["4090"] = dataclasses.replace(h200, gpu_nbytes=24 << 30, ram_nbytes=128 << 30, **rates)
+    rows = re.findall(r"^\| (H200(?:, `--cpu-adam 2.5`)?|4090)[^|]* \| ([\d,]+) \| (.*) \| ([\d.]+) \|$", guide, re.MULTILINE)
+    assert len(rows) == 9
     for name, tokens, sides, share in rows:
         for side, cell in zip(("host", "device", "auto"), sides.split(" | "), strict=True):
-            config = zk.ZeroConfig(stage=2, dtype="bf16", optimizer_tier="host", update_on=side)
+            config = zk.ZeroConfig(stage=2, dtype="bf16", optimizer_tier="host", update_on=side, overlap_step="auto")
             found = choose.consider(shape_of("gpt:7.6b"), config, machines[name], int(tokens.replace(",", "")))
             assert found is not None and cell == f"{seconds(found.step.seconds)}, {found.step.of_no_offload:.0%}", (name, tokens, side)
         assert float(share) == pytest.approx(found.config.streamed_share, abs=0.005)

@@ -77,7 +77,10 @@ def _float_to_half(typingctx, value):
 
 @intrinsic
 def _prefetch(typingctx, array, i):
-    """Bring the line of ``array[i]`` into the cache; ``i`` may lie behind the end."""
+    """Bring the line of ``array[i]`` into the cache.
+
+    ``i`` may lie behind the end: nothing is read then.
+    """
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -144,8 +144,8 @@ def best_share(rates: Mapping[str, float], state_nbytes: int, size: int, is_near
 
 def update_seconds(
     share: float, rates: Mapping[str, float], back: int, state_nbytes: int, size: int, returned: float, wide: int = 1
-) -> tuple[float, float]:
-    """Seconds by element of an update of which the device does ``share``: of the host's threads and memory, and of the link.
+) -> tuple[float, float, float]:
+    """Seconds by element of an update of which the device does ``share``: of the host's threads and memory, and of the link up and down.
 
     Args:
         rates, state_nbytes, size: as for ``best_share``.
@@ -156,4 +156,4 @@ def update_seconds(
     touched = 2 * state_nbytes + 3 * size  # of host memory, by the update there
     both = share * (2 * back + size) + (1 - share) * touched
     host = max((1 - share) / rates["cpu"], both / max(rates["memory"], rates["cpu"] * touched))
-    return host, max((share * (back + size * wide) + returned) / rates["up"], share * back / rates["down"])
+    return host, (share * (back + size * wide) + returned) / rates["up"], share * back / rates["down"]

@@ -156,12 +156,23 @@ def configs(
         drive = nvme_path if machine.nvme_nbytes and {"nvme", "auto"} & set(tiers.values()) else None
         tiers |= {"update_on": update_on} if optimizer_tier != "device" and not machine.joined else {}
         if compute_dtype is None or stage == 3:
-            found.append(ZeroConfig(stage=stage, dtype=dtype, compute_dtype=compute_dtype, state_dtype=state_dtype, nvme_path=drive, **tiers, **said))
+            found.append(
+                ZeroConfig(
+                    stage=stage,
+                    dtype=dtype,
+                    compute_dtype=compute_dtype,
+                    state_dtype=state_dtype,
+                    nvme_path=drive,
+                    overlap_step="auto",
+                    **tiers,
+                    **said,
+                )
+            )
     return found
 
 
 def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
-    """One choice, its update in the background where that is worth it, and with "auto" on the device as well. None if there is no room for "auto"."""
+    """One choice, with "auto" of ``overlap_step`` and ``update_on`` replaced by what is worth it. None if there is no room for "auto" tiers."""
     if config.update_on != "auto" or machine.joined:
         return as_given(shape, config, machine, tokens, micro_batches)
     by_host = as_given(shape, dataclasses.replace(config, update_on="host"), machine, tokens, micro_batches)
@@ -177,7 +188,7 @@ def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
 
 
 def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int = 1) -> Option | None:
-    """One choice, its update in the background where that is worth it, on the side that ``config`` says. None if "auto" finds no room."""
+    """One choice, with the update on the side that ``config`` says. None if "auto" tiers find no room."""
     if "auto" in (config.param_tier, config.optimizer_tier):
         divided = _divided(shape, config, machine, tokens, micro_batches)
         if divided is None:
@@ -186,19 +197,59 @@ def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     else:
         found = footprint(shape, config, machine, tokens, micro_batches)
 
-    def best(vertical: bool) -> tuple[Step, bool, bool]:
-        step = step_of(shape, found, config, machine, tokens, False, micro_batches, vertical)
+    # overlap_step, bytes, and the part of updates that can begin in backward
+    ways: list[tuple[bool | str, Footprint, float]] = [(config.overlap_step, found, 1.0)]
+    if config.overlap_step == "auto":
+        ways = [(False, found, 0.0)]
         if not machine.joined and found.sizes["host", "grad"] + found.sizes["nvme", "grad"]:
-            behind = step_of(shape, found, config, machine, tokens, True, micro_batches, vertical)
-            if behind.seconds < _WORTH * step.seconds:
-                return behind, True, vertical
-        return step, False, vertical
+            ways.append((True, found, 0.0))
+            ways.append(("backward", *_with_shadows(shape, config, machine, tokens, micro_batches)))
+
+    def best(vertical: bool) -> Option:
+        chosen: Option | None = None
+        for overlap_step, sizes, shadows in ways:
+            step = step_of(
+                shape,
+                sizes,
+                config,
+                machine,
+                tokens,
+                overlap_step,
+                micro_batches,
+                vertical,
+                shadows,
+            )
+            missing = machine.lacks(sizes)
+            if chosen is not None and (step.seconds > _WORTH * chosen.step.seconds or len(missing) > len(chosen.missing)):
+                continue  # not worth it
+            settled = dataclasses.replace(config, overlap_step=overlap_step)
+            chosen = Option(
+                settled,
+                sizes,
+                missing,
+                step,
+                vertical=vertical,
+            )
+        assert chosen is not None
+        return chosen
 
     orders = [best(vertical) for vertical in ((False, True) if micro_batches > 1 else (False,))]
-    (step, is_behind, vertical), *slower = sorted(orders, key=lambda order: order[0].seconds)
-    if is_behind:
-        config = dataclasses.replace(config, overlap_step=True)
-    return Option(config, found, machine.lacks(found), step, slower[0][0] if slower else None, vertical)
+    first, *slower = sorted(orders, key=lambda order: order.step.seconds)
+    return dataclasses.replace(first, other=slower[0].step if slower else None)
+
+
+def _with_shadows(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int) -> tuple[Footprint, float]:
+    """Bytes with ``overlap_step="backward"``, and the part of the updates that there are shadows for.
+
+    They take half of the host memory that is left, as without a budget, or all that a budget leaves.
+    """
+    found = footprint(shape, dataclasses.replace(config, overlap_step="backward"), machine, tokens, micro_batches)
+    whole = found.sizes["host", "shadow"]
+    room = max(0, machine.capacity("host") - found.on("host") + whole) // 2
+    if config.host_budget is not None:
+        room *= 2
+    found.sizes["host", "shadow"] = min(whole, room)
+    return found, found.sizes["host", "shadow"] / whole if whole else 1.0
 
 
 def _divided(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, micro_batches: int) -> tuple[ZeroConfig, Footprint] | None:

@@ -19,6 +19,7 @@ _COLORS = {
     "master": "#228833",
     "moments": "#ccbb44",
     "param_copy": "#aa3377",
+    "shadow": "#d4b0e0",
     "buffer": "#999933",
     "staging": "#c9c98a",
     "spare": "#dddddd",
@@ -88,7 +89,7 @@ def _memory(figure: Any, plan: Plan) -> None:
         axes.set_xlabel("GiB on each rank")
     every[0].invert_yaxis()
     every[0].set_ylabel("stage")
-    names = {"param_copy": "param copy", "activations": "activations (estimate)"}
+    names = {"param_copy": "param copy", "shadow": "updates in backward", "activations": "activations (estimate)"}
     figure.legend(handles.values(), [names.get(kind, kind) for kind in handles], loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.suptitle(f"{plan.shape.name}, {count(plan.shape.num_params)} parameters, {_ranks(plan)}; the red line is what there is")
 

@@ -21,6 +21,7 @@ _KINDS = {
     "master": "master (what bf16 lacks)",
     "moments": "Adam's moments",
     "param_copy": "copies, to update elsewhere",
+    "shadow": "updates that begin in backward",
     "gathered": "units in use",
     "scales": "scales of 4-bit weights",
     "dequantized": "dequantized weights in use",

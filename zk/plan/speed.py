@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -93,15 +93,28 @@ def length(times: Mapping[str, float], units: int) -> float:
     return longest + (sum(times.values()) - longest) / units
 
 
+def longest(amounts: Mapping[str, int], rates: Mapping[str, float]) -> float:
+    """Seconds of the resource that takes most."""
+    return max((amount / rates[resource] for resource, amount in amounts.items()), default=0.0)
+
+
+def _beside(busy: Mapping[str, int], other: Mapping[str, int], rates: Mapping[str, float]) -> float:
+    """The part of ``other`` that can be done in the time that ``busy`` takes, by what it leaves of each resource."""
+    seconds = longest(busy, rates)
+    spare = {resource: seconds * rates[resource] - busy[resource] for resource in other}
+    return min((spare[resource] / amount for resource, amount in other.items() if amount), default=1.0)
+
+
 def step_of(
     shape: Shape,
     found: Footprint,
     config: ZeroConfig,
     machine: Machine,
     tokens: int,
-    overlap_step: bool = False,
+    overlap_step: bool | str = False,
     micro_batches: int = 1,
     vertical: bool = False,
+    shadows: float = 1.0,
 ) -> Step:
     """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
 
@@ -111,9 +124,11 @@ def step_of(
 
     Args:
         tokens: that a rank computes in a step, its part of the model if ranks are tensor parallel.
-        overlap_step: the update runs in the background of the next forward; with an accelerator, as on a CPU both are the same cores.
+        overlap_step: the update runs in the background of the next forward; with "backward" from backward on, as much of it as has ended when
+            backward does, without clipping. With an accelerator: on a CPU both are the same cores.
         micro_batches: that the tokens come in.
         vertical: all of them pass a block before any passes the next (``accumulate``); else one after the other.
+        shadows: the part of the update that there is memory for beside the states, with "backward".
     """
     assert isinstance(config.dtype, torch.dtype) and isinstance(config.grad_accum_dtype, torch.dtype) and config.computes is not None
     shape = shape.part(machine.tensor)
@@ -132,7 +147,7 @@ def step_of(
     share, speed = config.streamed_share * (not machine.joined), machine.update_rates
     kept = (found.sizes["host", "master"] + found.sizes["host", "moments"] + state) // max(1, updated)
     back = kept + size * bool(found.sizes["host", "param"] + drive)
-    by_host, by_link = update_seconds(share, speed, back, kept, size, returned / max(1, updated), wide)
+    by_host, up, down = update_seconds(share, speed, back, kept, size, returned / max(1, updated), wide)
     stored, changed = (sum(units.stored_nbytes(size) for units in shape.units if units.trained or not only) for only in (False, True))
 
     def exchanged(gathers: int, reductions: int, is_averaged: bool, sums: int) -> dict[str, int]:
@@ -160,42 +175,61 @@ def step_of(
     # operations of forward: 2 for each parameter and token. Of backward: 2, 2 for each that is trained, and forward again (checkpointing)
     forward = Counter(
         compute=2 * operations + attention,
-        link=passes * uploaded,
+        up=passes * uploaded,
         disk=passes * drive,
         **exchanged(passes * (stage == 3), 0, False, 2 * shape.layers + 1),
     )
     backward = Counter(
         compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params + 3 * attention,
-        link=max(passes * uploaded, away * early * (wide if vertical else passes)),
+        up=passes * uploaded,
+        down=away * early * (wide if vertical else passes),
         disk=passes * drive + written * early * (2 * passes - 1),  # what is added to is read before
         **exchanged(passes * (stage == 3), (early + (stage == 0)) * (wide if vertical else passes), early, 4 * shape.layers + 1),
     )
     update = Counter(
-        link=max(round(updated * by_link * speed["up"]), away * (not early)),
+        up=round(updated * up * speed["up"]),
+        down=max(round(updated * down * speed["down"]), away * (not early)),
         cpu=round(updated * by_host * speed["cpu"]),
         disk=written * (1 + (not early)) + 2 * drive * changed // stored + 2 * state,
         **exchanged(False, (not early) + (stage in (1, 2)), not early, 0),
     )
-    work = {"forward": forward, "backward": backward, "update": update}
-    if overlap_step:
-        work = {"backward": backward, "update and forward": forward + update}
     rates = {
         "compute": 1e12 * machine.tflops,
-        "link": speed["up"],
+        "up": speed["up"],
+        "down": speed["down"],
         "cpu": speed["cpu"],
         "disk": 1e9 * machine.disk_gbps / machine.per_machine,
         "ranks": 1e9 * machine.fabric_gbps,
         "tensor": 1e9 * machine.fabric_gbps,
     }
+    work, at_least = {"forward": forward, "backward": backward, "update": update}, 0.0
+    if overlap_step:
+        work = {"backward": backward, "update and forward": forward + update}
+    if overlap_step == "backward" and early:
+        # what is published, or goes up to where it rests, waits for the norm
+        alone = Counter(cpu=update["cpu"], up=update["up"] - returned, down=update["down"], disk=update["disk"])
+        part = min(shadows, _beside(backward, alone, rates))
+        begun = Counter({resource: int(part * amount) for resource, amount in alone.items()})
+        after = update - begun
+        if config.device_budget is None and not uploaded:  # no room on the device: what it has updated comes back when it counts
+            after["up"] += round(part * share * updated * size)
+        work = {
+            "backward": backward + begun,
+            "update and forward": forward + after,
+        }
+        # forward begins with the units that are left, and comes to the others after their updates
+        at_least = longest(alone - begun, rates) + part * longest(forward, rates)
     phases: dict[str, float] = {}
-    blame = dict.fromkeys(rates, 0.0)
-    busy = dict.fromkeys(rates, 0.0)
+    blame, busy = defaultdict[str, float](float), defaultdict[str, float](float)
     for phase, amounts in work.items():
         times = {resource: amounts[resource] / rate for resource, rate in rates.items()}
+        times["link"] = max(times.pop("up"), times.pop("down"))  # which is busy both ways at once
         together = {**times, "compute": times["compute"] + times["tensor"], "tensor": 0.0}
-        phases[phase] = length(together, sum(units.count for units in shape.units))
+        phases[phase] = max(length(together, sum(units.count for units in shape.units)), at_least * (phase == "update and forward"))
         slowest = max(together, key=lambda resource: together[resource])
         blame["tensor" if slowest == "compute" and times["tensor"] > times["compute"] else slowest] += phases[phase]
-        busy = {resource: seconds + times[resource] for resource, seconds in busy.items()}
-    moved = {resource: sum(amounts[resource] for amounts in work.values()) for resource in ("link", "disk")}
+        for resource, taken in times.items():
+            busy[resource] += taken
+    total = sum(work.values(), Counter[str]())
+    moved = {"link": max(total["up"], total["down"]), "disk": total["disk"]}
     return Step(sum(phases.values()), max(blame, key=lambda resource: blame[resource]), busy, phases, sent, moved)
