@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -99,13 +100,10 @@ def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], 
         for process in ranks:
             process.start()
         table: list[list[Any]] = [[RuntimeError("no result: the rank ended before this case")] * world for _ in cases]
-        while any(process.is_alive() for process in ranks) or not results.empty():
+        while (alive := [process.sentinel for process in ranks if process.is_alive()]) or not results.empty():
             if results.empty():
-                for process in ranks:
-                    process.join(0.02)
+                wait([results._reader, *alive])
                 continue
             rank, index, status, value = results.get()
             table[index][rank] = value if status == "ok" else RuntimeError(value)
-        for process in ranks:
-            process.join()
     return table
