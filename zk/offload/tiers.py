@@ -512,7 +512,7 @@ def place(
 
     def whole(wanted: str, nbytes: int, may_leave: bool) -> str:
         tiers = order(wanted, may_leave)
-        tier = next((tier for tier in tiers if tier != "nvme" and nbytes <= left(tier)), tiers[-1])
+        tier = next((tier for tier in tiers[:-1] if nbytes <= left(tier)), tiers[-1])
         used[tier] += nbytes
         return tier
 
@@ -522,8 +522,7 @@ def place(
         if rests_on_drive and len(tiers) > 1:
             tiers = [tier for tier in tiers if tier != "device"]  # they are updated in host memory
         for tier in tiers:
-            room_for = max(0, left(tier) - need.packed_nbytes) // need.element_nbytes if tier != "nvme" else rest
-            fits = rest if tier == tiers[-1] else min(rest, room_for)
+            fits = rest if tier == tiers[-1] else min(rest, max(0, left(tier) - need.packed_nbytes) // need.element_nbytes)
             if fits < rest and (rests_on_drive or need.is_whole or fits < _SECTION):
                 fits = 0  # what is on the drive is updated as it is moved, by whole chunks
             elif fits < rest:

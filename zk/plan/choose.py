@@ -87,7 +87,7 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
             if made:
                 block.expert = place = nn.Module()
             inside = [param for param in params if param.ndim == 2 and not one.rest and one.trained]
-            outside = [param for param in params if param not in set(inside)]
+            outside = [param for param in params if param.ndim != 2 or one.rest or not one.trained]
             matrices += inside
             others += outside
             is_widened = one.dtype is None and config.compute_dtype is not None
