@@ -264,9 +264,9 @@ print(peak_nbytes())
 
 
 def test_a_model_larger_than_its_memory_is_trained(tmp_path: Path) -> None:
-    """56 more layers, 470 MB of parameters in fp32 and 1.9 GB of training state, take no more memory."""
+    """40 more layers, 335 MB of parameters in fp32 and 1.3 GB of training state, take no more memory."""
     peaks = []
-    for layers in (8, 64):
+    for layers in (8, 48):
         done = subprocess.run([sys.executable, "-c", BIG, str(tmp_path), str(layers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))

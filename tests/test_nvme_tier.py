@@ -102,11 +102,11 @@ def test_copies_of_parameters_on_a_device_are_in_host_memory_and_in_its_budget(t
 
 def test_a_host_budget_keeps_what_fits_parameters_first(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = GPT(width=192, layers=8)
+    model = GPT(width=96, layers=8)
     others = [copy.deepcopy(model) for _ in range(3)]
     num_params = sum(param.numel() for param in model.parameters())
     losses, where = [], []
-    buffers = 2_600_000  # of these small chunks and units
+    buffers = 850_000  # of these small chunks and units
     for other, budget in zip((model, *others), (None, f"{buffers + 4 * num_params}B", f"{buffers + 7 * num_params}B", "1GiB"), strict=True):
         with wrap(other, tmp_path, host_budget=budget) as optimizer:
             where.append((optimizer.resting("param"), optimizer.resting("optimizer")))
