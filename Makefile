@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# programs that tests start find zk compiled
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-long bench-overlap bench-save bench-plan gpu lint docs site clean
 
