@@ -13,6 +13,7 @@ from torch import nn
 
 import zk
 from tests.test_monitor import step, wrapped
+from tests.test_timeline import inside
 from zk.monitor import profile
 from zk.monitor.profile import bytes_by_tier, counters
 from zk.monitor.runfile import COLUMNS, FILE, read
@@ -28,6 +29,15 @@ def tracks(path: Path) -> tuple[dict[str, list[dict[str, Any]]], set[str], list[
             found[event["name"]].append(event)
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
     return found, names, [event for event in events if event["ph"] == "X"]
+
+
+def uses(path: Path) -> set[str]:
+    """Kinds of the spans at which arrows of a trace end; each begins at a read, and all are drawn."""
+    found = inside(json.loads(path.read_text()))
+    begins, ends = ({arrow["id"]: (arrow["ts"], span["cat"]) for arrow, span in found if arrow["ph"] == phase} for phase in "sf")
+    assert begins.keys() == ends.keys() and len(found) == 2 * len(begins) >= 8
+    assert all(kind == "read" and at < ends[number][0] for number, (at, kind) in begins.items())
+    return {kind for _, kind in ends.values()}
 
 
 def test_a_trace_of_so_many_steps_has_rows_for_people_and_counters(tmp_path: Path) -> None:
@@ -51,18 +61,7 @@ def test_a_trace_of_so_many_steps_has_rows_for_people_and_counters(tmp_path: Pat
     counted = sum(event["args"]["GB/s"] * 0.01 * 1e9 for event in found["GB/s drive reads"])
     assert counted == pytest.approx(read, rel=1e-3) and read > 0
     assert LABELS.keys() == RESOURCES.keys()
-    arrows = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] in "sf"]
-    begins, ends = ({event["id"]: event for event in arrows if event["ph"] == phase} for phase in "sf")
-    assert begins.keys() == ends.keys() and len(arrows) == 2 * len(begins) >= 8
-
-    def around(arrow: dict[str, Any]) -> set[str]:  # kinds of the spans that it is drawn at
-        return {
-            span["cat"] for span in spans if span["tid"] == arrow["tid"] and span["ts"] - 1e-3 <= arrow["ts"] <= span["ts"] + span["dur"] + 1e-3
-        }
-
-    assert all(around(begin) == {"read"} and begin["ts"] <= ends[number]["ts"] + 1e-3 for number, begin in begins.items())
-    kinds = [around(end) for end in ends.values()]
-    assert all(kinds) and {"update", "wait"} <= set().union(*kinds)
+    assert {"update", "wait"} <= uses(path)
     assert {"training: forward", "waits"} <= {name.rstrip(" 0123456789") for name in names}
 
 
@@ -100,20 +99,23 @@ def test_the_callbacks_record_steps_of_trainer_and_lightning(tmp_path: Path, mon
     from tests.integrations.test_huggingface import made
     from zk.integrations.huggingface import ZeroProfile, ZeroRun, ZeroTrainer
 
-    trainer = made(ZeroTrainer, "gpt2", tmp_path, more={"max_steps": 3, "save_strategy": "no", "eval_strategy": "no"}, zero={"stage": 2})
+    on_drive = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": str(tmp_path / "drive")}
+    (tmp_path / "drive").mkdir()
+    trainer = made(ZeroTrainer, "gpt2", tmp_path, more={"max_steps": 3, "save_strategy": "no", "eval_strategy": "no"}, zero=on_drive)
     trainer.add_callback(ZeroProfile(tmp_path / "trainer.json", steps=1))
     trainer.add_callback(ZeroRun(tmp_path / "trainer"))
     trainer.train()
     written = read(tmp_path / "trainer" / FILE)
     assert (written["state"], written["done"], written["total"]) == ("ended", 3, 3) and "accumulate" in written["about"]
-    assert "MiB on host" in tracks(tmp_path / "trainer.json")[0]
+    assert {"MiB on host", "MiB on nvme"} <= tracks(tmp_path / "trainer.json")[0].keys()
+    assert uses(tmp_path / "trainer.json") <= {"update", "forward", "wait"}
 
     import zk.integrations.lightning as zl
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 1)
+            self.layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
 
         def training_step(self, batch: Any, number: int) -> Any:
             return self.layer(batch).sum()
@@ -124,8 +126,10 @@ def test_the_callbacks_record_steps_of_trainer_and_lightning(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "callbacks": [zl.ZeroProfile("lightning.json", steps=2), zl.ZeroRun()], **quiet}
-    lightning.Trainer(strategy="zk_stage_3_offload", **options).fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
+    strategy = zl.ZeroStrategy(**on_drive, units=[nn.Linear])
+    lightning.Trainer(strategy=strategy, **options).fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
     assert "optimizer update" in tracks(tmp_path / "lightning.json")[1]
+    assert uses(tmp_path / "lightning.json") <= {"update", "forward", "wait"}
     written = read(tmp_path / FILE)
     assert (written["state"], written["done"], written["total"]) == ("ended", 4, 4) and written["rows"][-1][COLUMNS.index("loss")] is not None
 

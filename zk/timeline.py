@@ -381,7 +381,9 @@ def chrome_trace(timeline: Timeline, rank: int = 0) -> dict[str, Any]:
 
 def _arrows(rows: Iterable[tuple[Span, int]]) -> Iterator[tuple[Span, int, Span, int, int]]:
     """For each read that something waited for: it and its row, the innermost phase around the wait (the wait itself, outside of all) and its row,
-    and when that went on. Of a read in pieces it is the last one.
+    and the last moment of the wait in that phase. Of a read in pieces it is the last one.
+
+    Arrows begin and end a nanosecond before spans do: at the very end, a viewer finds the span or not, as rounding will have it.
     """
     ordered = sorted(rows, key=lambda row: (row[0].start_ns, -row[0].stop_ns))
     reads = {span.flow: (span, row) for span, row in sorted(ordered, key=lambda row: row[0].stop_ns) if span.resource == "read" and span.flow}
@@ -393,7 +395,8 @@ def _arrows(rows: Iterable[tuple[Span, int]]) -> Iterator[tuple[Span, int, Span,
         if span.resource != "wait" and span.holds:
             phases.append((span, row))
         elif span.resource == "wait" and span.flow in reads:
-            yield *reads[span.flow], *(phases[-1] if phases else (span, row)), span.stop_ns
+            user, target = phases[-1] if phases else (span, row)
+            yield *reads[span.flow], user, target, max(user.start_ns, min(span.stop_ns, user.stop_ns) - 1)
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
