@@ -1,11 +1,13 @@
 """A step with everything on the drive, against its floor: the bytes it moved at the drive's rate, or its compute, whichever is longer.
 
-usage: python benchmarks/nvme_floor.py FOLDER [--rounds 3] [--steps 5] [--out FILE.md]      fio must be installed. `make bench-nvme`
-Compute is the same step with host tiers. The drive's rate is measured in the same rounds, on whole passes over 4 GiB, reads and writes
-apart: once by fio, and once by zk.offload.nvme, whose buffers in huge pages make the same drive faster. Both floors assume that all
-I/O hides behind compute, which clipping forbids: no state may be updated before the last gradient is known. What can be had without
-breaking that is compute and then the update's bytes. The last columns are the share of the floor that zk prints while it trains, by
-rates it has measured for itself, and that by the share measured here.
+usage: python benchmarks/nvme_floor.py FOLDER [--rounds 3] [--steps 5] [--gib 1] [--out FILE.md] [-- options of peers/step.py, such as --layers 8]
+fio must be installed. `make bench-nvme`
+
+Compute is the same step with host tiers. The drive's rate is measured before and after each run, as drives change theirs within minutes, on
+whole passes, reads and writes apart: once by fio, and once by zk.offload.nvme, whose buffers in huge pages make the same drive faster. Both
+floors assume that all I/O hides behind compute, which clipping forbids: no state may be updated before the last gradient is known. What can be
+had without breaking that is compute and then the update's bytes. The last columns are the share of the floor that zk prints while it trains, by
+the rates that training sees, and that by the share measured here (at most 100%, as what zk prints).
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from peers.compare import WHAT, run_once
 from zk.offload.nvme import aligned
 
 SYSTEMS = ("zk_stage3", "zk_stage3_device", "zk_stage3_nvme", "zk_stage3_nvme_cached", "zk_stage3_nvme_bf16_moments")
-DEPTH, BLOCK, NBYTES = 4, 4 << 20, 4 << 30
+DEPTH, BLOCK = 4, 4 << 20
 
 
-def rates(folder: Path) -> dict[str, float]:
+def rates(folder: Path, nbytes: int) -> dict[str, float]:
     """Bytes per second of whole passes, by system and direction."""
     path = folder / "zk-bench.bin"
     buffers = [aligned(64 << 20).fill_(index + 1) for index in range(8)]
     try:
-        write_once(path, NBYTES, buffers)
+        write_once(path, nbytes, buffers)
         found = {}
         for write in (True, False):
             direction = "write" if write else "read"
-            found[f"fio {direction}"] = NBYTES / with_fio(path, NBYTES, write, DEPTH, BLOCK)
-            found[f"zk {direction}"] = NBYTES / with_zk(path, NBYTES, write, DEPTH, BLOCK, buffers)
+            found[f"fio {direction}"] = nbytes / with_fio(path, nbytes, write, DEPTH, BLOCK)
+            found[f"zk {direction}"] = nbytes / with_zk(path, nbytes, write, DEPTH, BLOCK, buffers)
         return found
     finally:
         path.unlink(missing_ok=True)
@@ -50,19 +52,23 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--gib", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options, rest = parser.parse_known_args()
+    rest = [option for option in rest if option != "--"]
     if shutil.which("fio") is None:
         sys.exit("fio is not installed (Debian: apt install fio)")
     os.environ["ZK_BENCH_NVME"] = str(options.folder)
-    passes: list[dict[str, float]] = []
+    passes: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}  # beside its runs
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
     for number in range(options.rounds):
-        passes.append(rates(options.folder))
+        before = rates(options.folder, options.gib << 30)
         for system, results in runs.items():
-            results.append(run_once(system, options.steps, []))
+            results.append(run_once(system, options.steps, rest))
+            passes[system] += [before, before := rates(options.folder, options.gib << 30)]
             print(f"round {number + 1}/{options.rounds}  {system:28} {results[-1]['median']:.2f} s", file=sys.stderr, flush=True)
-    rate = {name: statistics.median(one[name] for one in passes) for name in passes[0]}
+    beside = {system: {name: statistics.median(one[name] for one in found) for name in found[0]} for system, found in passes.items()}
+    rate = {name: statistics.median(one[name] for one in beside.values()) for name in beside["zk_stage3"]}
     seconds = {system: statistics.median(s for run in results for s in run["seconds"]) for system, results in runs.items()}
     compute = seconds["zk_stage3"]
     lines = [
@@ -81,12 +87,12 @@ def main() -> None:
     for system in SYSTEMS:
         read = statistics.median(run["fetched_nbytes"] for run in runs[system])
         written = statistics.median(run["evicted_nbytes"] for run in runs[system])
-        moving = {who: read / rate[f"{who} read"] + written / rate[f"{who} write"] for who in ("fio", "zk")}
+        moving = {who: read / beside[system][f"{who} read"] + written / beside[system][f"{who} write"] for who in ("fio", "zk")}
         row = f"| {WHAT[system]} | {seconds[system]:.2f} | {read / 1e9:.2f} | {written / 1e9:.2f} "
         for floor in (max(compute, moving["fio"]), max(compute, moving["zk"]), compute + moving["zk"]):
             row += f"| {floor:.2f} | {seconds[system] / floor:.2f} "
         printed = statistics.median(run["floor_s"] / run["step_s"] for run in runs[system])
-        share = max(compute, moving["zk"]) / seconds[system]
+        share = min(1.0, max(compute, moving["zk"]) / seconds[system])
         lines.append(f"{row}| {printed:.0%} | {printed / share:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)

@@ -21,12 +21,13 @@ import zk
 from tests.programs import Program, rank_of, run
 from tests.world import free_port
 from zk import ZeroOptimizer
+from zk.bench import io as drives
 from zk.monitor import measured
 from zk.monitor.progress import rates_line
 from zk.monitor.rates import Rates, counts_of, loggable, reason_of
 from zk.monitor.summary import placed_of, sizes_of, traffic_of
 from zk.monitor.words import seconds
-from zk.offload import cpu_adam_numba
+from zk.offload import cpu_adam_numba, nvme
 from zk.offload.worker import Worker
 from zk.timeline import SPENT, phase
 
@@ -161,13 +162,20 @@ def test_training_goes_on_where_nobody_reads_stderr(stderr: str) -> None:
 
 def test_the_drive_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes: list[int] = []
+    passes = drives.passes
+    monkeypatch.setattr(drives, "passes", lambda path, nbytes, *more: (sizes.append(nbytes), passes(path, nbytes, *more))[1])
     monkeypatch.setattr(measured, "_NBYTES", 1 << 20)
     said: list[str] = []
     assert measured.drive([str(tmp_path)]) is None
     first = measured.measure_drive([str(tmp_path)], said.append)
     assert first is not None and first["read"] > 0 and first["write"] > 0 and len(said) == 1
     again = measured.measure_drive([str(tmp_path)], said.append)
-    assert again is not None and again["read"] == first["read"] and len(said) == 1
+    assert again is not None and again["read"] == first["read"] and len(said) == 1 and sizes == [1 << 20]
+    soon = time.time() + 601
+    with monkeypatch.context() as later:
+        later.setattr(measured.time, "time", lambda: soon)
+        assert measured.drive([str(tmp_path)]) is None
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]  # the file that was measured is gone
     with wrapped(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path / "cache") as optimizer:
         assert re.search(r"at the [\d.]+ and [\d.]+ GB/s measured here$", optimizer.summary().text())
@@ -232,6 +240,42 @@ def test_waits_are_counted_once_and_those_in_the_background_not() -> None:
     assert set(SPENT - before) == {"wait: drive", "wait: link"}
 
 
+def test_the_floor_goes_by_the_rates_that_training_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = {"read": 1e3, "write": 1e3, "when": 0.0}  # as it was measured: so slow that all of a step is the drive's
+    monkeypatch.setattr(measured, "drive", lambda paths: drive or None)
+    monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 1 << 60)  # nothing is seen but what is put in below
+    with wrapped(24, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as optimizer:
+        file, rates = optimizer.tiers["nvme"].spill.files[0][1], Rates(optimizer)
+
+        def taken() -> tuple[dict[str, float], float, float]:
+            """The rates of an interval with a long wait, and what it read and wrote."""
+            rates.restart()
+            step(optimizer)
+            waited("drive", 500)
+            before, now = rates.before, counts_of(optimizer)
+            return rates.take(), now.read - before.read, now.written - before.written
+
+        found, _, _ = taken()
+        assert found["floor_share"] == 1.0  # and not thousands: what has been done can be done
+        for read_bps, write_bps in ((1e8, 1e9), (1e9, 1e8), (1e8, 1e8)):  # a drive that changes
+            for windows, rate in zip(file.rates.windows, (read_bps, write_bps), strict=True):
+                windows.extend([rate / 2] * (windows.maxlen - 1) + [rate])
+            found, read, written = taken()
+            work = (1 - found["wait_share"]) * found["step_s"]
+            assert found["floor_s"] == pytest.approx(min(found["step_s"], max(work, read / read_bps + written / write_bps)), rel=1e-3)
+        drive.clear()  # ten minutes ago
+        for windows in file.rates.windows:
+            windows.clear()
+        assert "floor_s" in taken()[0] and (rates.drive["read"], rates.drive["write"]) == (1e8, 1e8)  # what was known last
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setattr(optimizer.everyone, "world", 2)
+        drive.update(read=1e7, write=1e7)
+        for windows in file.rates.windows:
+            windows.append(1e12)
+        found, read, written = taken()  # ranks share the drive, so each sees a part of its rate
+        assert found["floor_s"] == pytest.approx(min(found["step_s"], 2 * (read + written) / 1e7))
+
+
 def test_rates_are_of_the_last_interval() -> None:
     with wrapped(stage=3, param_tier="host", optimizer_tier="host") as optimizer:
         rates = Rates(optimizer)
@@ -269,11 +313,12 @@ def test_rates_of_the_drive_have_its_floor_once_it_is_measured(tmp_path: Path, m
         step(optimizer)
         before, now = counts_of(optimizer), optimizer.rates.take()
         assert now["drive_gbps"] > 0 and 0 <= now["prefetch_hit_rate"] <= 1 and "floor_share" not in now
-        monkeypatch.setattr(measured, "drive", lambda paths: {"read": 1e6, "write": 2e6})  # a slow one: it decides
+        monkeypatch.setattr(measured, "drive", lambda paths: {"read": 1e8, "write": 2e8})  # a slow one: it decides
         step(optimizer)
+        waited("drive", 500)
         after, now = counts_of(optimizer), optimizer.rates.take()
-        moving = (after.read - before.read) / 1e6 + (after.written - before.written) / 2e6
-        assert now["floor_share"] == pytest.approx(moving / now["step_s"], rel=1e-6)
+        moving = (after.read - before.read) / 1e8 + (after.written - before.written) / 2e8
+        assert now["floor_s"] == pytest.approx(max(moving, (1 - now["wait_share"]) * now["step_s"]), rel=1e-6)
 
 
 @pytest.mark.parametrize("value", ("", "all", "some"))

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from tests.programs import Program, run
 from zk.offload import nvme, scratch
-from zk.offload.nvme import ALIGN, Engine, Excerpt, Excerpts, File, aligned, identity_of
+from zk.offload.nvme import ALIGN, DriveRates, Engine, Excerpt, Excerpts, File, aligned, identity_of
 from zk.offload.scratch import Scratch, sweep
 
 ROOT = Path(__file__).parent.parent
@@ -620,3 +621,57 @@ def test_excerpts_say_which_bytes_of_which_file_have_changed(tmp_path: Path, eng
         (tmp_path / "a").write_bytes(b"")
         with pytest.raises(OSError, match=rf"has been changed since.*{tmp_path / 'a'}"):
             file.read(got[:ALIGN])
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_of_the_time_in_which_all_threads_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [5_000]
+    monkeypatch.setattr(nvme, "time", types.SimpleNamespace(perf_counter_ns=lambda: clock[0]))
+    monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 1_000)
+    rates = DriveRates(2)
+
+    def together(bps: float, first: bool, second: bool) -> None:
+        """Two transfers of 1,000 bytes, each alone for 20 ns, and both at once for as long as the drive takes for what is left."""
+        taken = round(1e9 * 2_000 / bps)
+        one, other = rates.transfer(first, 1_000), rates.transfer(second, 1_000)
+        one.__enter__()
+        clock[0] += 20
+        other.__enter__()
+        clock[0] += taken
+        one.__exit__(None, None, None)
+        clock[0] += 20
+        other.__exit__(None, None, None)
+
+    together(1e9, False, True)
+    with rates.transfer(False, 10_000):
+        clock[0] += 1  # one thread alone
+    assert rates.best == {} and rates.ns == [0, 0]
+    together(1e9, False, False)
+    together(1e9, False, False)
+    assert rates.best == {"read": pytest.approx(1e9, rel=0.02)}
+    together(4e9, True, True)
+    together(4e9, True, True)
+    assert rates.best == {"read": pytest.approx(1e9, rel=0.02), "write": pytest.approx(4e9, rel=0.05)}
+    together(2e9, False, False)
+    assert rates.best["read"] == pytest.approx(2e9, rel=0.05)  # faster: known at once
+    for _ in range(3 * nvme._WINDOWS):
+        together(5e8, False, False)
+    assert rates.best["read"] == pytest.approx(5e8, rel=0.02)  # slower: after some windows
+
+
+def test_files_count_their_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
+    monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 32 * ALIGN)
+    engine = Engine(num_threads=1, block_nbytes=8 * ALIGN)  # which is always busy in whole
+    with File(tmp_path / "file", 64 * ALIGN, engine=engine) as file:
+        data = aligned(64 * ALIGN)
+        file.write(data)
+        assert file.rates.best.keys() == {"write"} and [len(windows) for windows in file.rates.windows] == [0, 2]
+        file.read(data)
+        assert [len(windows) for windows in file.rates.windows] == [2, 2] and file.rates.active == [0, 0]
+        faults.fail["preadv"] = [errno.EIO]
+        with pytest.raises(OSError, match="read"):
+            file.read(data)
+        assert file.rates.active == [0, 0]
+    engine.close()

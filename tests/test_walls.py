@@ -60,6 +60,7 @@ SIZES = {
     # 43 and 485 for small blocks that travel together
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
+    # 55 and 510 for rates of drives, as transfers show them
     "core": (15_068, 115_735),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
@@ -79,7 +80,8 @@ SIZES = {
     # 20 and 200 for checkpoints that stop before tiles
     # 30 and 230 for checkpoints that stop before tiles, and limits of both long_context's tiles and logits
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan
-    "beside the core": (5_438, 42_515),
+    # 3 and 20 for arrows that no viewer leaves out
+    "beside the core": (5_441, 42_535),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -124,14 +126,15 @@ SIZES = {
     # 9 and 60 for NUMA nodes
     # 1 and 16 for the precision of compute
     # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
-    "monitor": (1_669, 14_055),  # summaries, and what is said at the start; rates, and progress
+    # 12 and 95 for a floor by the rates that training sees
+    "monitor": (1_681, 14_150),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
-# 7.83 without codes in 8 bits
-TOKENS_PER_LINE = 7.90
+# 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen
+TOKENS_PER_LINE = 7.91
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
@@ -149,7 +152,8 @@ STEPS = {2: (32, 151, 12, 8), 3: (32, 151, 12, 8)}
 # two for excerpts of the user's files, one for the parts of a model, two for updates that begin early
 # four for states that stream, one for what a step makes of a shard
 # five for what is kept of whole parameters: one tensor of it, and around it, its place, the rule, and one parameter in the trial of that
-CLASSES = 80  # in zk/offload and zk/parallel
+# one for rates of a drive
+CLASSES = 81  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,

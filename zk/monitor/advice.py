@@ -61,7 +61,7 @@ def _larger_budget(optimizer: Any, rates: Rates) -> Advice | None:
     """A larger ``host_budget``. The planner places all units anew with it; what then need not move, at the rates of the drive, are the seconds."""
     config, ranks = optimizer.config, ranks_here(optimizer.everyone.world)
     is_fixed = "auto" not in (config.param_tier, config.optimizer_tier) or None not in (config.device_budget, config.host_budget)
-    if rates.last.get("wait_drive_share", 0.0) < _LEAST or rates.drive is None or not is_fixed:
+    if rates.last.get("wait_drive_share", 0.0) < _LEAST or not {"read", "write"} <= rates.drive.keys() or not is_fixed:
         return None
     (whole, free), placed = host_memory(), placed_of(optimizer)
     sizes = sizes_of(optimizer, placed)

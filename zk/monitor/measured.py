@@ -1,4 +1,7 @@
-"""Rates of this machine: of its drives, and of the update on either side of the link. Measured once a month, kept in the user's cache folder."""
+"""Rates of this machine: of its drives, and of the update on either side of the link, which are measured, and kept in the user's cache folder.
+
+Drives change their rates within minutes, so what is known of one is soon measured again, and then training goes by what it sees (zk.monitor.rates).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from zk.cache import read_json, write_json
 
 _FILE = "rates.json"
 _VALID_S = 30 * 86_400
+_DRIVE_VALID_S = 600
 _NBYTES, _ROUNDS = 256 << 20, 3
 _NUMEL = 1 << 24  # of the update: far more than caches hold
 
@@ -24,19 +28,19 @@ def _key(paths: Sequence[str]) -> str:
 
 
 def drive(paths: Sequence[str] | None) -> dict[str, float] | None:
-    """Bytes/s that were measured: "read" and "write", of all folders together; None if they have not been for a month."""
+    """Bytes/s that were measured: "read" and "write", of all folders together; None if they have not been for ten minutes."""
     try:
-        return _known(_key(paths or ()), "read", "write")
+        return _known(_key(paths or ()), _DRIVE_VALID_S, "read", "write")
     except OSError:  # a folder that has gone
         return None
 
 
-def _known(key: str, *names: str) -> dict[str, float] | None:
-    """The rates of a key, if all were measured within a month."""
+def _known(key: str, valid_s: float, *names: str) -> dict[str, float] | None:
+    """The rates of a key, if all were measured in the last ``valid_s`` seconds."""
     found = read_json(_FILE).get(key)
     if not isinstance(found, dict) or not all(isinstance(found.get(name), float) and found[name] > 0 for name in (*names, "when")):
         return None
-    return found if time.time() - found["when"] < _VALID_S else None
+    return found if time.time() - found["when"] < valid_s else None
 
 
 def _keep(key: str, rates: dict[str, float]) -> None:
@@ -52,7 +56,7 @@ def measure_update(device: torch.device, num_threads: int, ranks: int, say: Call
         ranks: on this machine, which all measure at once.
     """
     key = f"{platform.node()}: update on {torch.cuda.get_device_name(device)} or {num_threads} threads, {ranks} ranks"
-    found = _known(key, "up", "down", "cpu", "memory")
+    found = _known(key, _VALID_S, "up", "down", "cpu", "memory")
     if found is not None:
         return found
     from zk.bench.adam import by_zk
@@ -71,7 +75,10 @@ def measure_update(device: torch.device, num_threads: int, ranks: int, say: Call
 
 
 def measure_drive(paths: Sequence[str], say: Callable[[str], None]) -> dict[str, float] | None:
-    """Measure the drives of ``paths``, with a file of 256 MiB in each, unless that has been done; ``say`` is told first. None if one refuses."""
+    """Measure the drives of ``paths``, unless that has been done; ``say`` is told first. None if one refuses.
+
+    The file in each has 256 MiB, as less would show what the drive does in a burst.
+    """
     found = drive(paths)
     if found is not None:
         return found
@@ -81,13 +88,13 @@ def measure_drive(paths: Sequence[str], say: Callable[[str], None]) -> dict[str,
     if full:
         say(f"the rate of the drive is not known, and not measured, as less than {2 * _NBYTES >> 20} MiB are free at {', '.join(full)}")
         return None
-    say(f"measuring the drive at {', '.join(paths)}, once a month (a few seconds)")
+    say(f"measuring the drive at {', '.join(paths)} (about a second)")
     total = {"read": 0.0, "write": 0.0}
     try:
         for path in paths:
-            written, read = passes(path, _NBYTES, 4 << 20, 4, _ROUNDS)
-            total["read"] += _NBYTES / statistics.median(read)
-            total["write"] += _NBYTES / statistics.median(written)
+            written, read = passes(path, _NBYTES, 4 << 20, 4, 1)
+            total["read"] += _NBYTES / read[0]
+            total["write"] += _NBYTES / written[0]
         _keep(_key(paths), total)
     except OSError as error:
         say(f"the rate of the drive is not known: {error}")

@@ -91,7 +91,7 @@ class Rates:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.last: dict[str, float] = {}
-        self.drive: dict[str, float] | None = None  # the rates of its drive, once they are known
+        self.drive: dict[str, float] = {}  # bytes/s of it, "read" and "write", once they are known
         self.restart()
 
     def restart(self) -> None:
@@ -108,8 +108,9 @@ class Rates:
         ``wait_link_share``, ``wait_ranks_share``, ``wait_update_share`` (one in the background), ``wait_save_share`` and ``wait_other_share``;
         ``update_share``, of an update that is not in the background; ``drive_gbps`` read and
         written, ``link_gbps``; ``prefetch_hit_rate``; ``peak_host_gib`` of the process and ``peak_device_gib`` of torch, since the start;
-        ``floor_s``: a step if all waits were hidden, and no less than the drive needs for its bytes at the rate that was measured; ``floor_share``
-        is that by the step. Work counts as it was: where I/O takes cores from compute, a step with everything in memory would be shorter still.
+        ``floor_s``: a step if all waits were hidden, and no less than the drive needs for its bytes, at the rates that training has
+        seen while all I/O threads read, or all wrote (as measured at the start, until 128 MiB were moved so, and where ranks share the drive);
+        ``floor_share`` is that by the step. Work counts as it was: where I/O takes cores from compute, a step in memory would be shorter still.
         Shares are of 1; what has no meaning here is left out.
         """
         optimizer = self.optimizer()
@@ -144,18 +145,22 @@ class Rates:
             found["peak_device_gib"] = torch.cuda.max_memory_allocated(optimizer.device) / 2**30
         floor = self._floor(optimizer, (1 - waited) * seconds, read, written)
         if floor is not None:
+            floor = min(floor, seconds)  # a drive that reads and writes at once may have been faster
             found |= {"floor_s": floor / steps, "floor_share": floor / seconds}
         self.last = found
         return found
 
     def _floor(self, optimizer: Any, work_s: float, read: int, written: int) -> float | None:
-        """Seconds of the interval if all waits were hidden; None if the drive was used and has not been measured."""
+        """Seconds of the interval if all waits were hidden; None if the drive was used and has no known rates."""
         if not read and not written:
             return work_s
-        rates = self.drive = self.drive or measured.drive(optimizer.config.nvme_path)
-        if rates is None:
+        ranks = ranks_here(optimizer.everyone.world)
+        seen = optimizer.tiers["nvme"].spill.rates if ranks == 1 else {}  # several share the drive, and each sees a part of its rate
+        self.drive = {**(measured.drive(optimizer.config.nvme_path) or self.drive), **seen}
+        moved = {way: nbytes for way, nbytes in (("read", read), ("write", written)) if nbytes}
+        if not moved.keys() <= self.drive.keys():
             return None
-        return max(work_s, ranks_here(optimizer.everyone.world) * (read / rates["read"] + written / rates["write"]))
+        return max(work_s, ranks * sum(nbytes / self.drive[way] for way, nbytes in moved.items()))
 
 
 def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:

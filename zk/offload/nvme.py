@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import bisect
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -31,6 +32,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +48,7 @@ from zk.timeline import phase
 
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096
+_WINDOW_NBYTES, _WINDOWS = 128 << 20, 8  # of rates
 __all__ = ["Engine", "File", "Request", "aligned"]
 
 
@@ -301,6 +304,51 @@ def _close_all(direct: list[int], cached: list[int]) -> None:
     cached.clear()
 
 
+class DriveRates:
+    """Rates of the drive of one file, as its transfers see them: bytes that moved while all ``threads`` read, or all wrote, by the time of that.
+
+    They are counted in windows of 128 MiB for four threads, and the best of the last ones tells what the drive can do: where threads have to wait for
+    a core, or for Python's lock, it is not all at work. A transfer of which half was such a time counts with half of its bytes.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.lock = threads, threading.Lock()
+        self.windows = tuple(collections.deque[float](maxlen=_WINDOWS) for _ in range(2))  # bytes/s, of reads and of writes
+        self.ns, self.nbytes, self.begun = [0, 0], [0.0, 0.0], [(0, 0.0), (0, 0.0)]
+        self.active, self.since = [0, 0], 0
+
+    @property
+    def best(self) -> dict[str, float]:
+        """Bytes/s, "read" and "write", where a window of them has ended."""
+        return {way: max(rates) for way, rates in zip(("read", "write"), map(list, self.windows), strict=True) if rates}
+
+    def _count(self) -> int:
+        """Count the time since the last transfer began or ended. Returns now."""
+        now = time.perf_counter_ns()
+        for way, active in enumerate(self.active):
+            self.ns[way] += (now - self.since) * (active == self.threads)
+        self.since = now
+        return now
+
+    @contextlib.contextmanager
+    def transfer(self, write: bool, nbytes: int) -> Iterator[None]:
+        """Count what is done inside as a transfer."""
+        with self.lock:
+            start, before = self._count(), self.ns[write]
+            self.active[write] += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                taken = self._count() - start
+                self.active[write] -= 1
+                self.nbytes[write] += nbytes * (self.ns[write] - before) / max(1, taken)
+                ns, first = self.begun[write]
+                if self.nbytes[write] - first >= _WINDOW_NBYTES * max(1, self.threads // 4):  # far more than is in flight
+                    self.windows[write].append(1e9 * (self.nbytes[write] - first) / max(1, self.ns[write] - ns))
+                    self.begun[write] = self.ns[write], self.nbytes[write]
+
+
 class File:
     """One file, or one striped over several, read and written by tensors at byte offsets.
 
@@ -349,6 +397,7 @@ class File:
         self.closed = False
         self.lock, self.pending = threading.Lock(), list[Request]()
         self.read_nbytes = self.written_nbytes = 0
+        self.rates = DriveRates(self.engine.num_threads)
         made: list[str] = []
         try:
             for path in self.paths:
@@ -533,7 +582,8 @@ class File:
             else:
                 descriptor, buffer = direct, data[moved : moved + whole]
             try:
-                with phase("write" if write else "read", f"{len(buffer) >> 10} KiB at {position}", flow):
+                name = f"{len(buffer) >> 10} KiB at {position}"
+                with phase("write" if write else "read", name, flow), self.rates.transfer(write, len(buffer)):
                     now = call(descriptor, [buffer], position)
             except InterruptedError:
                 continue

@@ -181,6 +181,12 @@ class Spill:
             self.traffic.stall_ms += (time.perf_counter() - start) * 1e3
 
     @property
+    def rates(self) -> dict[str, float]:
+        """Bytes/s of the drive, "read" and "write", as far as training has seen them."""
+        seen = [file.rates.best for _, file in self.files if file.writable]
+        return {way: max(rates[way] for rates in seen if way in rates) for way in set().union(*seen)}
+
+    @property
     def buffer_nbytes(self) -> int:
         """Host memory that the buffers take."""
         return sum(buffers.touched for buffers in self.buffers)
@@ -682,4 +688,3 @@ class FileGrads:
     @property
     def nbytes(self) -> int:
         return 0 if self.dtype is None or self.is_handed_over else self.numel * self.dtype.itemsize
-
