@@ -23,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import zk
+from tests.browser import CHROMIUM, Browser
 from tests.test_monitor import step, waited, wrapped
 from zk import ZeroOptimizer
 from zk.cli import app
@@ -186,6 +187,21 @@ def test_the_report_is_one_file_with_all_series_and_their_limits(optimizer: Zero
     for said in ("a &lt;run&gt;", "at the fullest point of a step", "for one micro-batch", "param_tier", "lr", "host_budget="):
         assert said in text
     assert html.escape(run["advice"]["change"]) in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; tags, series and addresses are checked above")
+def test_a_browser_without_network_draws_the_report(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+    trained(optimizer, tmp_path)
+    page, broken = report.write(tmp_path, tmp_path / "report.html"), tmp_path / "broken.html"
+    broken.write_text('<!doctype html><img src="http://127.0.0.1:9/x.png"><script>missing()</script>')
+    with Browser() as browser:
+        browser.open(page.as_uri())
+        assert browser.requests() == [page.as_uri()] and not browser.complaints()
+        drawn = "[...document.querySelectorAll('[data-series]')].filter(e => e.getBoundingClientRect().width > 100).map(e => e.dataset.series)"
+        assert set(browser.evaluate(drawn)) == set(Page(page.read_text()).series)
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        browser.open(broken.as_uri())
+        assert len(browser.requests()) == 2 and len(browser.complaints()) >= 2
 
 
 def test_commands_say_what_is_missing(tmp_path: Path) -> None:
