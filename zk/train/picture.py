@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zk.timeline import Intervals, Timeline
+from zk.timeline import LABELS, Intervals, Timeline
 
-# row -> its color, and what a reader is told it is
 ROWS = {
-    "compute": ("#4477aa", "forward, backward"),
-    "update": ("#228833", "Adam and cast"),
-    "collective": ("#aa3377", "between ranks"),
-    "upload": ("#66ccee", "host to device"),
-    "offload": ("#33a0bb", "device to host"),
-    "read": ("#ccbb44", "from the drive"),
-    "write": ("#ee8844", "to the drive"),
-    "wait": ("#bb3344", "training stands still"),
+    "compute": "#4477aa",
+    "update": "#228833",
+    "collective": "#aa3377",
+    "upload": "#66ccee",
+    "offload": "#33a0bb",
+    "read": "#ccbb44",
+    "write": "#ee8844",
+    "wait": "#bb3344",
 }
+"""Rows and their colors."""
+_NAMES: dict[Any, str] = {**LABELS, "compute": "compute"}  # as in traces, but for compute that no device tells
+_DESCRIBED = {"compute": "forward, backward", "update": "Adam and cast", "wait": "training stands still"}
 _PASSES = {"forward": "#4477aa", "backward": "#88aacc"}  # of compute, without a device that tells
 _SHADES = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"}
 _GREY, _PALE = "#555555", "#777777"
@@ -53,7 +55,7 @@ def draw_timeline(timeline: Timeline, path: Path, step: int) -> Path | None:
 
     trained = [piece for piece in timeline.pieces() if timeline.trains(piece.thread)]
     for place, (name, (busy_text, hidden_text)) in enumerate(cells.items()):
-        (color, described), where = ROWS[name], (place - 0.31, 0.62)
+        color, described, where = ROWS[name], _DESCRIBED.get(name, ""), (place - 0.31, 0.62)
         if name == "compute" and not any(span.resource == "compute" for span in timeline.spans):
             for part, shade in _PASSES.items():
                 pieces = [(piece.start_ns, piece.stop_ns) for piece in trained if piece.resource == part]
@@ -65,7 +67,7 @@ def draw_timeline(timeline: Timeline, path: Path, step: int) -> Path | None:
             axes.broken_barh(bars(hidden), where, facecolors=color, linewidth=0)
         text(1.085, place, busy_text, transform=beside, ha="right")
         text(1.145, place, hidden_text, transform=beside, ha="right")
-        text(-0.008, place - 0.13, name, transform=beside, ha="right")
+        text(-0.008, place - 0.13 * bool(described), _NAMES[name], transform=beside, ha="right")
         text(-0.008, place + 0.2, described, transform=beside, ha="right", fontsize=8, color=_PALE)
     for piece in trained:
         kind, [(start, width)] = piece.name.partition(":")[0], bars([(piece.start_ns, piece.stop_ns)])
