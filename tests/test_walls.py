@@ -61,7 +61,7 @@ SIZES = {
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
-    "core": (15_068, 115_735),
+    "core": (15_122, 116_245),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     "accumulation": (978, 8_190),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
@@ -99,7 +99,7 @@ SIZES = {
     # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
     # 15 and 135 for the closest name
     # 87 and 595 for updates that begin in backward, and both directions of the link
-    "plan": (2_256, 20_540),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (2_256, 20_550),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
