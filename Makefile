@@ -104,9 +104,11 @@ bench-tiled: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/tiled_memory.py $(NVME) $(ARGS)
 
-# memory and time of a step at 4K to 64K tokens, with zk.long_context and without
+# memory and time of a step at 4K to 64K tokens, with zk.long_context and without, and in tiles of the sequence that rest on the drive
 bench-long: $(READY)
+	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/long_sequence.py $(ARGS)
+	$(BIN)/python benchmarks/long_sequence.py --modes "tiles 1024" "tiles 2048" --folder $(NVME) $(ARGS)
 
 # what `zk plan` says against the peak memory of real runs (3 GiB of drive)
 bench-plan: $(READY)

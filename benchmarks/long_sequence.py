@@ -1,10 +1,11 @@
 """Memory and time of a training step at long sequences, with zk.long_context and without: a Llama of two layers and 32,768 words, fp32.
 
-usage: python benchmarks/long_sequence.py [--tokens 4096 8192 ...] [--modes plain zk attention] [--width 128] [--folder DIR] [--rounds N]
+usage: python benchmarks/long_sequence.py [--tokens 4096 8192 ...] [--modes plain zk attention "tiles 2048"] [--width 128] [--folder DIR] [--rounds N]
 
 Each measurement is a process of its own: bytes are the most that it has resident in forward and backward, minus those before; seconds are those of
 its processor, so that other work on the machine counts little (with OMP_NUM_THREADS=1; more threads also count what they wait). "plain" is the model
-with activation checkpointing; "zk" the same after zk.long_context; "attention" what no tile can save, the model without MLPs, norms and head:
+with activation checkpointing; "zk" the same after zk.long_context; "tiles 2048" that in tiles of 2,048 tokens, by optimizer.accumulate over
+zk.sequence_tiles, with all that rests in files in --folder; "attention" what no tile can save, the model without MLPs, norms and head:
 attention, residual stream and checkpoints. "head" is the loss alone, of plain torch, of F.linear_cross_entropy and of zk.linear_cross_entropy.
 """
 
@@ -51,8 +52,15 @@ class Watch:
         self.nbytes = self.most - self.before
 
 
-def model_of(mode: str, width: int, folder: str | None) -> Callable[[int], float]:
-    """Forward and backward of the model, for a number of tokens; done once for a few."""
+def ids_of(tokens: int) -> Any:
+    """A sequence of so many tokens."""
+    import torch
+
+    return torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def model_of(mode: str, width: int, folder: str | None) -> Callable[[Any], float]:
+    """Forward and backward of the model, for ids of tokens; done once for a few."""
     import torch
     import transformers
     from torch import nn
@@ -64,8 +72,9 @@ def model_of(mode: str, width: int, folder: str | None) -> Callable[[int], float
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=1 << 20, **sizes)
     model = transformers.LlamaForCausalLM(config).train()
-    if mode == "zk":
-        zk.long_context(model, nvme_path=folder)
+    tile = int(mode.removeprefix("tiles ")) if mode.startswith("tiles ") else 0
+    if mode == "zk" or tile:
+        zk.long_context(model, checkpoint=not tile, nvme_path=None if tile else folder)
     else:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if mode == "attention":
@@ -73,21 +82,29 @@ def model_of(mode: str, width: int, folder: str | None) -> Callable[[int], float
             layer.mlp, layer.input_layernorm, layer.post_attention_layernorm = nn.Identity(), nn.Identity(), nn.Identity()
         model.model.norm = nn.Identity()
 
-    def step(length: int) -> float:
-        ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    if tile:
+        model.config.use_cache = False
+        optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=1e-3), stage=2)
+        offload = zk.offload_activations(model, nvme_path=folder, min_nbytes=4096, keep_last="1MiB")
+
+    def step(ids: Any) -> float:
+        if tile:
+            with offload:
+                losses = optimizer.accumulate(zk.sequence_tiles({"input_ids": ids, "labels": ids}, tile), lambda model, tile: model(**tile).loss)
+            return float(sum(losses))
         loss = model.model(ids, use_cache=False).last_hidden_state.mean() if mode == "attention" else model(ids, labels=ids, use_cache=False).loss
         loss.backward()
         return float(loss.detach())
 
-    step(600)  # gradients of parameters are there, and what libraries keep
+    step(ids_of(4 * tile or 600))  # gradients of parameters are there, and what libraries keep; and buffers of the threads that write and read
     return step
 
 
 def model_step(mode: str, tokens: int, width: int, folder: str | None) -> dict[str, Any]:
     """One forward and backward of the model."""
-    step = model_of(mode, width, folder)
+    step, ids = model_of(mode, width, folder), ids_of(tokens)
     with Watch() as watch:
-        loss = step(tokens)
+        loss = step(ids)
     return {"nbytes": watch.nbytes, "seconds": watch.seconds, "loss": loss}
 
 
@@ -125,7 +142,7 @@ def alternate(tokens: int, width: int, rounds: int) -> None:
     for _ in range(rounds + 1):  # memory is fresh in the first one
         for mode, step in steps.items():
             start = time.process_time()
-            step(tokens)
+            step(ids_of(tokens))
             least[mode] = min(least[mode], time.process_time() - start)
     print(f"| {width:,} | {tokens:,} | {least['plain']:.2f} | {least['zk']:.2f} | {least['zk'] / least['plain']:.2f} |", flush=True)
 
@@ -150,6 +167,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="compare seconds alone, of as many steps of each model in turn")
     parser.add_argument("--one", nargs=2)
     options = parser.parse_args()
+    if not options.folder and any(mode.startswith("tiles ") for mode in options.modes):
+        parser.error("tiles rest in files: name a folder on a drive, --folder DIR")
     if options.one:
         mode, tokens = options.one
         print(json.dumps((head_step if mode.startswith("head") else model_step)(mode, int(tokens), options.width, options.folder)))

@@ -36,6 +36,7 @@ IN_PART = (
     "test_pipelines.py",
     "test_precision.py",
     "test_pretrained.py",
+    "test_sequence_tiles.py",
     "test_speculation.py",
     "test_tiled_experts.py",
     "test_linear_cross_entropy.py",

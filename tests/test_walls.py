@@ -64,7 +64,9 @@ SIZES = {
     "core": (15_122, 116_245),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
-    "accumulation": (978, 8_190),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    # 612 and 5,600 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
+    # 75 of these lines and 560 tokens for tensors without memory
+    "accumulation": (1_615, 13_970),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -81,6 +83,7 @@ SIZES = {
     # 30 and 230 for checkpoints that stop before tiles, and limits of both long_context's tiles and logits
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan
     # 3 and 20 for arrows that no viewer leaves out
+    # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them
     "beside the core": (5_441, 42_535),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
@@ -134,6 +137,7 @@ SIZES = {
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
+# 7.83 without codes in 8 bits, 7.90 without attention in parts
 # 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen
 TOKENS_PER_LINE = 7.91
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count

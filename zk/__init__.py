@@ -1,6 +1,7 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: train models larger than the accelerator's memory."""
 
 from zk.access import gather
+from zk.accumulation.sequence import sequence_tiles
 from zk.activations import offload_activations
 from zk.config import DynamicLossScale, ZeroConfig
 from zk.integrations.deepspeed_engine import initialize
@@ -30,6 +31,7 @@ __all__ = [
     "long_context",
     "offload_activations",
     "profile",
+    "sequence_tiles",
     "tile_experts",
     "tile_linears",
     "tile_sequence",

@@ -124,6 +124,27 @@ class _Saved:
         self.owner._forget(self.number)
 
 
+@contextlib.contextmanager
+def no_hooks() -> Iterator[list[Any]]:
+    """Context: without hooks on saved tensors, which are yielded, innermost first."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[operator]
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield hooks
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def offload_around() -> ActivationOffload | None:
+    """The innermost context that this thread is in."""
+    with no_hooks() as hooks:
+        owners = [getattr(getattr(pack, "func", None), "__self__", None) for pack, _ in hooks]
+        return next((owner for owner in owners if isinstance(owner, ActivationOffload)), None)
+
+
 def _check_version(witness: Tensor, version: int, shape: torch.Size) -> None:
     """torch's own check, which hooks on saved tensors switch off."""
     if witness._version != version:
@@ -219,7 +240,10 @@ class ActivationOffload:
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
-    def _may_move(self, tensor: Tensor) -> bool:
+    def may_move(self, tensor: Tensor) -> bool:
+        """Tell if it is a tensor, large enough, that computes where this does, and no parameter."""
+        if not self.moves:
+            return False
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.link.device:
             return False
         if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
@@ -231,20 +255,24 @@ class ActivationOffload:
         return storage.nbytes() >= max(self.min_nbytes, 1) and storage._cdata not in self.stays
 
     def _pack(self, below: Hooks | None, tensor: Tensor) -> Any:
-        saved = None
-        if self._may_move(tensor):
-            with self._alone():
-                block = self._block(tensor)
-                if block is not None:
-                    saved = _Saved(self, self.count, tensor)
-                    self.blocks[self.count] = block
-                    self.numbers.append(self.count)
-                    self.count += 1
-                    block.users += 1
-                    self._push_out()
+        saved = self.rest(tensor) if self.may_move(tensor) else None
         if saved is not None:
             return saved
         return (below[1], below[0](tensor)) if below is not None else (_kept, _keep(tensor))
+
+    def rest(self, tensor: Tensor) -> _Saved | None:
+        """Save a tensor that ``may_move``; None if it stays where it is, as a small part of its storage. It is forgotten with what is returned."""
+        with self._alone():
+            block = self._block(tensor)
+            if block is None:
+                return None
+            saved = _Saved(self, self.count, tensor)
+            self.blocks[self.count] = block
+            self.numbers.append(self.count)
+            self.count += 1
+            block.users += 1
+            self._push_out()
+        return saved
 
     def _block(self, tensor: Tensor) -> _Block | None:
         """The block of the tensor's storage, a new one if it is not saved as it is now. None: it is to stay where it is.
@@ -336,13 +364,35 @@ class ActivationOffload:
         with self._alone():
             self.clock += 1
             try:
-                return self._bring_back(packed)
+                tensor, block = self._bring_back(packed)
+                self._bring_ahead(packed.number, block)
+                return tensor
             except OSError:
                 self._forget_reads()
                 raise
 
-    def _bring_back(self, saved: _Saved) -> Tensor:
-        """The tensor as it was, and those before it on their way."""
+    def fetch(self, saved: _Saved) -> Tensor:
+        """The tensor that ``rest`` was given. For whoever knows the order of use: nothing else is started, and what came before it is let go."""
+        with self._alone():
+            try:
+                tensor, block = self._bring_back(saved)
+            except OSError:
+                self._forget_reads()
+                raise
+            for other in list(self.here):
+                if other.used and other is not block:
+                    self._let_go(other)
+            return tensor
+
+    def prefetch(self, saved: _Saved) -> None:
+        """Start to bring what ``fetch`` will be asked for next."""
+        with self._alone():
+            block = self.blocks[saved.number]
+            if block.device is None:
+                self._bring(block)
+
+    def _bring_back(self, saved: _Saved) -> tuple[Tensor, _Block]:
+        """The tensor as it was, and its block."""
         block = self.blocks[saved.number]
         if block.device is None:
             self._bring(block, needed=True)
@@ -355,8 +405,7 @@ class ActivationOffload:
         assert block.device is not None
         storage = block.device.untyped_storage()
         tensor = torch.empty(0, dtype=saved.dtype, device=self.link.device).set_(storage, saved.offset, saved.shape, saved.stride)
-        self._bring_ahead(saved.number, block)
-        return tensor
+        return tensor, block
 
     def _forget_reads(self) -> None:
         """A drive has refused: what is needed again, is read again."""

@@ -15,6 +15,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.accumulation.micro_batch import Changes, Edge
+from zk.accumulation.resting import Resting, fetch_ahead, rest, value_of
+from zk.accumulation.sequence import TileAttention
 
 NO_CACHE = "transformers: model.config.use_cache = False"
 
@@ -130,6 +132,7 @@ class Call:
         self.error: BaseException | None = None
         self.shapes: list[torch.Size] = []  # of the outputs that can have gradients
         self.grads: list[Tensor | None] = []  # of these
+        self.attention: TileAttention | None = None  # of a tile of a sequence
         self.kept: tuple[list[Tensor], dict[Edge, Tensor]] | None = None  # these with their graph, and the inputs at its other end
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
@@ -144,7 +147,12 @@ class Call:
             with contextlib.ExitStack() as stack:
                 for kind, dtype, enabled in self.autocast:
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-                return self.context.run(self.block.call, *args, **kwargs)
+                if self.attention is None:
+                    return self.context.run(self.block.call, *args, **kwargs)
+                with self.attention:
+                    result = self.context.run(self.block.call, *args, **kwargs)
+                self.attention.check()
+                return result
         finally:
             depths.depth = before
 
@@ -159,17 +167,17 @@ class Call:
 
     def plain(self) -> list[Any]:
         """The inputs, without a graph."""
-        return [leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in self.flat]
+        return [leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in map(value_of, self.flat)]
 
     def leaves(self) -> tuple[list[Any], dict[Edge, Tensor]]:
         """The inputs with the graph cut, and those of them that get gradients, by where these go."""
         self.check("after the call")
         cut: dict[Edge, Tensor] = {}
-        flat = list(self.flat)
+        flat = [leaf if place in self.edges else value_of(leaf) for place, leaf in enumerate(self.flat)]
         for place, edge in self.edges.items():
             key = key_of(edge)
             if key not in cut:
-                tensor = self.hooks[1](self.packed[place]) if place in self.packed else flat[place]
+                tensor = self.hooks[1](self.packed[place]) if place in self.packed else value_of(flat[place])
                 cut[key] = tensor.detach().requires_grad_()
             flat[place] = cut[key]
         self.packed.clear()
@@ -180,8 +188,19 @@ class Call:
         if self.has_graph and self.kept is None:
             self.check("after the call")
             for place in self.edges if self.hooks is not None else ():
+                if type(self.flat[place]) is Resting:
+                    continue
                 self.packed[place] = self.hooks[0](self.flat[place].detach())
                 self.flat[place] = None
+
+    def fetch_ahead(self) -> None:
+        """Start to bring back what rests of its inputs, and of the gradients of its outputs."""
+        fetch_ahead((*self.flat, *self.grads))
+
+    def rest(self) -> None:
+        """Let the gradients of its outputs rest until its turn comes."""
+        if self.attention is not None:
+            self.grads = [None if grad is None else rest(grad, self.attention.offload) for grad in self.grads]
 
     @contextlib.contextmanager
     def buffers_then(self) -> Iterator[None]:
@@ -219,7 +238,7 @@ class Boundary(torch.autograd.Function):
         held = ctx.call.grads
         for place, grad in enumerate(grads):
             if grad is not None:
-                held[place] = grad if held[place] is None else held[place] + grad
+                held[place] = grad if held[place] is None else value_of(held[place]) + grad
         return None, None, None, None
 
 

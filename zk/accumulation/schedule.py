@@ -6,17 +6,22 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, autocast_now, contents, differentiable, key_of, nodes, split
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
+from zk.accumulation.resting import rest, value_of
+from zk.accumulation.sequence import Outside, Sequences, SequenceTile, TileAttention, elsewhere
+from zk.activations import no_hooks, offload_around
+from zk.hooks import Hook
 from zk.parallel.partitioned import is_of_checkpoint
 from zk.store import UnitStore
 from zk.tiles import Tile
@@ -30,6 +35,7 @@ _OWN_BACKWARD = (
     "loss_fn calls backward() or torch.autograd.grad() itself, and accumulate() has cut the graph at the model's blocks; return the loss, or use the "
     "usual loop for losses of gradients"
 )
+_CHECKPOINT = "_gradient_checkpointing_func"  # of modules of transformers
 
 
 class Accumulation:
@@ -46,6 +52,7 @@ class Accumulation:
         self.optimizer, self.loss_fn, self.partition, self.depths = optimizer, loss_fn, optimizer.partition, optimizer.calls
         self.keep_nbytes, self.ahead = keep_nbytes, optimizer.config.prefetch
         self.blocks = [Block(module, name, position) for position, (name, module) in enumerate(_outermost(optimizer))]
+        self.sequences = Sequences(batches, optimizer.model)
         self.random = Random(optimizer.device)
         seeds = [int(torch.randint(2**62, ())) for _ in batches]
         self.lanes = [
@@ -65,21 +72,28 @@ class Accumulation:
 
     def run(self) -> list[Any]:
         """Compute forward and backward of all micro-batches; returns what loss_fn has returned."""
-        outside = self.random.now()
+        outside = self.random.now([])
         with contextlib.ExitStack() as stack:
             stack.callback(self.random.set, outside)
             self.prefetcher = stack.enter_context(self.partition.scheduled())
             stack.enter_context(self.optimizer.grads.joined())
-            self.hooks = stack.enter_context(_no_hooks())
+            self.hooks = stack.enter_context(no_hooks())
             stack.callback(lambda: self._unpin(*self.pinned))
             for block in self.blocks:
                 block.module.__dict__["_compiled_call_impl"] = functools.partial(self._called, block)
                 stack.callback(_restore, block)
+                for own in (module.__dict__ for module in block.module.modules()):
+                    if _CHECKPOINT in own:  # inside of the block, which is computed again in any case
+                        stack.callback(own.__setitem__, _CHECKPOINT, own[_CHECKPOINT])
+                        own[_CHECKPOINT] = _at_once
+            for module in _between(self.optimizer.model, {block.module for block in self.blocks}) if self.sequences else ():
+                stack.callback(module.register_forward_hook(Hook(self._computed)).remove)
             self.attributes = Attributes(self.optimizer.model)
             stack.enter_context(self.attributes.watched())
             stack.callback(self._stop)
             self._forward()
             self._backward()
+            self.sequences.check()
         return self.losses
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
@@ -95,6 +109,9 @@ class Accumulation:
             for kind, dtype, enabled in self.autocast:
                 if enabled:
                     stack.enter_context(torch.autocast(kind, dtype))
+            if isinstance(batch, SequenceTile):
+                stack.enter_context(Outside())
+                batch = batch.to(self.optimizer.device)
             return self.loss_fn(self.optimizer.model, batch)
 
     def _called(self, block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +130,9 @@ class Accumulation:
         hooks = None if is_of_checkpoint(hooks) else hooks  # this is a checkpoint itself
         call = Call(block, len(lane.calls), lane.turn, args, kwargs, hooks, self.depths.depth, self.optimizer.device)
         del args, kwargs
+        number = self.lanes.index(lane)
+        if self.sequences.tiles[number] is not None:
+            call.attention = TileAttention(self.sequences, number, call.number, block.name, call.has_graph, offload_around())
         if call.has_graph:
             lane.calls.append(call)
             for edge in call.edges.values():
@@ -128,6 +148,8 @@ class Accumulation:
 
         There the block saves nothing for backward, as in forward: it goes back through its own call.
         """
+        if self.sequences:
+            raise RuntimeError(elsewhere(f"once more in backward, by a checkpoint around block {block.name!r} and more"))
         inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         has_graph = torch.is_grad_enabled() and (block.is_trained or any(tensor.requires_grad for tensor in inputs))
         self.attributes.put(attributes)
@@ -150,7 +172,17 @@ class Accumulation:
         plain = [output.detach().clone() if self.partition._stores_of(output) else output.detach() for output in outputs]
         with_graph = Boundary.apply(self.dummy, call, self._expect, plain)  # type: ignore[no-untyped-call]
         found = {id(output): new for output, new in zip(outputs, with_graph, strict=True)}
+        if call is not None and call.attention is not None and block is not self.blocks[-1]:  # after which the micro-batch goes on to its end
+            found = {key: rest(output, call.attention.offload) for key, output in found.items()}
         return together([found.get(id(leaf), leaf) for leaf in leaves])
+
+    def _computed(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        """A module between blocks has computed something, which rests while its tile of a sequence waits at blocks."""
+        lane = threading.current_thread()
+        if lane not in self.lanes or lane.turn[1] == len(self.blocks) - 1 or self.sequences.tiles[self.lanes.index(lane)] is None:
+            return output
+        offload = offload_around()
+        return tree_map(lambda leaf: rest(leaf, offload) if isinstance(leaf, Tensor) else leaf, output)
 
     def _expect(self) -> None:
         if not self.in_backward:
@@ -162,7 +194,7 @@ class Accumulation:
         self.attributes.put(lane.attributes)
         with self.partition.apart(lane.progress), settings_of(lane.settings):
             lane.go_on()
-        lane.random, lane.attributes = self.random.now(), self.attributes.changes()
+        lane.random, lane.attributes = self.random.now(lane.random), self.attributes.changes()
         if lane.ended:
             self.attributes.keep(lane.attributes)
         else:
@@ -188,6 +220,7 @@ class Accumulation:
             for kept in (lane.calls, lane.first_use, lane.pending):  # the graph goes now, and not when the collector comes
                 kept.clear()
         self.lanes.clear()
+        self.sequences.layers.clear()
 
     # ---- parameters ----------------------------------------------------------------------------------------------------------
 
@@ -246,13 +279,17 @@ class Accumulation:
             turn = min(call.turn for call in waiting)
             block, calls = self.blocks[turn[1]], []
             is_last = block is self.blocks[-1]  # with which backward begins
+            with_graph = is_last and not self.sequences  # whose backward begins with the last tile
             with self._gathered(block, self.blocks[-2::-1] if is_last else self.blocks[turn[1] + 1 :], stays=is_last):
                 for number, lane in enumerate(self.lanes):
                     call = lane.waiting
                     if call is not None and call.turn == turn:
                         calls.append(call)
                         is_kept = (block, number) in kept
-                        self._call(lane, call, call.has_graph and (is_kept or is_last))
+                        for following in self.lanes[number + 1 : number + 2]:
+                            if following.waiting is not None:
+                                following.waiting.fetch_ahead()
+                        self._call(lane, call, call.has_graph and (is_kept or with_graph))
                         self._resume(lane)
                         if call.kept is not None and not is_kept:
                             if lane.ended and len(self.losses) > number and lane.calls[-1] is call:  # backward of this one begins right here
@@ -294,7 +331,7 @@ class Accumulation:
                 call.result = call.make(args, kwargs, self.depths)
             except BaseException as error:  # which the model may expect
                 call.error = error
-        lane.random, changes = self.random.now(), self.attributes.changes()
+        lane.random, changes = self.random.now(lane.random), self.attributes.changes()
         own = {key: value for key, value in changes.items() if key in lane.attributes}
         others = {key: value for key, value in changes.items() if key not in own}
         if with_graph:
@@ -345,15 +382,20 @@ class Accumulation:
                 raise RuntimeError(_kept_graph(call.block))
         below = nodes([edge.node for call in lane.calls for edge in call.edges.values()])
         self._autograd([scaled], [None], retain_graph=not below.isdisjoint(used))
+        for call in lane.calls[-1:]:
+            call.rest()
 
     def _backward(self) -> None:
         self._leave()
         while any(lane.calls for lane in self.lanes):
             turn = max(lane.calls[-1].turn for lane in self.lanes if lane.calls)
             with self._gathered(self.blocks[turn[1]], self.blocks[: turn[1]][::-1]):
-                for lane in self.lanes:
-                    if lane.calls and lane.calls[-1].turn == turn:
-                        self._back(lane, lane.calls.pop())
+                lanes = [lane for lane in self.lanes if lane.calls and lane.calls[-1].turn == turn]
+                order = lanes[::-1] if self.sequences else lanes
+                for lane, following in itertools.zip_longest(order, order[1:]):
+                    if following is not None:
+                        following.calls[-1].fetch_ahead()
+                    self._back(lane, lane.calls.pop())
                 self._leave()
 
     def _leave(self) -> None:
@@ -368,18 +410,25 @@ class Accumulation:
 
     def _back(self, lane: MicroBatch, call: Call) -> None:
         """Go back through a call, and on through what the model did before it."""
-        if any(grad is not None for grad in call.grads):
+        if call.attention is not None or any(grad is not None for grad in call.grads):  # (later tiles may have gradients for its keys and values)
             self._through(lane, call)
         entries = [lane.pending.pop(key) for key in list(lane.pending) if lane.first_use[key] == call.number]
         call.edges, call.flat = {}, []
         if entries:
-            self._autograd([edge for edge, _ in entries], [grad for _, grad in entries], retain_graph=True)
+            self._autograd([edge for edge, _ in entries], [value_of(grad) for _, grad in entries], retain_graph=True)
+        del entries
+        for following in lane.calls[-1:]:
+            following.rest()
+            for key, (edge, grad) in lane.pending.items() if following.attention is not None else ():
+                lane.pending[key] = edge, rest(grad, following.attention.offload)
 
     def _through(self, lane: MicroBatch, call: Call) -> None:
         with call.buffers_then() if call.kept is None else contextlib.nullcontext():
             outputs, leaves = call.kept or self._call_again(call)
             call.kept = None
             alive = [weakref.ref(tensor) for tensor in (*(output for output in outputs if not output.is_leaf), *leaves.values())]
+            if call.attention is not None:
+                call.grads = [torch.zeros_like(output) if grad is None else value_of(grad) for output, grad in zip(outputs, call.grads, strict=True)]
             pairs = [(output, grad) for output, grad in zip(outputs, call.grads, strict=True) if grad is not None and output.requires_grad]
             call.grads = []
             del outputs
@@ -390,7 +439,7 @@ class Accumulation:
         while leaves:
             key, leaf = leaves.popitem()
             if leaf.grad is not None:
-                grad = leaf.grad if key not in lane.pending else lane.pending[key][1] + leaf.grad
+                grad = leaf.grad if key not in lane.pending else value_of(lane.pending[key][1]) + leaf.grad
                 lane.pending[key] = edges[key], grad
                 leaf.grad = None
             del leaf
@@ -471,6 +520,20 @@ def _outermost(optimizer: ZeroOptimizer) -> Iterator[tuple[str, nn.Module]]:
     return inside(optimizer.model, "")
 
 
+def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand-in for a checkpoint: no more than a call."""
+    return function(*args, **kwargs)
+
+
+def _between(module: nn.Module, blocks: Set[nn.Module]) -> Iterator[nn.Module]:
+    """The outermost modules that are no block, and have none inside."""
+    for child in module.children():
+        if blocks.isdisjoint(child.modules()):
+            yield child
+        elif child not in blocks:
+            yield from _between(child, blocks)
+
+
 def _restore(block: Block) -> None:
     del block.module.__dict__["_compiled_call_impl"]
     if block.compiled is not None:
@@ -479,7 +542,7 @@ def _restore(block: Block) -> None:
 
 def _checkpoints(name: str) -> Iterator[Any]:
     """The frames of torch's checkpoints in progress in this thread, by the name that their hooks on saved tensors have for them, innermost first."""
-    with _no_hooks() as hooks:
+    with no_hooks() as hooks:
         packs = [pack for pack, _ in hooks]
     for pack in packs:
         if is_of_checkpoint((pack,)):
@@ -487,20 +550,6 @@ def _checkpoints(name: str) -> Iterator[Any]:
             frame = found() if isinstance(found, weakref.ref) else found
             if frame is not None:
                 yield frame
-
-
-@contextlib.contextmanager
-def _no_hooks() -> Iterator[list[Any]]:
-    """Context: without hooks on saved tensors, which are yielded, innermost first."""
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[operator]
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield hooks
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def accumulate(optimizer: ZeroOptimizer, batches: Sequence[Any], loss_fn: LossFn, keep_nbytes: int) -> list[Any]:
