@@ -64,9 +64,9 @@ SIZES = {
     "core": (15_122, 116_245),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
-    # 612 and 5,600 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
+    # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
     # 75 of these lines and 560 tokens for tensors without memory
-    "accumulation": (1_615, 13_970),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    "accumulation": (1_620, 13_990),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -114,7 +114,8 @@ SIZES = {
     # 75 and 675 for the callbacks that write the file of a run; 90 and 780 for DeepSpeed's flops_profiler; 15 and 75 for --deepspeed of a Trainer
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
     # 33 and 275 for states that a DeepSpeed engine gives back, and for ranks that see what was saved
-    "integrations": (3_227, 22_105),
+    # 12 and 140 for sequences in tiles
+    "integrations": (3_239, 22_230),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 import peft
 import transformers as tf
 
 import zk
+from tests.integrations.families import data, make
+from tests.integrations.test_huggingface import arguments, assert_alike, history, on_drive, without_dropout
 from zk.accumulation.resting import Resting
+from zk.integrations.huggingface import ZeroTrainer
 
 long_context = sys.modules["zk.long_context"]  # (the function has its name)
 
@@ -188,3 +192,19 @@ def test_the_models_own_checkpoints_compute_nothing_more_in_accumulate(reentrant
         assert [vars(layer).get("_gradient_checkpointing_func") for layer in model.model.layers] == before
     assert counts == [2 * 3 * 3] * 2
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_trainer_has_the_losses_of_the_plain_one(name: str, tmp_path: Path) -> None:
+    """Sequences of 12 tokens in three tiles, four of them in each of two micro-batches; evaluation is of whole ones."""
+    found = []
+    options = {"zero": on_drive(tmp_path), "long_context": True, "sequence_tiles": 5}
+    for cls, more in ((tf.Trainer, {}), (ZeroTrainer, options)):
+        args = arguments(tmp_path / cls.__name__, max_steps=3, save_strategy="no", eval_steps=3, gradient_accumulation_steps=2)
+        trainer = cls(model=without_dropout(make(name)), args=args, train_dataset=data(name), eval_dataset=data(name, 6, seed=2), **more)
+        trainer.train()
+        found.append(history(trainer))
+    assert_alike(found[1], found[0])
+    trainer.zero.close()
+    with pytest.raises(ValueError, match="sequence_tiles must be a number of tokens, 2 or more; got True"):
+        ZeroTrainer(model=make(name), args=args, train_dataset=data(name), sequence_tiles=True)

@@ -68,14 +68,19 @@ def sequence_tiles(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], token
     Raises:
         ValueError: for padding, positions that do not count from 0 (packed sequences), and values that cannot be cut.
     """
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
-        raise ValueError(f"tokens must be a number of tokens, 2 or more; got {tokens!r}")
+    check_tokens(tokens, "tokens")
     batches = [batch] if isinstance(batch, Mapping) else list(batch)
     wholes = [_whole(each) for each in batches]
     count = next((each["num_items_in_batch"] for each in batches if "num_items_in_batch" in each), None)
     if count is None:
         count = sum(int((whole["labels"][:, 1:] != _IGNORED).sum()) for whole in wholes)
     return [tile for whole in wholes for tile in _cut(whole, tokens, count)]
+
+
+def check_tokens(tokens: Any, name: str) -> None:
+    """Refuse what is no number of tokens of a tile."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+        raise ValueError(f"{name} must be a number of tokens, 2 or more; got {tokens!r}")
 
 
 def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from zk.accumulation.schedule import is_vertical
+from zk.accumulation.sequence import check_tokens
+from zk.accumulation.sequence import sequence_tiles as cut
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig, check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
@@ -71,6 +73,8 @@ class ZeroTrainerMixin:
             gradients rest away from where they are computed.
         long_context: True, or options of ``zk.long_context`` as a dict: loss without logits, MLPs and norms tile by tile of tokens, checkpoints away
             from the device.
+        sequence_tiles: tokens of a tile, in which sequences go through the model block by block (``zk.sequence_tiles``), those of all
+            ``gradient_accumulation_steps`` together; None: sequences as they are.
         args, kwargs: the Trainer's.
 
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
@@ -96,8 +100,12 @@ class ZeroTrainerMixin:
         zero: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         accumulation: str = "horizontal",
         long_context: bool | Mapping[str, Any] = False,
+        sequence_tiles: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if sequence_tiles is not None:
+            check_tokens(sequence_tiles, "sequence_tiles")
+        self.sequence_tiles = sequence_tiles
         self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
         self._losses: list[Any] = []  # theirs, not handed out yet
@@ -171,12 +179,16 @@ class ZeroTrainerMixin:
         if self._rates is not None and isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), torch.Tensor):
             self._rates.tokens += inputs["input_ids"].numel() * self.args.world_size
         if not self._losses:
-            if self.zero is None or not is_vertical(self.zero, self.accumulation, len(self._samples)):
+            tokens = self.sequence_tiles
+            if self.zero is None or (tokens is None and not is_vertical(self.zero, self.accumulation, len(self._samples))):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             one = super().training_step  # type: ignore[misc]
             samples, self._samples = self._samples, []
+            tiles = [] if tokens is None else cut(samples, tokens)
             with _without_cache(self.model):
-                self._losses = self.zero.accumulate(samples, lambda _, batch: one(model, batch, num_items_in_batch))
+                losses = self.zero.accumulate(tiles or samples, lambda _, batch: one(model, dict(batch) if tiles else batch, num_items_in_batch))
+            starts = [number for number, tile in enumerate(tiles) if not tile.number]
+            self._losses = [sum(losses[start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)] if tiles else losses
         return self._losses.pop(0)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
