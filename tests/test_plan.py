@@ -25,7 +25,7 @@ from tests import papers, programs
 from tests.world import run_world
 from zk.cli import app
 from zk.events import Event
-from zk.offload.streams import Joined
+from zk.offload.streams import Link
 from zk.plan import picture, report
 from zk.plan.choose import as_dict, as_python, consider, footprint, largest, plan, shown
 from zk.plan.footprint import Footprint
@@ -85,7 +85,7 @@ class Copy:
         self.done |= threading.current_thread() is threading.main_thread()
 
 
-class SlowestLink(Joined):
+class SlowestLink(Link):
     """A device with memory of its own. As many copies are in flight as zk allows, however fast the machine is."""
 
     joined = False

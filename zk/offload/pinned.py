@@ -96,18 +96,15 @@ class Arena:
     Args:
         link: which device to register the memory for.
         nbytes: how much will be needed at once, each block in whole pages of 4096 bytes.
-        budget: most bytes it may grow to; None is without limit.
 
     Where the system refuses to lock pages, there is one warning and the memory is pageable: copies are slower, and the same otherwise.
-    Raises MemoryError, here or in ``acquire``, for what does not fit the budget.
     """
 
-    def __init__(self, link: Link, nbytes: int, budget: int | None = None) -> None:
+    def __init__(self, link: Link, nbytes: int) -> None:
         assert not link.joined, "device and host memory are the same here: nothing is copied, and nothing needs page-locked memory"
-        self.link, self.budget = link, budget
+        self.link = link
         self.is_pinned = True  # False once the system has refused
         self.in_use_nbytes = 0  # handed out and not released, in whole pages
-        self.peak_nbytes = 0  # the most there has been in use
         self.num_growths = 0  # blocks there was no room for, each a region of its own
         self._lock, self._closed = threading.Lock(), False
         self._regions: list[_Region] = []
@@ -145,7 +142,6 @@ class Arena:
                 if block is not None:
                     self._cut(block)
                     self.in_use_nbytes += nbytes
-                    self.peak_nbytes = max(self.peak_nbytes, self.in_use_nbytes)
                     memory = block.region.memory.numpy().data
                     return Record(torch.frombuffer(memory, dtype=dtype, count=numel, offset=block.start), self, block)
                 oldest = self._pending[0].after
@@ -212,11 +208,6 @@ class Arena:
 
     def _map(self, nbytes: int) -> None:
         """One more region. Its pages exist once they are pinned, or written."""
-        if self.budget is not None and self.nbytes + nbytes > self.budget:
-            raise MemoryError(
-                f"host memory for copies must fit the budget: it needs {_mib(self.nbytes + nbytes)} ({_mib(self.in_use_nbytes)} in use, "
-                f"{_mib(nbytes)} more in one piece), budget is {_mib(self.budget)}; raise host_budget, or use fewer or smaller units"
-            )
         if nbytes:
             self._regions.append(_Region(staging(nbytes), [(0, nbytes)]))
 

@@ -9,7 +9,7 @@ Three rules keep it right, and the software GPU of the tests finds where one is 
 
 Copies are raw: contiguous tensors of one size and dtype. The link keeps the memory of both ends alive until the copy is done, and that of the
 device end no longer than until compute follows the copy: the host may be many layers ahead of the device. On a machine without an accelerator
-the device's memory is the host's: its link is ``Joined``, and nothing is ever copied.
+the device's memory is the host's: its link is a plain ``Link``, and nothing is ever copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,29 +27,38 @@ from torch import Tensor
 from zk.events import COMPLETED, Awaited, Event
 
 
-class Link(Protocol):
-    """Between the memory of one device and the host's. All methods may be called from any thread."""
+class Link:
+    """Between the memory of one device and the host's; this one where both are the same. All methods may be called from any thread."""
 
-    device: torch.device
-    joined: bool  # both are the same memory
+    joined = True  # both are the same memory
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def mark(self) -> Event:
         """Record an event on compute, the calling thread's current stream."""
+        return COMPLETED
 
     def follow(self, event: Awaited) -> None:
         """Make compute wait for ``event``."""
+        event.wait()
 
     def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         """Copy ``source`` (device) to ``host``, after ``after`` and earlier offloads."""
+        raise AssertionError("device and host memory are the same here: there is nothing to offload")
 
     def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         """Copy ``host`` to ``target`` (device), after ``after`` and earlier uploads."""
+        raise AssertionError("device and host memory are the same here: there is nothing to upload")
 
     def beside(self, after: Sequence[Event]) -> AbstractContextManager[Callable[[], Event]]:
         """Start device work, such as a collective, after ``after`` and earlier uploads, and not after compute.
 
         What it yields returns, while inside, the event of what has been started.
         """
+        for event in after:
+            event.wait()
+        return contextlib.nullcontext(lambda: COMPLETED)
 
     def pin(self, memory: Tensor) -> None:
         """Register host memory, so that copies of it run beside the host. OSError, with the reason, if the system refuses."""
@@ -59,40 +68,6 @@ class Link(Protocol):
 
     def twin(self) -> Link:
         """Other streams between the same memories, one pair for each link: copies there do not queue behind those of this link."""
-
-
-class Joined:
-    """The device is the host."""
-
-    joined = True
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def mark(self) -> Event:
-        return COMPLETED
-
-    def follow(self, event: Awaited) -> None:
-        event.wait()
-
-    def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        raise AssertionError("device and host memory are the same here: there is nothing to offload")
-
-    def upload(self, target: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
-        raise AssertionError("device and host memory are the same here: there is nothing to upload")
-
-    def beside(self, after: Sequence[Event]) -> AbstractContextManager[Callable[[], Event]]:
-        for event in after:
-            event.wait()
-        return contextlib.nullcontext(lambda: COMPLETED)
-
-    def pin(self, memory: Tensor) -> None:
-        return
-
-    def unpin(self, memory: Tensor) -> None:
-        return
-
-    def twin(self) -> Link:
         raise AssertionError("device and host memory are the same here: there is nothing to copy")
 
 
@@ -121,7 +96,7 @@ class CudaEvent:
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 
-class CudaLink:
+class CudaLink(Link):
     """A CUDA device: streams, events, copies and page locking through cupy.
 
     ``torch.cuda.device`` makes the device current, one for each use. cupy's own guard sets the device that was current before, and CUDA 12
@@ -257,5 +232,5 @@ def link_to(device: torch.device) -> Link:
         device = torch.device("cuda", torch.cuda.current_device())
     with _making:
         if device not in LINKS:
-            LINKS[device] = CudaLink(device) if device.type == "cuda" else Joined(device)
+            LINKS[device] = CudaLink(device) if device.type == "cuda" else Link(device)
         return LINKS[device]

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Awaited, Event
+from zk.events import COMPLETED, Event
 from zk.offload.streams import LINKS, Link, check_copy
 from zk.timeline import Resource, phase
 
@@ -77,19 +77,14 @@ class _Lane:
             flag.event.set()
 
 
-class ThrottledLink:
+class ThrottledLink(Link):
     """Moves ``nbytes_per_s`` bytes per second in each direction, both at once."""
 
-    device, joined = CPU, False
+    joined = False
 
     def __init__(self, nbytes_per_s: float) -> None:
+        super().__init__(CPU)
         self.down, self.up = _Lane(nbytes_per_s, "offload"), _Lane(nbytes_per_s, "upload")
-
-    def mark(self) -> Event:
-        return COMPLETED  # a CPU has done what it was asked to
-
-    def follow(self, event: Awaited) -> None:
-        event.wait()
 
     def offload(self, host: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         return self.down.submit(host, source, after)
@@ -98,15 +93,7 @@ class ThrottledLink:
         return self.up.submit(target, host, after)
 
     def beside(self, after: Sequence[Event]) -> AbstractContextManager[Callable[[], Event]]:
-        for event in (*after, self.up.last):
-            event.wait()
-        return contextlib.nullcontext(lambda: COMPLETED)
-
-    def pin(self, memory: Tensor) -> None:
-        return
-
-    def unpin(self, memory: Tensor) -> None:
-        return
+        return super().beside((*after, self.up.last))
 
     def twin(self) -> Link:
         return self
