@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from zk.bench import clock
+from zk.materialize import default_device
 
-DEVICE = clock.device_here()
+DEVICE = default_device()
 Floors = dict[str, float]
 
 

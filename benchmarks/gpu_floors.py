@@ -26,8 +26,8 @@ from torch import Tensor
 from zk.bench import clock, io
 from zk.bench import kernels as bench_kernels
 from zk.bench import link as bench_link
-from zk.bench.clock import device_here
 from zk.kernels.step import AdamStep
+from zk.materialize import default_device
 from zk.memory import aligned, host_memory, zeros
 from zk.offload.cpu_adam import adam_, default_engine
 from zk.offload.nvme import can_bypass_cache
@@ -51,7 +51,7 @@ def machine(dry: bool, nvme: Path) -> None:
     found["cpu"] = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     found |= {"gpu": "no GPU", "device_nbytes": 4 * GIB, "free_nbytes": 4 * GIB, "capability": "none", "driver": "none", "pcie": "none"}
     if torch.cuda.is_available():
-        device = device_here()
+        device = default_device()
         found["gpu"] = torch.cuda.get_device_name(device)
         found["free_nbytes"], found["device_nbytes"] = torch.cuda.mem_get_info(device)
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -66,7 +66,7 @@ def machine(dry: bool, nvme: Path) -> None:
 
 def link(dry: bool, nvme: Path) -> None:
     """Copies between host and device: by plain PyTorch on a stream for each direction, and by zk, which also measures pageable memory."""
-    device, numel, rounds = device_here(), 1 << 20 if dry else 1 << 28, 2 if dry else 7
+    device, numel, rounds = default_device(), 1 << 20 if dry else 1 << 28, 2 if dry else 7
     values = torch.arange(numel, dtype=torch.int32)
     far, near = [values, torch.zeros_like(values)], [torch.zeros_like(values, device=device), values.to(device)]
     if device.type == "cuda":
@@ -96,7 +96,7 @@ def link(dry: bool, nvme: Path) -> None:
 
 def pin(dry: bool, nvme: Path) -> None:
     """Seconds to touch and to lock pages of host memory, as zk does; and those of torch's pinned allocator."""
-    device, nbytes = device_here(), 1 << 22 if dry else 8 * GIB
+    device, nbytes = default_device(), 1 << 22 if dry else 8 * GIB
     start = time.perf_counter()
     memory = aligned(nbytes).fill_(1)
     touched = time.perf_counter()
@@ -148,7 +148,7 @@ def _threads() -> list[int]:
 
 def device(dry: bool, nvme: Path) -> None:
     """The device's matrix unit in bf16, and its memory."""
-    size, rounds, where = 256 if dry else 8192, 2 if dry else 20, device_here()
+    size, rounds, where = 256 if dry else 8192, 2 if dry else 20, default_device()
     emit("matmul", size=size, tflops=clock.matmul_tflops(where, size, rounds=rounds))
     emit("device copy", gbps=clock.copy_gbps(where, 1 << 22 if dry else GIB, rounds))
 
@@ -164,7 +164,7 @@ def drive(dry: bool, nvme: Path) -> None:
 
 def kernels(dry: bool, nvme: Path) -> None:
     """Each Triton kernel beside plain torch."""
-    found = bench_kernels.measure(*((6400, 64, 1) if dry else ()), device=device_here()).as_dict()
+    found = bench_kernels.measure(*((6400, 64, 1) if dry else ()), device=default_device()).as_dict()
     emit("kernels", rows=found["rows"], copy_gbps=found["copy_gbps"], matmul_tflops=found["matmul_tflops"])
 
 

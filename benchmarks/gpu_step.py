@@ -28,7 +28,8 @@ from gpu_model import SIZES, batch, build, context_of, tiny
 from torch import nn
 
 import zk
-from zk.bench.clock import device_here, wait
+from zk.bench.clock import wait
+from zk.materialize import default_device
 from zk.memory import peak_nbytes
 from zk.plan.shape import Decoder
 
@@ -62,7 +63,7 @@ class Trained:
 
 def plain(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
     """Plain PyTorch on the device: fused AdamW on bf16 parameters, bf16 moments, no fp32 master."""
-    model = build(size, device_here())
+    model = build(size, default_device())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
 
     def update() -> None:
@@ -77,7 +78,7 @@ def fsdp2(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
     """FSDP2 with CPUOffloadPolicy on one rank: a group for each block, and fused AdamW on bf16 parameters in pinned host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    device = device_here()
+    device = default_device()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,7 +109,7 @@ def fsdp2(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
 def by_zk(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
     """zk with the job's ZeroConfig."""
     stack.enter_context(link_here())
-    model = build(size, device_here())
+    model = build(size, default_device())
     inner = torch.optim.AdamW(model.parameters(), **OPTIONS)
     optimizer = stack.enter_context(zk.ZeroOptimizer(model, inner, zk.ZeroConfig(**job.zero)))
 
@@ -129,19 +130,19 @@ def system_of(job: Job) -> Callable[[Job, Decoder, contextlib.ExitStack], Traine
 def wait_for_compute() -> None:
     """Wait for the stream that computes. Copies on other streams may go on."""
     if torch.cuda.is_available():
-        torch.cuda.current_stream(device_here()).synchronize()
+        torch.cuda.current_stream(default_device()).synchronize()
 
 
 def forget_peaks() -> None:
     """Give cached device memory back and start the peaks anew."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device_here())
+        torch.cuda.reset_peak_memory_stats(default_device())
 
 
 def peaks() -> dict[str, int]:
     """Peaks in bytes: tensors on the device, memory that torch's allocator took for them, this process in host memory."""
-    device, on_gpu = device_here(), torch.cuda.is_available()
+    device, on_gpu = default_device(), torch.cuda.is_available()
     return {
         "device_nbytes": torch.cuda.max_memory_allocated(device) if on_gpu else 0,
         "reserved_nbytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
@@ -151,7 +152,7 @@ def peaks() -> dict[str, int]:
 
 def measure(job: Job, size: Decoder, trained: Trained, num_tokens: int, context: int) -> None:
     """Time steps of ``num_tokens`` and print them as a row."""
-    ids, targets = batch(size, num_tokens, context, device_here())
+    ids, targets = batch(size, num_tokens, context, default_device())
     losses: list[torch.Tensor] = []
     seconds: list[float] = []
     backward: list[float] = []
@@ -193,8 +194,8 @@ def timeline(size: Decoder, trained: Trained, num_tokens: int, context: int) -> 
     """Record one more step: how long each resource was busy, and how much of that was hidden behind compute."""
     from zk.timeline import Recorder
 
-    ids, targets = batch(size, num_tokens, context, device_here())
-    with Recorder(device_here()) as recorder:
+    ids, targets = batch(size, num_tokens, context, default_device())
+    with Recorder(default_device()) as recorder:
         trained.model(ids, targets).backward()
         trained.update()
         wait_for_compute()
@@ -206,7 +207,7 @@ def timeline(size: Decoder, trained: Trained, num_tokens: int, context: int) -> 
 def run(job: Job, dry: bool) -> None:
     """Build the system, train the common first step, and measure each number of tokens."""
     size = tiny(SIZES[job.model]) if dry else SIZES[job.model]
-    context, device = context_of(size, dry), device_here()
+    context, device = context_of(size, dry), default_device()
     if job.cap and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / torch.cuda.get_device_properties(device).total_memory), device)
     start = time.perf_counter()

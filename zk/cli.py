@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zk.bench.commands import app as bench
-from zk.terminal import chosen, mendable, wide, zero_config
+from zk.terminal import chosen, mendable, table, wide, zero_config
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
@@ -295,25 +295,25 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one object for each row.")] = False,
 ) -> None:
     """Check this machine for training, and name what stands in the way, with the remedy. Exit code 1 if something has to be mended."""
+    import dataclasses
     import json
 
     from rich.console import Console
-    from rich.table import Table
 
     from zk import doctor as checks
     from zk.plan.measure import measure_disk
 
     findings = checks.examine(path or (), measure_disk)
     if as_json:
-        typer.echo(json.dumps(checks.as_json(findings), indent=1))
+        typer.echo(json.dumps(findings, default=dataclasses.asdict, indent=1))
     else:
-        table = Table(box=None, pad_edge=False)
+        rows = table("", ())
         for heading in ("", "", "found", "what to do"):
-            table.add_column(heading, overflow="fold")
+            rows.add_column(heading, overflow="fold")
         styles, part = {"ok": "", "note": "yellow", "mend": "red"}, ""
         for finding in findings:
             shown, part = finding.part if finding.part != part else "", finding.part
-            table.add_row(shown, finding.what, finding.found, finding.remedy, style=styles[finding.verdict])
-        wide(Console(highlight=False)).print(table)
+            rows.add_row(shown, finding.what, finding.found, finding.remedy, style=styles[finding.verdict])
+        wide(Console(highlight=False)).print(rows)
     if any(finding.verdict == "mend" for finding in findings):
         raise typer.Exit(1)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -154,16 +154,16 @@ def cores() -> Iterator[Finding]:
             yield Finding("cores", "matrix products", "fast in fp32, bf16 and fp16")
 
 
-def numa_nodes(sysfs: Path | None = None) -> Iterator[Finding]:
+def numa_nodes() -> Iterator[Finding]:
     """The nodes of the machine and of its GPUs, and what keeps a rank from being bound to its own."""
-    there, what = numa.nodes(sysfs), "NUMA nodes"
+    there, what = numa.nodes(), "NUMA nodes"
     if len(there) < 2:
         yield Finding("cores", what, "one: nothing to bind")
         return
     if not torch.cuda.is_available():
         yield Finding("cores", what, f"{len(there)}; without a GPU ranks run where the launcher puts them (numactl, taskset)")
         return
-    places = {index: numa.node_of(index, sysfs) for index in range(torch.cuda.device_count())}
+    places = {index: numa.node_of(index) for index in range(torch.cuda.device_count())}
     said = ", ".join(f"GPU {index} on node {node}" if node in there else f"of GPU {index} not known" for index, node in places.items())
     if how := numa.chosen(there, frozenset(os.sched_getaffinity(0))):
         yield Finding("cores", what, f"{len(there)}, {said}; this process has been bound {how}, and stays so")
@@ -295,8 +295,3 @@ def examine(paths: Sequence[Path] = (), rates: Callable[[str], float] | None = N
     for folder in paths:
         found += path(folder, rates)
     return found
-
-
-def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """For machines."""
-    return [dataclasses.asdict(finding) for finding in findings]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from zk.config import ZeroConfig
 
@@ -38,6 +39,18 @@ def wide(console: Console) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, 140)
     return console
+
+
+def table(title: str, left: Iterable[str], right: Iterable[str] = ()) -> Table:
+    """An empty table: columns of text, then columns of numbers."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in left:
+        made.add_column(heading, no_wrap=True)
+    for heading in right:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
 
 
 def chosen(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:

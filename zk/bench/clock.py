@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from zk.materialize import default_device
+
 Work = Callable[[], object]
 CPU = torch.device("cpu")
 FLOORS = {"gbps": "copy_gbps", "tflops": "matmul_tflops"}  # rate of a case -> the rate of this machine that bounds it
-
-
-def device_here() -> torch.device:
-    """This process's GPU, or the CPU without one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def the_gpu() -> torch.device:
@@ -26,7 +23,7 @@ def the_gpu() -> torch.device:
     if not torch.cuda.is_available():
         built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
         raise ValueError(f"torch sees no GPU ({built}), so there is nothing to measure; python -m zk doctor says what there is")
-    return device_here()
+    return default_device()
 
 
 def wait(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zk.terminal import chosen, mendable, wide, zero_config
+from zk.terminal import chosen, mendable, table, wide, zero_config
 
 if TYPE_CHECKING:
     from zk.bench.clock import Report
@@ -33,7 +33,6 @@ def _print(found: Report, as_json: bool) -> None:
     import json
 
     from rich.console import Console
-    from rich.table import Table
 
     from zk.offload.tiers import readable
 
@@ -46,13 +45,11 @@ def _print(found: Report, as_json: bool) -> None:
     for name, (heading, unit, form) in _COLUMNS.items():
         columns[heading] = [f"{row[name] / unit:{form}}" if name in row else "" for row in rows]
     columns["peak memory"] = [readable(row["peak_nbytes"]) if "peak_nbytes" in row else "" for row in rows]
-    table = Table(box=None, pad_edge=False)
     shown = {heading: cells for heading, cells in columns.items() if any(cells)}
-    for heading in shown:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    printed = table("", [""], filter(None, shown))
     for cells in zip(*shown.values(), strict=True):
-        table.add_row(*cells)
-    console.print(table)
+        printed.add_row(*cells)
+    console.print(printed)
 
 
 @app.command()

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zk.bench.clock import Report, device_here, matmul_tflops, row_of, seconds_of
+from zk.bench.clock import Report, matmul_tflops, row_of, seconds_of
 from zk.config import ZeroConfig
+from zk.materialize import default_device
 from zk.memory import peak_nbytes
 from zk.offload.cpu_adam import CPUAdam
 from zk.optimizer import ZeroOptimizer
@@ -53,7 +54,7 @@ def run(job: Job, plain: bool, expected: list[float]) -> dict[str, Any]:
     """Losses of the first steps, sorted seconds of later ones, and the peak of memory beyond the start's. RuntimeError for other losses."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
-    device = device_here()
+    device = default_device()
     _warm(plain)
     before = peak_nbytes()
     model = GPT(job.model).to(device)
@@ -100,7 +101,7 @@ def apart(job: Job, plain: bool, expected: list[float]) -> dict[str, Any]:
 def measure(model: GPTConfig, zero: ZeroConfig, batch: int = 4, rounds: int = 10, plain: bool = True, matmul_size: int = 1024) -> Report:
     """Median, p20 and p80 of a step, plain torch's first unless it is left out (for models that it cannot hold)."""
     job = Job(model, zero, batch, rounds, torch.get_num_threads())
-    tflops = matmul_tflops(device_here(), matmul_size, job.dtype)
+    tflops = matmul_tflops(default_device(), matmul_size, job.dtype)
     with torch.device("meta"):
         num_params = sum(param.numel() for name, param in GPT(model).named_parameters() if "tokens" not in name and "positions" not in name)
     floor_s = 6 * num_params * batch * model.context / tflops / 1e12
@@ -110,4 +111,4 @@ def measure(model: GPTConfig, zero: ZeroConfig, batch: int = 4, rounds: int = 10
         losses = found["losses"]
         amounts = {"tokens_per_s": batch * model.context}
         rows.append(row_of(name, found["seconds"], floor_s, amounts, peak_nbytes=found["peak_nbytes"], first_losses=losses))
-    return Report("step", {"matmul_tflops": tflops}, rows, {"num_params": num_params, "batch": batch, "device": device_here().type})
+    return Report("step", {"matmul_tflops": tflops}, rows, {"num_params": num_params, "batch": batch, "device": default_device().type})

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from zk.monitor.words import count, seconds, size
 from zk.plan.choose import Option, Plan, as_python, faster, shown
 from zk.plan.optimizers import has_kernel
 from zk.plan.speed import USABLE, Machine
+from zk.terminal import table
 
 TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
 _WIDE = 90  # of a terminal, for the column that the others have no room beside
@@ -46,18 +46,18 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}{by}", highlight=False
     )
     console.print(_machine(plan.machine, plan.tokens, plan.shape.sequence), highlight=False, style="dim")
-    table = _table("each rank", ("stage", "params", "optimizer"), TIERS.values())
-    table.padding = (0, 1, 0, 0)
-    table.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
-    table.add_column("step", justify="right", no_wrap=True)
+    rows = table("each rank", ("stage", "params", "optimizer"), TIERS.values())
+    rows.padding = (0, 1, 0, 0)
+    rows.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
+    rows.add_column("step", justify="right", no_wrap=True)
     if has_room := console.width >= _WIDE:
-        table.add_column("speed", justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+        rows.add_column("speed", justify="right", no_wrap=True)
+    rows.add_column("bound by", no_wrap=True)
     for (*cells, speed, bound), stages, is_best, fits in _folded(plan):
         style = "bold green" if is_best else None if fits else "dim"
         cells += [speed, bound] if has_room else [bound]
-        table.add_row(_stages(stages, plan.best.config.stage if is_best and plan.best is not None else None), *cells, style=style)
-    console.print(table)
+        rows.add_row(_stages(stages, plan.best.config.stage if is_best and plan.best is not None else None), *cells, style=style)
+    console.print(rows)
     if plan.best is None:
         console.print("[bold red]Nothing fits.[/] Add memory, ranks or a drive, or train fewer tokens at once.")
         nearest = min(plan.options, key=lambda option: sum(option.missing.values()), default=None)
@@ -68,12 +68,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     else:
         _recommend(console, plan)
     if plan.largest:
-        table = _table("\nlargest model of this shape", ("with nothing beyond", "parameters", "blocks", "width"))
-        table.add_column("choice")
+        rows = table("\nlargest model of this shape", ("with nothing beyond", "parameters", "blocks", "width"))
+        rows.add_column("choice")
         for tier, (found, config) in plan.largest.items():
             choice = f"stage {config.stage}, parameters {config.param_tier}, optimizer {config.optimizer_tier}"
-            table.add_row(tier, count(found.num_params), str(found.layers), str(found.width), choice)
-        console.print(table)
+            rows.add_row(tier, count(found.num_params), str(found.layers), str(found.width), choice)
+        console.print(rows)
     console.print(
         "Bytes are what the optimizer allocates; activations are an estimate, with every block checkpointed. Times are a model of what overlaps, "
         "from the rates above: not measured. Speed is a share of that of compute alone, as without offload.",
@@ -104,15 +104,6 @@ def _stages(stages: Sequence[int], best: int | None) -> str:
     return ",".join(f"{stage}*" if stage == best else str(stage) for stage in stages)
 
 
-def _table(title: str, headings: Iterable[str], numbers: Iterable[str] = ()) -> Table:
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def _machine(machine: Machine, tokens: int, sequence: int) -> str:
     gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
     meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
@@ -136,11 +127,11 @@ def _orders(console: Console, plan: Plan, best: Option) -> None:
     """Both orders of several micro-batches."""
     assert best.other is not None
     horizontal, vertical = (best.other, best.step) if best.vertical else (best.step, best.other)
-    table = _table(f"\n{plan.micro_batches} micro-batches of {plan.tokens // plan.micro_batches:,} tokens", ["order"], ("link", "drive", "step"))
+    rows = table(f"\n{plan.micro_batches} micro-batches of {plan.tokens // plan.micro_batches:,} tokens", ["order"], ("link", "drive", "step"))
     for order, step in (("one after the other (backward)", horizontal), ("block by block (accumulate)", vertical)):
         style = "bold green" if step is best.step else None
-        table.add_row(order, *(size(step.moved[resource]) for resource in ("link", "disk")), seconds(step.seconds), style=style)
-    console.print(table)
+        rows.add_row(order, *(size(step.moved[resource]) for resource in ("link", "disk")), seconds(step.seconds), style=style)
+    console.print(rows)
 
 
 def _recommend(console: Console, plan: Plan) -> None:
@@ -160,12 +151,12 @@ def _recommend(console: Console, plan: Plan) -> None:
         sources = {"within": "from its machine", "between": "from other machines"}
         came = ", ".join(f"{size(nbytes)} {sources[where]}" for where, nbytes in step.sent.items() if nbytes)
         console.print(f"to each rank in a step: {came}", highlight=False)
-    table = _table("", [""], TIERS.values())
+    rows = table("", [""], TIERS.values())
     for kind, words in _KINDS.items():
         row = [plan.best.found.sizes[tier, kind] for tier in TIERS]
         if any(row):
-            table.add_row(words if kind != "moments" or has_kernel(plan.shape.optimizer) else "optimizer's state", *map(size, row))
-    console.print(table)
+            rows.add_row(words if kind != "moments" or has_kernel(plan.shape.optimizer) else "optimizer's state", *map(size, row))
+    console.print(rows)
     if (estimate := deepspeed_nbytes(plan, plan.best)) is not None:
         gpu, cpu = (size(nbytes) for nbytes in estimate)
         console.print(

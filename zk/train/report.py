@@ -6,12 +6,12 @@ import dataclasses
 import statistics
 
 from rich.console import Console
-from rich.table import Table
 
 import zk
 from zk.memory import peak_nbytes
 from zk.monitor.summary import nbytes_of
 from zk.offload.tiers import readable
+from zk.terminal import table
 from zk.timeline import Timeline
 from zk.train.picture import ROWS
 from zk.train.record import Record
@@ -19,37 +19,29 @@ from zk.train.record import Record
 _FIRST = ("forward", "backward", "update")  # of the training thread's time
 
 
-def _table(title: str, *headings: str, left: int) -> Table:
-    """An empty table, whose first ``left`` columns are text."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
-    return table
-
-
 def print_state(console: Console, optimizer: zk.ZeroOptimizer, num_params: int) -> None:
     """Bytes of training state by tier and kind."""
-    table = _table("training state of this rank", "tier", "what", "MiB", "bytes per parameter of the model", left=2)
+    shown = table("training state of this rank", ("tier", "what"), ("MiB", "bytes per parameter of the model"))
     for (tier, kind), nbytes in nbytes_of(optimizer).items():
         if nbytes:
-            table.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
+            shown.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
     console.print()
-    console.print(table)
+    console.print(shown)
 
 
 def print_overlap(console: Console, timeline: Timeline, step: int) -> None:
     """Busy and hidden time of each resource, and where the training thread's time went."""
     rows, whole_ms = timeline.overlap(), (timeline.stop_ns - timeline.start_ns) / 1e6
-    headings = ("resource", "busy ms", "behind compute", "behind update", "in the open", "hidden")
-    table = _table(f"overlap in step {step}, {whole_ms:,.1f} ms", *headings, left=1)
-    table.columns[-1].justify = "left"
+    headings = ("busy ms", "behind compute", "behind update", "in the open")
+    shown = table(f"overlap in step {step}, {whole_ms:,.1f} ms", ["resource"], headings)
+    shown.add_column("hidden", no_wrap=True)
     for row in rows:
         update = "" if row.resource == "update" else f"{row.update_ms:,.1f}"
         full = round(row.share * 10)
         more = (f"{row.hidden_ms:,.1f}", update, f"{row.exposed_ms - row.update_ms:,.1f}", f"{'█' * full}{'░' * (10 - full)} {row.share:4.0%}")
-        table.add_row(row.resource, f"{row.busy_ms:,.1f}", *(more if row.resource != "compute" else ()))
+        shown.add_row(row.resource, f"{row.busy_ms:,.1f}", *(more if row.resource != "compute" else ()))
     console.print()
-    console.print(table)
+    console.print(shown)
     unused = [resource for resource in ROWS if resource not in ("wait", *(row.resource for row in rows))]
     if unused:
         console.print(f"not seen during this step: {', '.join(unused)}", style="dim")
