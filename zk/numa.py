@@ -45,10 +45,10 @@ class Binding:
 bound: Binding | None = None  # of this process: one rank, and one device
 
 
-def nodes(sysfs: Path | None = None) -> dict[int, frozenset[int]]:
+def nodes() -> dict[int, frozenset[int]]:
     """The cores of each node that has some."""
     found = {}
-    for folder in (sysfs or SYSFS).glob("devices/system/node/node[0-9]*"):
+    for folder in SYSFS.glob("devices/system/node/node[0-9]*"):
         cores = _numbers((folder / "cpulist").read_text())
         if cores:
             found[int(folder.name.removeprefix("node"))] = cores
@@ -64,27 +64,27 @@ def _numbers(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def node_of(index: int, sysfs: Path | None = None) -> int:
+def node_of(index: int) -> int:
     """The node of a CUDA device; -1 if the system does not say, as in many virtual machines."""
     device = torch.cuda.get_device_properties(index)
     place = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"  # type: ignore[attr-defined]
     try:
-        return int(((sysfs or SYSFS) / "bus/pci/devices" / place / "numa_node").read_text())
+        return int((SYSFS / "bus/pci/devices" / place / "numa_node").read_text())
     except OSError:
         return -1
 
 
-def find(device: torch.device, sysfs: Path | None = None) -> Binding | None:
+def find(device: torch.device) -> Binding | None:
     """The binding of a rank that computes on ``device``; None where there is nothing to choose, or where it is not known, or chosen already."""
     if device.type != "cuda":
         return None  # what computes is torch's threads, which the launcher places
-    there, mine = nodes(sysfs), frozenset(os.sched_getaffinity(0))
+    there, mine = nodes(), frozenset(os.sched_getaffinity(0))
     if len(there) < 2 or chosen(there, mine):
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    node = node_of(index, sysfs)
+    node = node_of(index)
     cores = there.get(node, frozenset()) & mine
-    return Binding(node, len(there), cores, _ranks_on(node, index, len(there), sysfs)) if cores else None
+    return Binding(node, len(there), cores, _ranks_on(node, index, len(there))) if cores else None
 
 
 def chosen(there: dict[int, frozenset[int]], mine: frozenset[int]) -> str:
@@ -99,11 +99,11 @@ def chosen(there: dict[int, frozenset[int]], mine: frozenset[int]) -> str:
     return f"by {' and '.join(names)}" if names else ""
 
 
-def _ranks_on(node: int, index: int, num_nodes: int, sysfs: Path | None) -> int:
+def _ranks_on(node: int, index: int, num_nodes: int) -> int:
     """Ranks of this machine whose device is on a node: by their devices, if rank n has device n; else as if they were spread evenly."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if ranks <= torch.cuda.device_count() and str(index) == os.environ.get("LOCAL_RANK"):
-        return sum(node_of(other, sysfs) == node for other in range(ranks))
+        return sum(node_of(other) == node for other in range(ranks))
     return -(-ranks // num_nodes)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zk.checkpoint import save
 from zk.checkpoint.files import DTYPE_OF
+from zk.checkpoint.folders import find
 from zk.materialize import compute_device, promise
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
@@ -88,8 +89,7 @@ def _files(path: Path) -> dict[str, _Entry]:
         candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is None:
-            checkpoint = (path / "manifest.json").exists() or any(path.glob("step-*/manifest.json"))
-            hint = "; it has a checkpoint, which optimizer.load_checkpoint reads, and python -m zk export makes weights of" if checkpoint else ""
+            hint = "; it has a checkpoint, which optimizer.load_checkpoint reads, and python -m zk export makes weights of" if find(path) else ""
             raise FileNotFoundError(f"{path} has neither model.safetensors.index.json nor model.safetensors{hint}")
         path = found
     if not path.exists():
@@ -176,18 +176,14 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
     missing = list(dict.fromkeys(names[tensor][0] for tensor, key in chosen.items() if key is None))
     shapes = {tensor: parts[tensor].shape if tensor in parts else tuple(tensor.shape) for tensor in names}
     unexpected = sorted(set(entries) - known)
-    wrong = [
-        f"{key} is {entries[key].shape}, the model's {shapes[tensor]}"
+    wrong = {
+        f"{key} is {entries[key].shape}, the model's {shapes[tensor]}": None  # once for each
         for tensor, key in chosen.items()
         if key is not None and tensor not in codes and entries[key].shape != shapes[tensor]
-    ]
-    wrong = list(dict.fromkeys(wrong))
-    problems = [f"other shapes: {_some(wrong)}"] if wrong else []
-    problems += [f"in 4 bits, and not as the model was built: {_some(unfit)}"] if unfit else []
-    if strict:
-        problems += [f"missing: {_some(missing)}"] if missing else []
-        problems += [f"unexpected: {_some(unexpected)}"] if unexpected else []
-    if problems:
+    }
+    unlike = {"other shapes": list(wrong), "in 4 bits, and not as the model was built": unfit}
+    unlike |= {"missing": missing, "unexpected": unexpected} if strict else {}
+    if problems := [f"{what}: {_some(those)}" for what, those in unlike.items() if those]:
         hint = "" if wrong or unfit else " (strict=False ignores these)"
         if unfit:
             hint = "; build 4-bit layers as the quantization_config of the files says, or quantize and save the weights anew"

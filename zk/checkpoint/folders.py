@@ -137,6 +137,11 @@ def latest(root: Path) -> Path | None:
     return next(reversed(whole(root)), None)
 
 
+def find(path: Path) -> Path | None:
+    """The checkpoint that ``path`` means: itself, or the newest in it; None if there is none."""
+    return path if (path / MANIFEST).exists() else latest(path)
+
+
 # ---- one run at a time ---------------------------------------------------------------------------------------------------------
 
 

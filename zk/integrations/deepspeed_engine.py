@@ -440,4 +440,4 @@ def _folder_of(root: Path, tag: Any) -> Path | None:
     folder = root if tag is None else root / str(tag)
     if any(folder.glob("*_states.pt")):
         raise ValueError(f"{folder} was written by DeepSpeed; turn it into a zk checkpoint first: python -m zk import-deepspeed {root} OUT")
-    return None if tag is None and folders.latest(root) is None and not (root / "manifest.json").exists() else folder
+    return None if tag is None and folders.find(root) is None else folder

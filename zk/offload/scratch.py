@@ -42,7 +42,7 @@ class Scratch:
         self.folders: list[Path] = []
         self._locks: list[int] = []
         self._cleanup = weakref.finalize(self, _remove, self.folders, self._locks, os.getpid())
-        _let_go_in_children(weakref.ref(self))
+        _ALL.add(self)
         name = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}-rank{rank}"
         for path in paths:
             if not os.path.isdir(path):
@@ -74,17 +74,18 @@ class Scratch:
         self._cleanup()
 
 
-def _let_go_in_children(scratch: weakref.ref[Scratch]) -> None:
-    """A forked child would hold the lock on after this process has died; it has no use for it."""
+_ALL: weakref.WeakSet[Scratch] = weakref.WeakSet()
 
-    def forked() -> None:
-        alive = scratch()
-        if alive is not None:
-            for lock in alive._locks:
-                os.close(lock)
-            alive._locks.clear()
 
-    os.register_at_fork(after_in_child=forked)
+def _let_go() -> None:
+    """A forked child would hold the locks on after this process has died; it has no use for them."""
+    for scratch in _ALL:
+        for lock in scratch._locks:
+            os.close(lock)
+        scratch._locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _remove(folders: list[Path], locks: list[int], pid: int) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import zk
-from zk.checkpoint import CheckpointError
-from zk.checkpoint.folders import latest
+from zk.checkpoint import CheckpointError, folders
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,12 +45,14 @@ class Position:
 
 def find(resume: str | None, folder: Path) -> Path | None:
     """The checkpoints to resume from: "auto" means those in ``folder``, if there are any; CheckpointError for a path without one."""
-    path = folder if resume == "auto" else Path(resume or "")
-    if resume is None or (resume == "auto" and latest(path) is None):
+    if resume is None:
         return None
-    if not (path / "manifest.json").exists() and latest(path) is None:
-        raise CheckpointError(f"{path} has no checkpoint to resume from; --resume auto starts from the beginning where there is none")
-    return path
+    path = folder if resume == "auto" else Path(resume)
+    if folders.find(path) is not None:
+        return path
+    if resume == "auto":
+        return None
+    raise CheckpointError(f"{path} has no checkpoint to resume from; --resume auto starts from the beginning where there is none")
 
 
 @contextlib.contextmanager
