@@ -38,7 +38,7 @@ from zk.offload.streams import Link, link_to
 from zk.offload.tiers import HostGrads, NVMeTier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm, Group
 from zk.parallel.grads import GradReducer
 from zk.store import UnitStore
 from zk.units import Layout, Unit
@@ -733,7 +733,7 @@ def test_a_buffer_that_is_still_being_filled_is_not_used_again_because_others_wr
     assert held.eq(7).all(), "the drive has filled it with what was asked for before"
 
 
-class LateComm(Solo):
+class LateComm(Comm):
     """Two ranks, as one of them sees it; collectives are over when they have been waited for."""
 
     world = shards = 2

@@ -28,7 +28,7 @@ from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, HostCopies, MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.parallel.comm import MEMORY, Group, Solo
+from zk.parallel.comm import MEMORY, Comm, Group
 from zk.parallel.grads import GradReducer
 from zk.parallel.partitioned import Partition
 from zk.placement import Place, Placement
@@ -72,7 +72,7 @@ class Assembly(Placement):
     def __init__(
         self,
         config: ZeroConfig,
-        comm: Solo | Group,
+        comm: Comm,
         rules: Sequence[Rule],
         num_threads: int,
         groups: Sequence[Mapping[str, Any]],

@@ -69,6 +69,11 @@ def check_order(order: str, name: str) -> str:
     return order
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def parse_nbytes(value: int | str, field: str) -> int:
     """A budget as bytes: a positive int, or a string such as ``"24GiB"``, ``"500 MB"`` or ``"1.5TiB"``.
 
@@ -297,7 +302,7 @@ class ZeroConfig:
                 "optimizer_tier='host'"
             )
         if self.delay_update is not None:
-            if isinstance(self.delay_update, bool) or not isinstance(self.delay_update, int) or self.delay_update < 0:
+            if not is_count(self.delay_update, 0):
                 raise ValueError(f"delay_update must be a number of steps, 0 or more, or None; got {self.delay_update!r}")
             if self.overlap_step in ("backward", "auto"):
                 raise ValueError(
@@ -329,11 +334,11 @@ class ZeroConfig:
             normalize("loss_scale", float(self.loss_scale))
         elif not (self.loss_scale is None or self.loss_scale == "auto" or isinstance(self.loss_scale, DynamicLossScale)):
             raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a DynamicLossScale or None; got {self.loss_scale!r}")
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+        if not is_count(self.prefetch, 0):
             raise ValueError(f"prefetch must be a number of units, 0 or more; got {self.prefetch!r}")
         if self.prefetch != type(self).__dataclass_fields__["prefetch"].default and self.stage != 3:
             raise ValueError(f"prefetch={self.prefetch} has no effect at stage {self.stage}, where parameters are never gathered; remove it")
-        if self.num_threads is not None and (isinstance(self.num_threads, bool) or not isinstance(self.num_threads, int) or self.num_threads < 1):
+        if self.num_threads is not None and not is_count(self.num_threads):
             raise ValueError(f"num_threads must be at least 1, or None for cores / local ranks; got {self.num_threads!r}")
         for name in ("units", "keep_dtype"):
             if getattr(self, name) is not None:

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zk.offload.attempt import Attempt
 from zk.offload.pipeline import Task
-from zk.offload.transfer import Transfer
-from zk.offload.worker import Worker
 from zk.store import UnitStore
 
 
 class DelayedUpdate:
-    """The update that is to count with the next step().
+    """The update that is to count with the next step()."""
 
-    Args:
-        since: steps before updates are delayed.
-        worker: whose thread updates.
-        num_threads: of it.
-        transfer: between the device and the host.
-    """
-
-    def __init__(self, since: int, worker: Worker, num_threads: int, transfer: Transfer) -> None:
-        self.since, self.worker, self.num_threads, self.transfer = since, worker, num_threads, transfer
+    def __init__(self, optimizer: Any) -> None:
+        self.since = optimizer.config.delay_update  # steps before updates are delayed
+        self.worker, self.transfer, self.num_threads = optimizer.worker, optimizer.transfer, optimizer.updates.threads_beside
         self.pending: dict[int, Task] = {}  # by the number of the unit
 
     def begin(self, tasks: Mapping[int, Task], stores: Sequence[UnitStore]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.owners import is_dtensor
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm
 from zk.parallel.grads import GradReducer
 from zk.parallel.released import compute_as_itself, grad_gone, own_grad
 from zk.store import UnitStore
@@ -36,7 +36,7 @@ class Gradients:
         self,
         units: Mapping[nn.Parameter, tuple[UnitStore, int]],
         reducer: GradReducer,
-        comm: Solo | Group,
+        comm: Comm,
         reduce_rest: Callable[[bool], None],
         check: Callable[[], None],
     ) -> None:

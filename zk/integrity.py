@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from zk.checkpoint import save
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm
 from zk.store import UnitStore
 
 
@@ -21,7 +21,7 @@ class Integrity:
         held: the stores of its units.
     """
 
-    def __init__(self, comm: Solo | Group, everyone: Solo | Group, held: Sequence[UnitStore]) -> None:
+    def __init__(self, comm: Comm, everyone: Comm, held: Sequence[UnitStore]) -> None:
         self.comm, self.everyone, self.held = comm, everyone, held
         self.interrupted = ""  # what has left parameters and state mixed
         self.mixed: set[str] = set()  # which of them

@@ -244,10 +244,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         looks_at = functools.partial(weakly(self._check_kept), "reading or writing param.grad")
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), looks_at)
         if config.overlap_step == "backward":
-            alone, keeps, threads, options = self.comm.world == 1, config.keep_gradients, self.updates.threads_beside, weakly(self.updates.options)
-            self.speculation = Speculation(self.worker, threads, self.transfer, alone, keeps, options, self.factors.of_squares)
+            self.speculation = Speculation(self)
         if config.delay_update is not None:
-            self.updates.delay = DelayedUpdate(config.delay_update, self.worker, self.updates.threads_beside, self.transfer)
+            self.updates.delay = DelayedUpdate(self)
         for number, unit in enumerate(units):
             holding.hold(self, unit, number)
         model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self._end_save)

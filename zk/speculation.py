@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,8 +22,7 @@ from torch import nn
 from zk.offload.attempt import Attempt
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import HANDED_OVER
-from zk.offload.transfer import Arrival, Transfer
-from zk.offload.worker import Worker
+from zk.offload.transfer import Arrival
 from zk.store import UnitStore
 from zk.timeline import phase
 
@@ -41,30 +41,14 @@ class _Step:
 
 
 class Speculation:
-    """Attempts of one optimizer.
+    """Attempts of one optimizer."""
 
-    Args:
-        worker: of the update.
-        num_threads: of it.
-        transfer: between the device and the host.
-        is_alone: one rank, which knows by itself which parameters have a gradient; others expect those of the step before.
-        keeps_gradients: they are there until they are dropped; else they are gone after the update, and agreed on by all ranks.
-        options: parameter -> options of its group, as they are now.
-        grad_scale: what gradients are multiplied by in the update, if these are the squares of all of them.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        num_threads: int,
-        transfer: Transfer,
-        is_alone: bool,
-        keeps_gradients: bool,
-        options: Callable[[], Mapping[nn.Parameter, Mapping[str, Any]]],
-        grad_scale: Callable[[float], float],
-    ) -> None:
-        self.worker, self.num_threads, self.transfer, self.is_alone = worker, num_threads, transfer, is_alone
-        self.keeps_gradients, self.options, self.grad_scale = keeps_gradients, options, grad_scale
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = weakref.proxy(optimizer)
+        self.worker, self.transfer, self.num_threads = optimizer.worker, optimizer.transfer, optimizer.updates.threads_beside
+        self.is_alone = optimizer.comm.world == 1  # and knows which parameters have a gradient; several ranks expect those of the step before
+        self.keeps_gradients = optimizer.config.keep_gradients  # else they are gone after the update, and agreed on by all ranks
+        self.grad_scale = optimizer.factors.of_squares  # what gradients are multiplied by in the update, if these are the squares of all
         self.step = _Step()
         self.was_clipped = True  # the step before, or there was none
         self.expected: dict[UnitStore, tuple[int, set[int]]] = {}  # gradients that came in the step before, and parameters that had one
@@ -100,7 +84,7 @@ class Speculation:
         if (self.was_clipped and self.keeps_gradients) or step.is_over or count != whole or not grads or shard.unread is not None:
             return
         if step.options is None:
-            step.options = self.options()
+            step.options = self.optimizer.updates.options()
         change = store.change(step.options, set(store.unreduced) if self.is_alone else used, self.grad_scale(0.0))
         attempt = Attempt(store.unit.name, grads, change, self.transfer.mark(), has_counted=self._taken)
         stats = shard.stats[0] if len(shard.stats) == 1 else None  # on the device, where the kernels have measured

@@ -29,7 +29,7 @@ from zk.offload.state import OptimizerShard
 from zk.offload.tiers import ResidentFields
 from zk.offload.transfer import Transfer
 from zk.owners import Gradients, fit, hold, is_dtensor
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm
 from zk.parallel.released import Released, Watched, grad_gone, grad_left, mark, redress, stand_in, unmark
 from zk.timeline import phase
 from zk.units import Layout, Unit, strides_of
@@ -80,7 +80,7 @@ class UnitStore:
         unit: Unit,
         index: int,
         layout: Layout,
-        comm: Solo | Group,
+        comm: Comm,
         transfer: Transfer,
         param_tier: str,
         held: slice,
@@ -355,7 +355,7 @@ class UnitStore:
         self.transfer.follow(uploaded)
         return self.comm.all_gather(self.index, self.full, self.full[self.held])
 
-    def publish_beside(self, comm: Solo | Group, uploaded: Event, mark: Event | None) -> Event:
+    def publish_beside(self, comm: Comm, uploaded: Event, mark: Event | None) -> Event:
         """The same, beside compute, over ranks' connections of its own: after ``mark``, as for Transfer.
 
         The slice may have been updated by compute itself, and compute may still read what the collective overwrites.
@@ -554,9 +554,7 @@ class UnitStore:
         source = self.home.whole()
         same = torch.equal(self.full[self.held].to(source.device), source.to(self.full.dtype))
         self.home.release()
-        differ = torch.tensor([float(not same)])  # here; what was written may lie in another rank's slice
-        self.comm.all_reduce(differ)
-        return bool(differ.item())
+        return self.comm.ranks_with([not same]) != [0]  # what was written may lie in another rank's slice
 
     def written_since(self, versions: Sequence[int] | None) -> bool:
         """Tell if anybody but zk wrote parameters where they are: since zk did, or since they had these ``versions``."""

@@ -304,9 +304,7 @@ class TiledExperts(Tiled):
         owner = owner_of(param)
         if owner is None or owner.comm.world == 1 or owner.config.stage < 3:
             return has_tokens, False
-        everywhere = torch.tensor(has_tokens, dtype=torch.float32)
-        owner.comm.all_reduce(everywhere, CHOICE, owner.units[param][0].index)
-        return [ranks > 0 for ranks in everywhere.tolist()], True
+        return [ranks > 0 for ranks in owner.comm.ranks_with(has_tokens, CHOICE, owner.units[param][0].index)], True
 
     def _adds_by_token(self) -> bool:
         """Check which of the products of transformers computes: all but the eager one add up the outputs of each token."""

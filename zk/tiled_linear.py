@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from zk import kernels
+from zk.config import is_count
 from zk.kernels.launch import FLOATS
 from zk.owners import is_dtensor
 from zk.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
@@ -38,13 +39,6 @@ def cuts(features: int, splits: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-class Run(Protocol):
-    """One call, as its tiles see it."""
-
-    def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Add what one tile computes; ``link`` and the result are the chain in autograd."""
-
-
 class LinearTile(Tile):
     """One tile of a TiledLinear: ``weight`` (rows of the output, columns of the input)."""
 
@@ -53,7 +47,7 @@ class LinearTile(Tile):
         self.weight = weight
         self.rows, self.columns = rows, columns
 
-    def forward(self, link: Tensor, run: Run) -> Tensor:
+    def forward(self, link: Tensor, run: _Run) -> Tensor:
         return run.step(link, self.weight, self.rows, self.columns)
 
     def extra_repr(self) -> str:
@@ -214,16 +208,15 @@ class TiledLinear(Tiled, nn.Linear):
         nn.Module.__init__(self)
         self._lay_out(in_features, out_features, in_splits, out_splits)
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        for rows in self.out_cuts:
-            for columns in self.in_cuts:
-                weight = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=device, dtype=dtype)
-                self.tiles.append(LinearTile(nn.Parameter(weight), rows, columns))
+        for rows, columns in itertools.product(self.out_cuts, self.in_cuts):
+            weight = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=device, dtype=dtype)
+            self.tiles.append(LinearTile(nn.Parameter(weight), rows, columns))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
 
     def _lay_out(self, in_features: int, out_features: int, in_splits: int, out_splits: int) -> None:
         for name, splits, features in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):
-            if isinstance(splits, bool) or not isinstance(splits, int) or not 1 <= splits <= max(1, features):
+            if not is_count(splits) or splits > max(1, features):
                 raise ValueError(f"{name} must be between 1 and the number of features, {features}; got {splits!r}")
         self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
@@ -253,10 +246,9 @@ class TiledLinear(Tiled, nn.Linear):
         nn.Module.__init__(tiled)
         tiled._lay_out(linear.in_features, linear.out_features, in_splits, out_splits)
         tiled.input_is_already_split, tiled.combine_out_splits = input_is_already_split, combine_out_splits
-        for rows in tiled.out_cuts:
-            for columns in tiled.in_cuts:
-                weight = nn.Parameter(whole.detach()[rows, columns].clone(memory_format=torch.contiguous_format), whole.requires_grad)
-                tiled.tiles.append(LinearTile(weight, rows, columns))
+        for rows, columns in itertools.product(tiled.out_cuts, tiled.in_cuts):
+            weight = nn.Parameter(whole.detach()[rows, columns].clone(memory_format=torch.contiguous_format), whole.requires_grad)
+            tiled.tiles.append(LinearTile(weight, rows, columns))
         tiled.register_parameter("bias", linear.bias)
         return tiled.train(linear.training)
 

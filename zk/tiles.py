@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zk.config import is_count
 from zk.owners import owner_of
 
 
@@ -198,7 +199,7 @@ def pieces_of(model: nn.Module) -> dict[str, Piece]:
 
 def check_call(model: nn.Module, function: str, limit: str, nbytes: int) -> None:
     """Check what ``function`` was called with: a limit in bytes, and a model that nobody holds."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+    if not is_count(nbytes):
         raise ValueError(f"{limit} must be a number of bytes, at least 1; got {nbytes!r}")
     if any(map(owner_of, model.parameters())):
         raise ValueError(f"this model is held by a ZeroOptimizer, which would not see the tiles; call {function} before the optimizer is made")

@@ -16,7 +16,7 @@ from zk.delay import DelayedUpdate
 from zk.offload import pipeline
 from zk.offload.pipeline import Options, Task
 from zk.offload.rules import Change
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm, Group
 from zk.store import UnitStore
 
 
@@ -26,7 +26,7 @@ class Updates:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.proxy(optimizer)
         self.delay: DelayedUpdate | None = None
-        self.publisher: Solo | Group = Solo()  # ranks' connections of the update that goes on in the background
+        self.publisher: Comm = Comm()  # ranks' connections of the update that goes on in the background
         self.forward_order: dict[int, None] = {}  # of units, with overlap_step
 
     @property

@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the latest one in it."""
-    if (path / "manifest.json").exists():
-        return path
-    found = folders.latest(path)
+    """The same as ``folders.find``; CheckpointError where there is none."""
+    found = folders.find(path)
     if found is None:
         weights = path.is_dir() and any(path.glob("*.safetensors*"))
         hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there" if weights else ""
@@ -235,8 +233,7 @@ def _check_pieces(contents: Contents) -> None:
     for piece in manifest.pieces:
         entry = contents.reader(piece.file).entries.get(piece.key) if piece.file in contents.files else None
         is_there = entry is not None and math.prod(entry.shape) == piece.stop - piece.start
-        is_any = piece.kind == "param" or "@" in piece.kind  # frozen weights, and what is kept of whole parameters, are of any kind
-        is_number = is_any or (entry is not None and entry.dtype.is_floating_point)
+        is_number = piece.is_any_number or (entry is not None and entry.dtype.is_floating_point)
         if not is_there or not is_number or not 0 <= piece.start <= piece.stop or not 0 <= piece.unit < num_units:
             has = "nothing of that name" if entry is None else f"{entry.dtype} {entry.shape}"
             wanted = f"{piece.key!r}, elements {piece.start} to {piece.stop} of unit {piece.unit}"

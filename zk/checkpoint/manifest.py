@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zk.offload.rules import Rule
     from zk.offload.tiers import Tier
     from zk.offload.transfer import Transfer
-    from zk.parallel.comm import Group, Solo
+    from zk.parallel.comm import Comm
     from zk.parallel.model_parallel import Parts
     from zk.parallel.partitioned import Partition
     from zk.precision import LossScaler
@@ -39,6 +39,7 @@ FORMAT = "zk checkpoint"
 # since 2 parameters may lie in memory in an order of their own; since 3 frozen ones may be left out, and random states are packed; since 4
 # optimizers may keep tensors of any shape of a whole parameter
 VERSION = 4
+_KEPT = "@"  # between the name of a state of a whole parameter and its offset
 
 
 class Training(Protocol):
@@ -49,8 +50,8 @@ class Training(Protocol):
     param_groups: list[dict[str, Any]]
     config: ZeroConfig
     device: torch.device
-    comm: Solo | Group
-    everyone: Solo | Group
+    comm: Comm
+    everyone: Comm
     parts: Parts
     held: list[UnitStore]
     units: dict[nn.Parameter, tuple[UnitStore, int]]
@@ -80,6 +81,11 @@ class Piece:
     stop: int
     key: str
     file: str
+
+    @property
+    def is_any_number(self) -> bool:
+        """Tell if values may be of any dtype: frozen weights, and what is kept of whole parameters. Others are of floating point."""
+        return self.kind == "param" or _KEPT in self.kind
 
 
 def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[str, str] | None) -> dict[str, Any]:
@@ -117,7 +123,7 @@ def kinds_of(held: UnitStore) -> list[str]:
 
 def kind_of_kept(name: str, offset: int) -> str:
     """The kind of a state of the whole parameter that begins at ``offset``."""
-    return f"{name}@{offset}"
+    return f"{name}{_KEPT}{offset}"
 
 
 def plain(value: Any, what: str) -> Any:

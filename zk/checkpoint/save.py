@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,15 +28,17 @@ from torch import Tensor
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.base import digests, digests_of_entries
 from zk.checkpoint.files import CheckpointError, Entry, Writer, overlap, undone, write_durably
+from zk.config import is_count
 from zk.events import COMPLETED, Event, Ticket
 from zk.kernels.codec import dtype_of
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
+from zk.offload.section import opened
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Worker
 from zk.owners import inner_tensors, is_wrapper
-from zk.parallel.comm import Group, RankError, Solo
+from zk.parallel.comm import Comm, RankError
 from zk.parallel.presence import Board
 from zk.timeline import phase
 
@@ -89,16 +91,11 @@ class Part:
             here = slice(piece.elements.start - self.first, piece.elements.stop - self.first)
             yield fields["param"][here] if shard is None else shard.exact(piece.kind, dict(fields), here)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Mapping[str, Tensor]]:
+    def opened(self) -> contextlib.AbstractContextManager[Mapping[str, Tensor]]:
         """The fields of the chunk."""
         if self.held.shard is not None:
-            with self.held.shard.opened(self.chunk) as fields:
-                yield fields
-        else:
-            home = self.held.home
-            yield home.open(home.chunks[self.chunk])
-            home.close(home.chunks[self.chunk], changed=False)
+            return self.held.shard.opened(self.chunk)
+        return opened(self.held.home, None, self.held.home.chunks[self.chunk], changes=False)
 
 
 def parts_of(optimizer: Training) -> list[Part]:
@@ -236,7 +233,7 @@ class Save:
             nbytes = {chunk: sum(piece.entry.nbytes for piece in part.pieces) for chunk, part in parts.items()}
             held.shard.unread = self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(self._copies, parts))
 
-    def run(self, comm: Speaks) -> None:
+    def run(self, comm: Comm | Board) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and nothing of it is left then. Earlier checkpoints stay whole."""
         what = f"saving {self.final}"
         try:
@@ -306,21 +303,11 @@ class Save:
 # ---- over ranks ---------------------------------------------------------------------------------------------------------------
 
 
-class Speaks(Protocol):
-    """Ranks that can tell each other what went wrong: those of training, or a board."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
-        """The words of each rank, by rank."""
-
-
 _KINDS = {kind.__name__: kind for kind in (OSError, CheckpointError)}
 
 
 @contextlib.contextmanager
-def together(comm: Speaks, what: str) -> Iterator[None]:
+def together(comm: Comm | Board, what: str) -> Iterator[None]:
     """Fail on all ranks, by name, where one of them does: on the others with an OSError or a CheckpointError as such, else a RuntimeError."""
     failure: BaseException | None = None
     try:
@@ -346,7 +333,7 @@ def together(comm: Speaks, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def telling(comm: Solo | Group, what: str, fail: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+def telling(comm: Comm, what: str, fail: Callable[[BaseException], None] | None = None) -> Iterator[None]:
     """Tell other ranks, wherever they are, what goes wrong on this one; ``together`` without an exchange where nothing does.
 
     ``fail`` tells ranks that would not hear an exchange, as they may wait over other connections; it is the last that they do with this one.
@@ -364,20 +351,20 @@ def telling(comm: Solo | Group, what: str, fail: Callable[[BaseException], None]
         raise
 
 
-def tell(comm: Speaks, what: str, error: BaseException) -> None:
+def tell(comm: Comm | Board, what: str, error: BaseException) -> None:
     """Tell other ranks, which are elsewhere, of an error; whoever waits for this one's part hears it."""
     with contextlib.suppress(type(error), RuntimeError), together(comm, what):
         raise error
 
 
-def _is_known(error: BaseException, comm: Speaks) -> bool:
+def _is_known(error: BaseException, comm: Comm | Board) -> bool:
     """Check whether all who speak over ``comm`` have heard of the error. One error may end a save and a step, which speak apart."""
-    if isinstance(error, RankError) and isinstance(comm, (Solo, Group)) and error.ranks.issuperset(comm.ranks):
+    if isinstance(error, RankError) and isinstance(comm, Comm) and error.ranks.issuperset(comm.ranks):
         return True
     return comm in getattr(error, "known_to", ())
 
 
-def _mark_known(error: Any, comm: Speaks) -> BaseException:
+def _mark_known(error: Any, comm: Comm | Board) -> BaseException:
     """Note that all have heard of it, so that nobody exchanges it again further out."""
     error.known_to = weakref.WeakSet([*getattr(error, "known_to", ()), comm])
     return error  # type: ignore[no-any-return]
@@ -393,7 +380,7 @@ class Saver:
         comm: of training; each save has a board of its own, as one rank may give up earlier than others.
     """
 
-    def __init__(self, comm: Solo | Group) -> None:
+    def __init__(self, comm: Comm) -> None:
         self.comm, self.worker = comm, Worker("zk save")
         self.ticket: Ticket | None = None
         self.begun = False  # and not all ranks have been found to be done; the same on all of them
@@ -410,17 +397,15 @@ class Saver:
         _UNDER_WAY.add(self)
         self.ticket = self.worker.submit(functools.partial(self._run, save, self.comm.board()))
 
-    def _run(self, save: Save, board: Solo | Board) -> None:
+    def _run(self, save: Save, board: Comm | Board) -> None:
         save.run(board)
         _UNDER_WAY.discard(self)  # what goes wrong stays there, as somebody should hear of it
 
-    def check(self, comm: Solo | Group) -> None:
+    def check(self, comm: Comm) -> None:
         """Raise what went wrong in a save that is over; on all ranks at the same step."""
         if not self.begun:
             return
-        done = torch.tensor([float(self.ticket is None or self.ticket.done)], dtype=torch.float64)
-        comm.all_reduce(done)
-        if done.item() == comm.world:
+        if comm.ranks_with([self.ticket is None or self.ticket.done]) == [comm.world]:
             self.begun = False
             self.finish()
 
@@ -498,7 +483,7 @@ def start(
     """See ``ZeroOptimizer.save_checkpoint``."""
     optimizer._check_open()
     optimizer.integrity.check("save_checkpoint()")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_count(keep):
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
     if on_save_error not in ("raise", "warn"):
         raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")

@@ -278,9 +278,8 @@ class TrainerStrategy(Strategy):
         params = list(zero.model.parameters())
         nbytes = sum(param.numel() * (4 if dtype == "fp32" else param.element_size()) for param in params) * ranks_here(zero.comm.world)
         free = host_memory()[1]
-        without_room = torch.tensor([float(self.gather_at_end is None and nbytes > free // 2)], dtype=torch.float64)
-        zero.comm.all_reduce(without_room)  # on any rank
-        if self.gather_at_end is False or without_room.any():
+        (without_room,) = zero.comm.ranks_with([self.gather_at_end is None and nbytes > free // 2])
+        if self.gather_at_end is False or without_room:
             zero.close()
             if self.gather_at_end is None:
                 log.warning(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zk import kernels, numa
+from zk.config import is_count
 from zk.kernels import codec, reference
 from zk.kernels.eight_bit import CODES
 from zk.kernels.step import AdamStep, check_adam
@@ -201,7 +202,7 @@ class CPUAdam(torch.optim.Optimizer):
             raise ValueError(f"betas must be at least 0 and less than 1; got {betas!r}")
         self.decoupled, self.split_master, self.state_dtype = decoupled, split_master, state_dtype
         self.engine, self.num_threads = engine, num_threads
-        if num_threads is not None and (isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1):
+        if num_threads is not None and not is_count(num_threads):
             raise ValueError(f"num_threads must be at least 1, or None for all cores; got {num_threads!r}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
 

@@ -77,7 +77,7 @@ def update(
         stop: looked at between chunks.
         tell: called with an error while other ranks wait, or will, for what this one does not publish any more.
     """
-    work = [(task, index) for task in tasks for index in range(len(task.shard.chunks)) if beside in (None, task.shard.beside(index))]
+    work = [(task, index) for task in tasks for index in range(len(task.shard.chunks)) if beside in (None, task.shard.places[index][0].beside)]
     if options.backwards:
         work.reverse()
     try:

@@ -54,12 +54,10 @@ class OptimizerShard:
 
     # ---- chunks --------------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> Iterator[Opened]:
+    def opened(self, number: int, changes: bool = False, read: bool = True, keep: bool = False) -> contextlib.AbstractContextManager[Opened]:
         """The fields of chunk ``number``, put back whatever happens inside."""
         section, chunk = self.places[number]
-        with opened(section.state, section.param, chunk, changes, read, keep) as fields:
-            yield fields
+        return opened(section.state, section.param, chunk, changes, read, keep)
 
     @contextlib.contextmanager
     def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Opened]:
@@ -166,10 +164,6 @@ class OptimizerShard:
                 section.grads.discard()
 
     # ---- update --------------------------------------------------------------------------------------------------------------
-
-    def beside(self, number: int) -> bool:
-        """Tell if host threads update a chunk."""
-        return self.places[number][0].beside
 
     def fetch(self, number: int, handed_over: Mapping[Section, Grads]) -> bool:
         """Ask for all that the update of a chunk needs; False if not all of it can be asked for now."""

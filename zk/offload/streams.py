@@ -115,8 +115,7 @@ class CudaLink(Link):
             raise ImportError(
                 f"copies between {device} and the host go through cupy, which is not installed; pip install 'zk-offload[cuda{version}]'"
             ) from error
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        super().__init__(device)
         self.cupy = cupy
         torch.cuda.current_stream(self.device)  # torch's context first
         with torch.cuda.device(self.device):

@@ -66,8 +66,8 @@ class RankError(RuntimeError):
         self.ranks = frozenset(ranks)
 
 
-class Solo:
-    """One process: every collective is already done. Buffers and shards are the same memory, so nothing is copied."""
+class Comm:
+    """Ranks that train together; here one process: every collective is done. Buffers and shards are the same memory, so nothing is copied."""
 
     rank, world = 0, 1
     shard_rank, shards, replica = 0, 1, 0
@@ -82,7 +82,7 @@ class Solo:
     def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
         return [text]
 
-    def board(self) -> Solo:
+    def board(self) -> Comm | Board:
         return self
 
     def fail(self, error: BaseException, rank: int | None = None) -> None:
@@ -107,6 +107,12 @@ class Solo:
     def all_reduce(self, tensor: Tensor, operation: int = NORM, unit: int | None = None) -> None:
         return
 
+    def ranks_with(self, flags: Sequence[bool], operation: int = NORM, unit: int | None = None) -> list[int]:
+        """The number of ranks that have set each of ``flags``, of which all have as many; ``operation`` and ``unit`` as for ``all_reduce``."""
+        everywhere = torch.tensor(flags, dtype=torch.float32)
+        self.all_reduce(everywhere, operation, unit)
+        return [int(ranks) for ranks in everywhere.tolist()]
+
 
 class _Works:
     """Several asynchronous works, and what follows once all are done. Keeps the buffers alive meanwhile.
@@ -129,7 +135,7 @@ class _Works:
             finish()
 
 
-class Group:
+class Group(Comm):
     """Ranks of a torch.distributed process group (gloo or NCCL), with connections of zk's own for announcements and host values.
 
     Args:
@@ -641,19 +647,19 @@ def world_to_join(process_group: Ranks) -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def connect(process_group: Ranks, overlap: bool, device: torch.device, exact: bool = True) -> Solo | Group:
+def connect(process_group: Ranks, overlap: bool, device: torch.device, exact: bool = True) -> Comm:
     """The ranks to train with: the group given, the default group, one made from torchrun's environment, or this process alone."""
     available = dist.is_available()
     if process_group is None and available and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
     if process_group is None and not (available and dist.is_initialized()):
-        return Solo()
+        return Comm()
     ranks = _ranks_of(process_group)
     if dist.get_rank() not in ranks:
         raise ValueError(f"this rank, {dist.get_rank()}, is not in process_group, which has ranks {ranks}; give each rank the group that it is in")
     if len(ranks) == 1:
-        return Solo()
+        return Comm()
     group, others, column = _dimensions(process_group) if isinstance(process_group, DeviceMesh) else (process_group, None, None)
     if not exact and _backend_of(group) == "gloo":  # (before ranks make a group, which one that leaves would disturb)
         raise ValueError(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zk.parallel.comm import CHOICE, Group, Solo
+from zk.parallel.comm import CHOICE, Comm
 from zk.store import UnitStore
 
 
@@ -27,7 +27,7 @@ class Experts:
         gather: called with stores, the same ones on all ranks.
     """
 
-    def __init__(self, comm: Solo | Group, gather: Callable[[Sequence[UnitStore]], None]) -> None:
+    def __init__(self, comm: Comm, gather: Callable[[Sequence[UnitStore]], None]) -> None:
         self.comm, self.gather = comm, gather
         self.of: dict[nn.Module, list[UnitStore]] = {}
 
@@ -56,9 +56,7 @@ class Experts:
         """
         experts = self.of[chooser]
         wants = [store is wanted for store in experts]
-        everywhere = torch.tensor([*wants, has_graph is True, has_graph is False], dtype=torch.float32)
-        self.comm.all_reduce(everywhere, CHOICE, experts[0].index)
-        *ranks, with_graph, without = everywhere.tolist()
+        *ranks, with_graph, without = self.comm.ranks_with([*wants, has_graph is True, has_graph is False], CHOICE, experts[0].index)
         chosen = [store for store, number in zip(experts, ranks, strict=True) if number]
         self.gather(chosen)
         if not chosen and with_graph and without:

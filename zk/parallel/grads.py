@@ -24,7 +24,7 @@ from zk.hooks import weakly
 from zk.kernels.reference import unchecked
 from zk.memory import zeros
 from zk.owners import local_of
-from zk.parallel.comm import REDUCE, STATE, Group, Solo
+from zk.parallel.comm import REDUCE, STATE, Comm
 from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
 from zk.store import UnitStore
 
@@ -53,7 +53,7 @@ class GradReducer:
 
     def __init__(
         self,
-        comm: Solo | Group,
+        comm: Comm,
         in_backward: bool,
         replicate: bool,
         check: Callable[[nn.Parameter], None],
@@ -95,12 +95,6 @@ class GradReducer:
                 param.requires_grad_(True)  # only then torch takes a hook, which then stays
                 self.handles.append(param.register_post_accumulate_grad_hook(take))
                 param.requires_grad_(requires_grad)
-
-    def detach(self) -> None:
-        """Remove all hooks."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -291,7 +285,7 @@ class GradReducer:
                 for position in self._left(places)[0]:
                     self._reduce(position)
 
-    def _left(self, places: Sequence[int], flags: Sequence[float] = ()) -> tuple[list[int], list[bool]]:
+    def _left(self, places: Sequence[int], flags: Sequence[bool] = ()) -> tuple[list[int], list[bool]]:
         """Find those of ``places`` of which any rank has a bucket, and give them one precision on all ranks.
 
         Returns them, and which of the ``flags`` any rank has set.
@@ -300,9 +294,7 @@ class GradReducer:
         for store in stores:
             self.flatten(store)
         mine = [[store.bucket is not None, store.wide or store.accumulated, store.accumulated] for store in stores]
-        everywhere = torch.tensor([*itertools.chain.from_iterable(mine), *flags], dtype=torch.float32)
-        self.comm.all_reduce(everywhere, REDUCE)
-        said = [flag > 0 for flag in everywhere.tolist()]
+        said = [ranks > 0 for ranks in self.comm.ranks_with([*itertools.chain.from_iterable(mine), *flags], REDUCE)]
         left = []
         for number, (position, store) in enumerate(zip(places, stores, strict=True)):
             has, wide, accumulated = said[3 * number : 3 * number + 3]
@@ -344,9 +336,8 @@ class GradReducer:
             self._give(bucket)
         store.agreed = set(store.unreduced)
         if self.agrees:
-            has = torch.tensor([float(index in store.agreed) for index in range(len(store.unit.params))])
-            self.comm.all_reduce(has, REDUCE, store.index)
-            store.agreed = set(has.nonzero().flatten().tolist())
+            has = self.comm.ranks_with([index in store.agreed for index in range(len(store.unit.params))], REDUCE, store.index)
+            store.agreed = {index for index, ranks in enumerate(has) if ranks}
         after = store.take_in(shard, stats)
         if after is not None and shard is bucket:
             self._give(bucket, after)
@@ -417,7 +408,7 @@ class GradReducer:
             self._collect_kept(store)
         if not keep:
             self.take_assigned()
-        used = [float(index in store.unreduced) for store in self.stores for index in range(len(store.unit.params))]
+        used = [index in store.unreduced for store in self.stores for index in range(len(store.unit.params))]
         left, flags = self._left(self.order, used)  # of no_sync, of a backward that was interrupted, or by hand
         for position in left:
             self._reduce(position)

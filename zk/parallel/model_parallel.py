@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm, Group
 from zk.parallel.dtensors import meshes_of, pieces_of_dtensors
 from zk.tiles import Piece, pieces_of
 
@@ -26,7 +26,7 @@ from zk.tiles import Piece, pieces_of
 class Parts:
     """The part of the model that this rank has, and the ranks that have the others."""
 
-    everyone: Solo | Group
+    everyone: Comm
     """The data parallel ranks of all parts."""
     part: int = 0
     count: int = 1
@@ -46,7 +46,7 @@ class Parts:
         return {**self.pieces, **pieces_of(model)}
 
 
-def connect_parts(comm: Solo | Group, group: dist.ProcessGroup | DeviceMesh | None, replicated: Sequence[str] | None, model: nn.Module) -> Parts:
+def connect_parts(comm: Comm, group: dist.ProcessGroup | DeviceMesh | None, replicated: Sequence[str] | None, model: nn.Module) -> Parts:
     """Find the ranks that have the other parts of the model. On all of them.
 
     Args:

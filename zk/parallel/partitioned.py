@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zk.hooks import Hook, weakly
 from zk.owners import inner_tensors, is_wrapper, rebuilt
-from zk.parallel.comm import Group, Solo
+from zk.parallel.comm import Comm
 from zk.parallel.experts import Experts, passed_through
 from zk.parallel.prefetch import Prefetcher
 from zk.store import State, UnitStore
@@ -90,7 +90,7 @@ class Partition:
         comm: the ranks.
     """
 
-    def __init__(self, model: nn.Module, ahead: int, written: Callable[[UnitStore, list[int]], None], comm: Solo | Group) -> None:
+    def __init__(self, model: nn.Module, ahead: int, written: Callable[[UnitStore, list[int]], None], comm: Comm) -> None:
         self.model, self.ahead, self.written = model, ahead, written
         self.stores: list[UnitStore] = []
         self.by_storage: dict[int, UnitStore] = {}

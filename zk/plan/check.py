@@ -24,7 +24,7 @@ from zk.memory import free_addresses, free_swap, host_memory
 from zk.offload.rules import Rule
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes, readable
-from zk.parallel.comm import MEMORY, Group, Solo
+from zk.parallel.comm import MEMORY, Comm
 from zk.placement import places_of
 from zk.plan.footprint import Footprint, footprint_of
 from zk.units import Unit
@@ -40,7 +40,7 @@ _ASKED = 4
 Nbytes = dict[str, int]  # memory -> bytes
 
 
-def refuse_what_cannot_fit(case: Case, config: ZeroConfig, comm: Solo | Group) -> None:
+def refuse_what_cannot_fit(case: Case, config: ZeroConfig, comm: Comm) -> None:
     """Raise MemoryError, on all ranks, if the optimizer is about to take more than there is on any of them. Nothing is changed."""
     paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
     needed, free = case.needed(config, at_least=True), free_memory(case.device, case.joined, paths)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zk.config import is_count
 from zk.materialize import deferred_init
 from zk.owners import inner_tensors, is_coded
 from zk.plan import families
@@ -284,9 +285,9 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
         for name in names:
             value = config.get(name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                if not is_count(value):
                     raise ValueError(f"{where}: {name} must be a number above 0; got {value!r}")
-                return value
+                return int(value)
         if default is None:
             raise ValueError(f"{where} has none of {', '.join(names)}, which the size of the model depends on")
         return default

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event
+from zk.events import COMPLETED, Event, Ticket
 from zk.offload.streams import LINKS, Link, check_copy
 from zk.timeline import Resource, phase
 
@@ -33,20 +33,13 @@ def pretend(link: AnyLink) -> Iterator[AnyLink]:
         yield link
 
 
-class _Flag:
+class _Flag(Ticket):
     """The end of a copy."""
 
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        return self.event.is_set()
-
     def wait(self) -> None:
-        if not self.event.is_set():
+        if not self.done:
             with phase("wait", "link"):
-                self.event.wait()
+                super().wait()
 
 
 class _Lane:
@@ -74,7 +67,7 @@ class _Lane:
                 target.copy_(source)
                 time.sleep(max(0.0, start + source.nbytes / self.nbytes_per_s - time.perf_counter()))
             self.busy_s += time.perf_counter() - start
-            flag.event.set()
+            flag.finish()
 
 
 class ThrottledLink(Link):
