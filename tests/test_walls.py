@@ -91,7 +91,7 @@ SIZES = {
     # 215 and 2,130 for state dicts and for the begin of a save, which were in the core
     # 13 tokens for the digest of a base that is computed with in fp32
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
-    "checkpoint": (3_188, 26_645),
+    "checkpoint": (3_191, 26_675),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter

@@ -318,15 +318,18 @@ def check_file(folder: Path, written: Written) -> None:
 
 def _read_block(file: File, written: Written, block: int) -> Tensor:
     """The bytes of a block, checked."""
-    start = block * BLOCK_NBYTES
-    data = aligned(max(0, min(BLOCK_NBYTES, written.nbytes - start)))
-    file.read(data, start)
-    crc, expected = zlib.crc32(data.numpy().data), written.crc32[block] if block < len(written.crc32) else None
+    data = aligned(max(0, min(BLOCK_NBYTES, written.nbytes - block * BLOCK_NBYTES)))
+    file.read(data, block * BLOCK_NBYTES)
+    _check_block(file.paths[0], written, block, zlib.crc32(data.numpy().data))
+    return data
+
+
+def _check_block(path: str, written: Written, block: int, crc: int) -> None:
+    expected = written.crc32[block] if block < len(written.crc32) else None
     if crc != expected:
         raise CheckpointError(
-            f"{file.paths[0]} is not what was written: the CRC-32 of its bytes from {start} on is {crc:08x}, and not {expected or 0:08x}"
+            f"{path} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not {expected or 0:08x}"
         )
-    return data
 
 
 @contextlib.contextmanager
