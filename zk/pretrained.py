@@ -181,9 +181,9 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
         for tensor, key in chosen.items()
         if key is not None and tensor not in codes and entries[key].shape != shapes[tensor]
     }
-    unlike = {"other shapes": list(wrong), "in 4 bits, and not as the model was built": unfit}
-    unlike |= {"missing": missing, "unexpected": unexpected} if strict else {}
-    if problems := [f"{what}: {_some(those)}" for what, those in unlike.items() if those]:
+    unlike = {"other shapes:": list(wrong), "in 4 bits, and not as the model was built:": unfit}
+    unlike |= {"missing:": missing, "unexpected:": unexpected} if strict else {}
+    if problems := [f"{what} {_some(those)}" for what, those in unlike.items() if those]:
         hint = "" if wrong or unfit else " (strict=False ignores these)"
         if unfit:
             hint = "; build 4-bit layers as the quantization_config of the files says, or quantize and save the weights anew"
