@@ -26,7 +26,8 @@ from tests.world import run_world
 from zk.accumulation import attention
 from zk.accumulation.attention import Kind, attend, attend_backward, merge
 from zk.accumulation.resting import Resting, rest
-from zk.accumulation.sequence import SequenceTile
+from zk.accumulation.sequence import Sequences, SequenceTile
+from zk.activations import ActivationOffload
 
 pytestmark = [pytest.mark.usefixtures("torch_engine", "one_thread")]
 
@@ -44,10 +45,12 @@ class Block(nn.Module):
         self.proj = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
         self.options: dict[str, Any] = {"is_causal": True}
+        self.has_wide_queries = False
 
     def attend(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).view(*x.shape[:2], -1, 8).transpose(1, 2)
         query, key, value = heads.split(self.heads, 1)
+        query = query.float() if self.has_wide_queries else query  # of which autocast makes what keys are
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options).transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +220,10 @@ def test_compiled_blocks_leave_attention_out() -> None:
         assert distance(model, grads) < 2e-6
 
 
-def test_steps_train_what_whole_sequences_do() -> None:
+def test_steps_train_what_whole_sequences_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rests of a tile is gone with its backward, and not only with the step."""
+    left = []
+    monkeypatch.setattr(Sequences, "check", lambda self: left.append(len(self.layers)))
     model, twin = made()
     sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
     with optimizer_of(model, stage=3, param_tier="host", optimizer_tier="host") as optimizer:
@@ -231,10 +237,12 @@ def test_steps_train_what_whole_sequences_do() -> None:
         with zk.gather(list(model.parameters())):
             for param, same in zip(model.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(param, same, atol=1e-5, rtol=1e-4)
+    assert left == [0, 0, 0]
 
 
 def test_autocast_and_activations_that_are_kept() -> None:
     model, twin = made()
+    model.blocks[1].has_wide_queries = twin.blocks[1].has_wide_queries = True  # type: ignore[assignment, union-attr]
     with torch.autocast(DEVICE.type, torch.bfloat16):
         loss, grads = plain(twin, batch_of())
     found = []
@@ -272,6 +280,10 @@ def test_what_rests_comes_back_and_is_gone_after_the_step(where: str, tmp_path: 
             pairs = 3 * 7 * 6 // 2
             assert offload.num_offloaded >= 3 * (6 * 2 + 7 * 2) + 3 * 7 * 2 + 2 * pairs
             assert offload.num_uploaded >= 2 * 2 * pairs
+            keys, wide, lse = 2 * 2 * 5 * 8 * 4, 2 * 5 * WIDTH * 4, 2 * 4 * 5 * 4
+            between = 7 * (2 + 3) * wide + 7 * (2 * wide + wide // 2)  # of two blocks, gradients of all; of embeddings, and after dropout
+            of_loss = 7 * (2 * wide + 2 * 5 * VOCAB * 4 + 400)  # what autograd saves there
+            assert offload.offloaded_nbytes <= 3 * (6 * 2 * keys + 7 * (wide + lse)) + between + 2 * pairs * keys + of_loss
         for param, same in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(param.grad, same.grad)  # type: ignore[arg-type]
 
@@ -300,9 +312,11 @@ class Alive(TorchDispatchMode):
         self.nbytes -= nbytes
 
 
-def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path) -> None:
-    """Four tiles and 24 of them: floats in memory at once, everything else on the drive."""
-    most = []
+def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tiles and 24 of them: floats in memory at once, everything else on the drive; and of what has been read from there."""
+    most, read = [], list[int]()
+    fetch = ActivationOffload.fetch
+    monkeypatch.setattr(ActivationOffload, "fetch", lambda self, saved: [fetch(self, saved), read.append(self.here.nbytes)][0])
     for tiles in (4, 24):
         model, _ = made()
         model.positions = nn.Embedding(16 * 24, WIDTH)
@@ -319,6 +333,7 @@ def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path) -> None:
                     optimizer.accumulate(zk.sequence_tiles(batch_of(length=length), 16), of)
         most.append(alive.most)
     assert most[1] < 1.05 * most[0]
+    assert max(read) <= 2 * (2 + 2 + 2) * (2 * 16 * WIDTH * 4)  # two tiles of keys and values, sums of gradients, a block's input and gradient
 
 
 @pytest.mark.device
@@ -371,6 +386,22 @@ class Prefixed(Block):
         return super().attend(torch.cat([x[:, :1], x], 1))[:, 1:]
 
 
+class Drops(Block):
+    """Uses no attention in the first tile; its keys and values are used by others."""
+
+    drops = False
+
+    def attend(self, x: Tensor) -> Tensor:
+        out = super().attend(x)
+        return x if self.drops else out
+
+
+class DropsFirst(Model):
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        self.blocks[1].drops = bool(position_ids[0, 0] == 0)  # type: ignore[assignment, union-attr]
+        return super().forward(input_ids, position_ids)
+
+
 class Checkpointed(Block):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=isinstance(self, Reentrant))
@@ -416,6 +447,11 @@ def into(kind: type[Model]) -> Callable[[Model], None]:
     return lambda model: setattr(model, "__class__", kind)
 
 
+def into_dropping(model: Model) -> None:
+    with_block(Drops)(model)
+    into(DropsFirst)(model)
+
+
 REFUSED: dict[str, tuple[Callable[[Model], None], str]] = {
     "mask": (changed(is_causal=False, attn_mask=torch.ones(9, 9, dtype=torch.bool, device=DEVICE).tril()), "block 'blocks.0' calls it with a mask"),
     "dropout": (changed(dropout_p=0.1), "calls it with dropout"),
@@ -427,6 +463,7 @@ REFUSED: dict[str, tuple[Callable[[Model], None], str]] = {
     "checkpoint inside": (with_block(Checkpointed), "called by a checkpoint inside of block 'blocks.1'"),
     "reentrant checkpoint inside": (with_block(Reentrant), "called without a graph in block 'blocks.1'"),
     "checkpoint around": (into(CheckpointedAround), "by a checkpoint around block 'blocks.0' and more"),
+    "no backward": (into_dropping, "backward has not come to all of its calls"),
     "in place": (into(InPlace), r"modified by an inplace operation \(aten::add_\)"),
     "window": (with_config(sliding_window=34), "sliding_window is 34, less than the sequence's 35 tokens"),
     "chunks": (with_config(attention_chunk_size=8, layer_types=["chunked_attention"]), "attention_chunk_size is 8"),
