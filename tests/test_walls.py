@@ -61,7 +61,7 @@ SIZES = {
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
-    "core": (15_122, 116_245),
+    "core": (15_055, 115_735),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -102,7 +102,7 @@ SIZES = {
     # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
     # 15 and 135 for the closest name
     # 87 and 595 for updates that begin in backward, and both directions of the link
-    "plan": (2_256, 20_550),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (2_248, 20_455),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
@@ -119,9 +119,9 @@ SIZES = {
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace
-    "train": (1_056, 9_070),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    "train": (1_049, 8_970),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (750, 6_945),  # 35 for 8-bit state; 20 for the reduction over several ranks
-    "testing": (113, 680),
+    "testing": (93, 585),
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
     # 55 and 515 for rates of both sides of the update, and what the summary says of them
@@ -139,8 +139,8 @@ SIZES = {
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
 # 7.83 without codes in 8 bits, 7.90 without attention in parts
-# 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen
-TOKENS_PER_LINE = 7.91
+# 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen and tiles of a sequence
+TOKENS_PER_LINE = 7.92
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
@@ -159,7 +159,7 @@ STEPS = {2: (32, 151, 12, 8), 3: (32, 151, 12, 8)}
 # four for states that stream, one for what a step makes of a shard
 # five for what is kept of whole parameters: one tensor of it, and around it, its place, the rule, and one parameter in the trial of that
 # one for rates of a drive
-CLASSES = 81  # in zk/offload and zk/parallel
+CLASSES = 80  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,
