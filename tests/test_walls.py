@@ -138,7 +138,6 @@ SIZES = {
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
-# 7.83 without codes in 8 bits, 7.90 without attention in parts
 # 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen and tiles of a sequence
 TOKENS_PER_LINE = 7.92
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
