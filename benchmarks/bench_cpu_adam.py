@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zk.bench import adam
 from zk.bench.clock import CPU, Case, Work
+from zk.memory import zeros
 from zk.offload.cpu_adam import default_engine, sum_of_squares
 
 NUMEL = 50_000_000
@@ -43,8 +44,8 @@ def test_cpu_adam(system: str, benchmark: Any, host_floors: Floors) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def test_norm(dtype: torch.dtype, benchmark: Any, host_floors: Floors) -> None:
-    """The sum of squares of a gradient, which clipping and the search for overflow go by, on one thread."""
-    grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(dtype)
+    """The sum of squares of a gradient, which clipping and the search for overflow go by, on one thread; in memory as gradients have in training."""
+    grad = zeros(NUMEL, dtype, torch.device("cpu")).copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)))
     assert sum_of_squares(grad, 1) == pytest.approx(grad.double().square().sum().item(), rel=1e-9)
     case = Case(f"norm_{dtype}", lambda: sum_of_squares(grad, 1), {"gbps": grad.nbytes / 1e9})
     time_case(benchmark, case, host_floors, 9, CPU)

@@ -27,6 +27,7 @@ import argparse
 import datetime
 import functools
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
     options = parser.parse_args()
+    os.environ["ZK_QUIET"] = "1"  # a summary asks for the memory of the GPU
     if options.micro > 1:
         of_micro_batches(options.units, options.steps, options.micro)
         return
