@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zk
+from tests.alive import Alive
 from tests.models import DEVICE
 from tests.world import run_world
 from zk.accumulation import attention
@@ -288,30 +286,6 @@ def test_what_rests_comes_back_and_is_gone_after_the_step(where: str, tmp_path: 
             assert torch.equal(param.grad, same.grad)  # type: ignore[arg-type]
 
 
-class Alive(TorchDispatchMode):
-    """Context, in several threads: the most bytes at once that operations have made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if type(leaf) in (Tensor, nn.Parameter)}
-        for storage in [leaf.untyped_storage() for leaf in tree_leaves(out) if type(leaf) is Tensor and leaf.is_floating_point()]:
-            if storage._cdata not in self.known | given:
-                self.known.add(storage._cdata)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self.end, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.nbytes)
-        return out
-
-    def end(self, number: int, nbytes: int) -> None:
-        self.known.discard(number)
-        self.nbytes -= nbytes
-
-
 def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tiles and 24 of them: floats in memory at once, everything else on the drive; and of what has been read from there."""
     most, read = [], list[int]()
@@ -321,7 +295,7 @@ def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatc
         model, _ = made()
         model.positions = nn.Embedding(16 * 24, WIDTH)
         with optimizer_of(model, stage=0) as optimizer:
-            alive = Alive()
+            alive = Alive(Tensor.is_floating_point)
 
             def of(model: nn.Module, tile: SequenceTile, alive: Alive = alive) -> Tensor:
                 with alive:

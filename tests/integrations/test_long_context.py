@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -26,6 +23,7 @@ import transformers as tf
 from transformers import Trainer
 
 import zk
+from tests.alive import Alive
 from tests.integrations.families import data, make
 from tests.integrations.test_huggingface import arguments, assert_alike, history, on_drive, without_dropout
 from tests.test_linear_cross_entropy import error, pieces
@@ -120,30 +118,6 @@ def test_max_nbytes_limits_tiles_and_logits_and_changes_no_bit() -> None:
     assert all(error(*two) < 1e-5 for two in zip(found[2], found[0], strict=True))
 
 
-class Alive(TorchDispatchMode):
-    """Context: the most bytes in memory that operations have made inside, and that was there at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if type(leaf) in (Tensor, nn.Parameter)}
-        out = func(*args, **(kwargs or {}))
-        for storage in [leaf.untyped_storage() for leaf in tree_leaves(out) if type(leaf) is Tensor and leaf.device.type != "meta"]:
-            if storage._cdata not in self.known | given:
-                self.known.add(storage._cdata)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self.end, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.nbytes)
-        return out
-
-    def end(self, number: int, nbytes: int) -> None:
-        self.known.discard(number)
-        self.nbytes -= nbytes
-
-
 def test_memory_grows_by_ten_tensors_as_wide_as_the_model_and_by_checkpoints() -> None:
     """Attention's four and their gradients, the input of its layers and the gradient around the block; two inputs of blocks; sines and cosines."""
     torch.manual_seed(0)
@@ -153,7 +127,7 @@ def test_memory_grows_by_ten_tensors_as_wide_as_the_model_and_by_checkpoints() -
     with mock.patch.object(token_tiles, "TOKENS", 32):
         for tokens in (100, 1536, 3072):  # (the first one: modules are tried)
             ids = torch.randint(3, 71, (1, tokens))
-            with Alive() as alive:
+            with Alive(lambda tensor: tensor.device.type != "meta") as alive:
                 model(ids, labels=ids).loss.backward()
             found.append(alive.most)
     assert (found[2] - found[1]) / (1536 * 64 * 4) == pytest.approx(10 + 2 + 1, rel=0.01)
