@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from throttled import ThrottledLink, pretend
 
 from zk.offload.streams import Link
-from zk.testing.devices import ThrottledLink, pretend
 
 GIB = 1 << 30
 MARK = "row "  # begins each line of output that is a row

@@ -3,7 +3,7 @@
     python benchmarks/overlap_model.py [--units 8] [--steps 6]
     python benchmarks/overlap_model.py --micro 4 --units 4
 
-No GPU: compute and update sleep, and the link (zk.testing.devices.ThrottledLink) moves a given number of bytes per second, so all that
+No GPU: compute and update sleep, and the link (throttled.ThrottledLink) moves a given number of bytes per second, so all that
 is measured is whether zk lets them run beside one another. With f, b, d, u the milliseconds that one of N units takes in forward, in backward,
 on the link in one direction, and in its update:
 
@@ -35,12 +35,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from throttled import ThrottledLink, pretend
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zk
 from zk.offload import rules, transfer
-from zk.testing.devices import ThrottledLink, pretend
 
 NUMEL = 1 << 20  # of a unit: 2 MiB in 16 bits
 TOLERANCE = 0.15

@@ -22,11 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.adversary import adversarial_drive
 from tests.models import DEVICE, GPT, batch, loss_of
 from zk.activations import ActivationOffload
 from zk.offload import nvme, stash
-from zk.testing.devices import ThrottledLink, pretend
 
 KiB = 1024
 

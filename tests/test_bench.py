@@ -14,13 +14,13 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from zk import doctor
 from zk.bench import adam, io, kernels, link, step
 from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, seconds_of
 from zk.cli import app
 from zk.offload.nvme import File
 from zk.plan import measure
-from zk.testing.devices import ThrottledLink, pretend
 from zk.train.gpt import GPTConfig
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.programs import run
 from tests.world import run_world
 from zk import memory
@@ -28,7 +29,6 @@ from zk.plan.footprint import footprint_of
 from zk.plan.shape import Shape, Units
 from zk.plan.speed import Machine
 from zk.precision import stored_dtypes
-from zk.testing.devices import ThrottledLink, pretend
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WIDTH, LAYERS = 64, 6

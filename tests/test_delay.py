@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
 from tests.world import run_world
 from zk.config import DynamicLossScale
-from zk.testing.devices import ThrottledLink, pretend
 
 CASES = [
     Case(stage=stage, tier=tier, overlap_step=overlap_step, delay=delay, steps=4, **{"dtype": "bf16", **more})  # type: ignore[arg-type]

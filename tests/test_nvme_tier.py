@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.models import GPT, batch, loss_of
 from tests.programs import Program, run
 from tests.test_nvme import Faults
@@ -24,7 +25,6 @@ from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
 from zk.offload.spill import Buffers, Piece, Spill
 from zk.offload.tiers import NVMeTier
-from zk.testing.devices import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.adversary import late_worker
 from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
@@ -38,7 +39,6 @@ from zk.offload.worker import Worker
 from zk.parallel.comm import Group
 from zk.parallel.released import Updating
 from zk.store import UnitStore
-from zk.testing.devices import ThrottledLink, pretend
 
 ROOT = Path(__file__).parent.parent
 

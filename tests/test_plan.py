@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zk
+from benchmarks.throttled import CPU, pretend
 from tests import papers, programs
 from tests.world import run_world
 from zk.cli import app
@@ -33,7 +34,6 @@ from zk.plan.picture import draw
 from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
 from zk.plan.speed import Machine, length, step_of
 from zk.precision import stored_dtypes
-from zk.testing.devices import CPU, pretend
 from zk.train.gpt import GPT, GPTConfig
 from zk.train.mixture import MixtureConfig
 from zk.train.sizes import model_of

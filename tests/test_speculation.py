@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
@@ -28,7 +29,6 @@ from zk.config import DynamicLossScale
 from zk.offload import spill, transfer
 from zk.offload.attempt import Attempt
 from zk.offload.section import Shadow
-from zk.testing.devices import ThrottledLink, pretend
 
 STEPS = 6
 Program = Callable[[GPT, zk.ZeroOptimizer, int], None]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.throttled import CPU, ThrottledLink, pretend
 from tests import softgpu
 from tests.models import DEVICE
 from zk.events import COMPLETED
 from zk.offload.streams import link_to
-from zk.testing.devices import CPU, ThrottledLink, pretend
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.throttled import ThrottledLink
 from zk import timeline as module
 from zk.cli import app
 from zk.parallel.comm import Group
-from zk.testing.devices import ThrottledLink
 from zk.timeline import (
     MEASURED,
     RESOURCES,

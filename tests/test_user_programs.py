@@ -15,8 +15,8 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.user_programs import PROGRAMS, Case, Net, Program, Run, Writing
-from zk.testing.devices import ThrottledLink, pretend
 
 STEPS = 3
 ALONE = (

@@ -23,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import zk
+from benchmarks.throttled import ThrottledLink, pretend
 from tests.browser import CHROMIUM, Browser
 from tests.test_monitor import step, waited, wrapped
 from zk import ZeroOptimizer
@@ -31,7 +32,6 @@ from zk.monitor import advice, measured, report, runfile, watch
 from zk.monitor.rates import USES, Rates
 from zk.monitor.runfile import COLUMNS, FILE, RunFile, read, state_of
 from zk.monitor.words import seconds, size
-from zk.testing.devices import ThrottledLink, pretend
 
 
 @pytest.fixture

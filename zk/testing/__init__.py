@@ -1,1 +1,0 @@
-"""Devices for tests and benchmarks. Nothing else in the package imports them."""
