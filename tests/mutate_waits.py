@@ -42,7 +42,6 @@ FILES = (
     "zk/offload/streamed.py",
     "zk/offload/attempt.py",
     "zk/speculation.py",
-    "zk/delay.py",
     "zk/offload/pinned.py",
     "zk/offload/pipeline.py",
     "zk/offload/spill.py",
@@ -357,7 +356,7 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         yield _pytest("tests/test_update_on.py")
     if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/speculation.py"):
         yield _pytest("tests/test_speculation.py")
-    if file in ("zk/offload/attempt.py", "zk/delay.py"):
+    if file in ("zk/offload/attempt.py", "zk/updates.py"):
         yield _pytest("tests/test_delay.py")
     if file == "zk/offload/streams.py":
         yield _pytest("tests/test_streams.py", "tests/test_gpu.py", "-k", "not every_stage_and_tier")

@@ -36,10 +36,8 @@ from zk.checks import (
     check_whole,
 )
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
-from zk.delay import DelayedUpdate
 from zk.gradients import Gradients
 from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
-from zk.integrity import Integrity
 from zk.logs import log, rank_log
 from zk.materialize import compute_device
 from zk.memory import ranks_here
@@ -63,12 +61,11 @@ from zk.parallel.released import own_grad
 from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import GradFactors, LossScaler, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
-from zk.sides import check_kernels, chosen, settled
 from zk.speculation import Speculation
 from zk.store import UnitStore
 from zk.torch_calls import watch_pipelines, watch_torch
 from zk.units import Unit
-from zk.updates import Updates, as_now
+from zk.updates import Integrity, Updates, as_now, check_kernels, chosen, settled
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
@@ -245,8 +242,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), looks_at)
         if config.overlap_step == "backward":
             self.speculation = Speculation(self)
-        if config.delay_update is not None:
-            self.updates.delay = DelayedUpdate(self)
         for number, unit in enumerate(units):
             holding.hold(self, unit, number)
         model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self._end_save)
@@ -754,8 +749,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with save.together(self.everyone, "load_checkpoint()"):
             self._end_save()
             self.updates.join()
-            if self.updates.delay is not None:
-                self.updates.delay.forget()
+            self.updates.forget_delayed()
             self._drop_gradients()
             for held in self._trained:
                 held.shown_state.clear()

@@ -1,10 +1,18 @@
-"""Updates: in which order the units of an optimizer are updated, when, and by which thread."""
+"""Updates: in which order the units of an optimizer are updated, when, by which thread and on which side; and if all of them are of one step.
+
+Delayed, the update of one step goes on beside forward and backward of the next, whose step() makes it count. It changes numbers: ``step()`` i applies
+the gradient of step i-1, with the options, the clipping and the loss scale of step i-1. Until then parameters are what they were: the update goes to
+shadows (zk/offload/section.py), as far as there is memory for them, and is done in place by the next step() elsewhere.
+Source: the one-step delayed parameter update of ZeRO-Offload, arXiv 2101.06840, section 4.4.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import save
-from zk.delay import DelayedUpdate
+from zk.config import ZeroConfig
+from zk.kernels.codec import state_fields
+from zk.memory import ranks_here
+from zk.monitor.measured import measure_update
+from zk.monitor.start import say
 from zk.offload import pipeline
-from zk.offload.pipeline import Options, Task
+from zk.offload.attempt import Attempt
+from zk.offload.pipeline import Task
 from zk.offload.rules import Change
+from zk.offload.streamed import best_share
+from zk.offload.streams import link_to
 from zk.parallel.comm import Comm, Group
 from zk.store import UnitStore
 
@@ -25,7 +40,8 @@ class Updates:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.proxy(optimizer)
-        self.delay: DelayedUpdate | None = None
+        self.delay: int | None = optimizer.config.delay_update  # steps before updates begin to be delayed
+        self.delayed: dict[int, Task] = {}  # what is to count with the next step(), by the number of the unit
         self.publisher: Comm = Comm()  # ranks' connections of the update that goes on in the background
         self.forward_order: dict[int, None] = {}  # of units, with overlap_step
 
@@ -52,11 +68,10 @@ class Updates:
                 store.count_step(group_of)
                 publish = functools.partial(store.publish_beside, self.publisher) if optimizer.config.overlap_step else store.publish
                 tasks[number] = Task(store.unit.name, store.shard, changes[number], publish, set(store.used))
-            if self.delay is None or sum(optimizer.counters.values()) < self.delay.since:
-                self._run(tasks)
-                return
-            self._run(self.delay.take())
-            self.delay.begin(tasks, held)
+            is_delayed = self.delay is not None and sum(optimizer.counters.values()) >= self.delay
+            self._run(self._due() if is_delayed else tasks)
+            if is_delayed:
+                self._begin_delayed(tasks)
         except BaseException as error:
             optimizer.integrity.tear(error)
             raise
@@ -64,16 +79,42 @@ class Updates:
     def apply_delayed(self) -> None:
         """Make the update that has been delayed count."""
         optimizer = self.optimizer
-        if self.delay is None or not self.delay.pending:
+        if not self.delayed:
             return
         self.wait()
         try:
             optimizer.partition.reset()  # what was asked for ahead has the old values
             self._adopt()
-            self._run(self.delay.take())
+            self._run(self._due())
         except BaseException as error:
             optimizer.integrity.tear(error)
             raise
+
+    def _begin_delayed(self, tasks: dict[int, Task]) -> None:
+        """Take the gradients of a step, and begin the update that counts with the next, after all that the worker has been asked to do."""
+        self.delayed, worker = tasks, self.optimizer.worker
+        for number, task in tasks.items():
+            shard = task.shard
+            task.handed_over, task.keep, task.attempt, shard.attempt = shard.hand_over(), False, None, None
+            self.optimizer.held[number].drop_gradient()
+            grads = {section: its for section, its in task.handed_over.items() if section.shadow is not None}
+            if not grads or task.unread is not None:
+                continue
+            attempt = Attempt(task.name, grads, task.change, self.optimizer.transfer.mark(), True)
+            task.attempt = shard.attempt = attempt
+            attempt.done = worker.submit(functools.partial(attempt.run, self.threads_beside, worker.stop))
+
+    def _due(self) -> dict[int, Task]:
+        """Give the update that is to count now."""
+        due, self.delayed = self.delayed, {}
+        return due
+
+    def forget_delayed(self) -> None:
+        """Drop the update that was to count: what it was for is replaced."""
+        for task in self._due().values():
+            task.shard.drop_attempt()
+            for grads in task.handed_over.values():
+                grads.clear()
 
     def settle(self) -> None:
         """Return when all updates count and are done."""
@@ -144,22 +185,83 @@ class Updates:
         order = [number for number in order if number in tasks]
         ordered = [tasks[number] for number in order]
         if not optimizer.config.overlap_step:
-            pipeline.update(ordered, Options(optimizer.num_threads, keep="nvme" in optimizer.tiers, backwards=backwards))
+            pipeline.update(ordered, optimizer.num_threads, keep="nvme" in optimizer.tiers, backwards=backwards)
             for number, task in tasks.items():
                 held[number].updated(task.used)
                 held[number].underway = task
                 held[number].arrive()
             return
         shared = [number for number in order if held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
-        pipeline.update(ordered, Options(self.threads_beside), beside=False)
-        options = Options(self.threads_beside, mark=optimizer.transfer.mark())
+        pipeline.update(ordered, self.threads_beside, beside=False)
         worker, tell = optimizer.worker, functools.partial(save.tell, self.publisher, "the update in the background")
-        worker.submit(functools.partial(pipeline.update, ordered, options, beside=True, stop=worker.stop, tell=tell))
+        update = functools.partial(pipeline.update, ordered, self.threads_beside, mark=optimizer.transfer.mark())
+        worker.submit(functools.partial(update, beside=True, stop=worker.stop, tell=tell))
         for number in order:
             held[number].updated(tasks[number].used)
             held[number].begin(tasks[number])
         for number in shared:
             held[number].arrive()
+
+
+class Integrity:
+    """Of one optimizer's parameters and state.
+
+    Args:
+        comm, everyone: its ranks, and those with all parts of the model.
+        held: the stores of its units.
+    """
+
+    def __init__(self, comm: Comm, everyone: Comm, held: Sequence[UnitStore]) -> None:
+        self.comm, self.everyone, self.held = comm, everyone, held
+        self.interrupted = ""  # what has left parameters and state mixed
+        self.mixed: set[str] = set()  # which of them
+        self.misfits: list[str] = []  # in which torch collects what of a model's state does not fit
+
+    def tear(self, why: BaseException | str) -> None:
+        """Note that some are new and others old."""
+        why = why if isinstance(why, str) else f"an earlier step() ended half-way ({type(why).__name__}: {why})"
+        self.interrupted, self.mixed = self.interrupted or why, {"parameters", "state"}
+
+    def check(self, what: str) -> None:
+        """Refuse ``what`` where they are mixed."""
+        if self.interrupted:
+            mends = {
+                frozenset({"state"}): "load_state_dict()",
+                frozenset({"parameters"}): "model.load_state_dict() or zk.load_pretrained()",
+            }.get(frozenset(self.mixed), "model.load_state_dict() and then load_state_dict()")
+            raise RuntimeError(
+                f"{self.interrupted}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() "
+                f"makes all of it whole again; so does {mends}, of what was saved together"
+            )
+
+    @contextlib.contextmanager
+    def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
+        """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
+        self.interrupted, self.mixed = self.interrupted or f"{what} has not come to its end", self.mixed.union(kinds)
+        try:
+            # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
+            part = save.together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
+            with save.together(self.everyone, what), part:
+                yield
+        except BaseException as error:
+            self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"
+            raise
+        self.made_whole(kinds)
+
+    def made_whole(self, kinds: Collection[str]) -> None:
+        """Note that all ``kinds`` are of one step again."""
+        self.mixed = self.mixed.difference(kinds)
+        self.interrupted = self.interrupted if self.mixed else ""
+
+    def weights_come(self, *given: Any) -> None:
+        """Hook: the model is about to be given weights."""
+        self.misfits = given[-1]
+
+    def weights_came(self, _: nn.Module, differ: Any) -> None:
+        """Hook: it has been given them. Parameters that were mixed are whole if those are all of them."""
+        names = (name for store in self.held for name in store.unit.names)
+        if self.mixed and not self.misfits and not set(differ.missing_keys).intersection(names):
+            self.made_whole(("parameters",))
 
 
 def as_now(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,3 +291,47 @@ def _check_as_expected(store: UnitStore, change: Change) -> None:
             "param_groups were changed after that, or a save was begun. Do so between step() and the next backward, or use keep_gradients=True; "
             "call zero_grad() to leave this step out"
         )
+
+
+def settled(config: ZeroConfig, device: torch.device) -> ZeroConfig:
+    """Replace "auto" of overlap_step by what gains: nothing does where update and compute share cores and memory. Check update_on."""
+    joined = link_to(device).joined
+    if config.overlap_step == "auto":
+        is_elsewhere = bool({config.param_tier, config.optimizer_tier} - {"device", "host"}) if joined else config.optimizer_tier != "device"
+        config = dataclasses.replace(config, overlap_step="backward" if is_elsewhere else False)
+    if config.streamed_share and (device.type != "cuda" or joined):
+        raise ValueError(
+            f"update_on={config.update_on!r} needs a CUDA device, and the model is on {device}, whose memory is the host's; remove it, "
+            "or use update_on='auto'"
+        )
+    return config
+
+
+def check_kernels(optimizer: Any) -> None:
+    """That the device has kernels for all updates that are asked of it."""
+    asked = optimizer.config.update_on
+    for inner, rule in zip(optimizer.inners, optimizer.rule_of_inner, strict=True) if asked not in ("host", "auto") else ():
+        if not all(map(rule.has_kernel, inner.param_groups)):
+            raise ValueError(
+                f"update_on={asked!r} needs Adam or AdamW without amsgrad, whose kernel on the device has the bits of the update "
+                f"in host memory; {type(inner).__name__} has none, so use update_on='host'"
+            )
+
+
+def chosen(optimizer: Any) -> float | str:
+    """The share of the update that the device does, for "auto": the smallest of all ranks, which divide their state alike."""
+    share = 0.0 if optimizer.transfer.joined or optimizer.device.type != "cuda" else _best_share(optimizer)
+    return min(map(float, optimizer.comm.exchange(str(share), "choosing the side of the update"))) or "host"
+
+
+def _best_share(optimizer: Any) -> float:
+    """The share by measured rates, for what the first group has that the device can update; 0 if there is none."""
+    pairs, config = zip(optimizer.rules, optimizer.param_groups, strict=True), optimizer.config
+    able = [(rule, group) for rule, group in pairs if group["params"] and rule.has_kernel(group)]
+    if not able:
+        return 0.0
+    rule, group = able[0]
+    dtype = optimizer.stored.get(group["params"][0], group["params"][0].dtype)
+    nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule.state_names(group), config.state_dtype, rule.splits_master).values())
+    rates = measure_update(optimizer.device, optimizer.num_threads, ranks_here(optimizer.everyone.world), lambda text: say(f"zk: {text}"))
+    return best_share(rates, nbytes, dtype.itemsize, config.param_tier in ("device", "auto"))

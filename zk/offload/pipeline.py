@@ -53,19 +53,13 @@ class Task:
         self.done.finish()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """How one step is done."""
-
-    num_threads: int
-    keep: bool = False  # the last chunks stay in memory for the next step, which must then go the other way
-    backwards: bool = False  # from the last chunk of the last unit to the first; all ranks alike
-    mark: Event | None = None  # what compute must have done before parameters are overwritten; None: what it has been asked for so far
-
-
 def update(
     tasks: Sequence[Task],
-    options: Options,
+    num_threads: int,
+    *,
+    keep: bool = False,
+    backwards: bool = False,
+    mark: Event | None = None,
     beside: bool | None = None,
     stop: threading.Event | None = None,
     tell: Callable[[BaseException], None] = lambda error: None,
@@ -73,18 +67,21 @@ def update(
     """Update every unit, and publish one while the next is updated. Where this ends early, all tasks that are not done end with the same error.
 
     Args:
+        keep: the last chunks stay in memory for the next step, which must then go the other way.
+        backwards: from the last chunk of the last unit to the first; all ranks alike.
+        mark: what compute must have done before parameters are overwritten; None: what it has been asked for so far.
         beside: only the chunks that host threads update (True), or only the others (False).
         stop: looked at between chunks.
         tell: called with an error while other ranks wait, or will, for what this one does not publish any more.
     """
     work = [(task, index) for task in tasks for index in range(len(task.shard.chunks)) if beside in (None, task.shard.places[index][0].beside)]
-    if options.backwards:
+    if backwards:
         work.reverse()
     try:
-        _run(work, options, stop)
+        _run(work, num_threads, keep, mark, stop)
         for task in tasks:
             if not task.left and not task.done.done:  # this rank has nothing of it
-                task.end(options.mark)
+                task.end(mark)
     except BaseException as error:
         is_waited_for = all(task.done.done for task in tasks if task.is_published) and not all(task.is_published for task in tasks)
         for task in tasks:
@@ -94,7 +91,7 @@ def update(
         raise
 
 
-def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Event | None) -> None:
+def _run(work: Sequence[tuple[Task, int]], num_threads: int, keep: bool, mark: Event | None, stop: threading.Event | None) -> None:
     asked = 0
     with contextlib.ExitStack() as behind:
         for position, (task, index) in enumerate(work):
@@ -103,12 +100,11 @@ def _run(work: Sequence[tuple[Task, int]], options: Options, stop: threading.Eve
             asked = max(asked, position)
             while asked < min(len(work), position + CHUNKS_IN_MEMORY - 1) and work[asked][0].shard.fetch(work[asked][1], work[asked][0].handed_over):
                 asked += 1
-            keep = options.keep and position >= len(work) - CHUNKS_KEPT
+            stays = keep and position >= len(work) - CHUNKS_KEPT
             with phase("update", task.name):
-                given = task.unread, task.attempt, task.handed_over
-                streams = task.shard.update(index, task.change, options.num_threads, keep, options.mark, *given)
+                streams = task.shard.update(index, task.change, num_threads, stays, mark, task.unread, task.attempt, task.handed_over)
             behind.close()  # the chunk before this one, which has streamed meanwhile
-            behind.callback(_end, task, streams, options.mark)
+            behind.callback(_end, task, streams, mark)
             if streams is None:
                 behind.close()
 
