@@ -53,7 +53,6 @@ FILES = (
     "zk/parallel/released.py",
     "zk/store.py",
     "zk/access.py",
-    "zk/gradients.py",
     "zk/checkpoint/shown.py",
     "zk/checkpoint/load.py",
     "zk/optimizer.py",

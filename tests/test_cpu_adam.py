@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.kernels import reference
-from zk.kernels.split import join, split_
+from zk.kernels.codec import join, split_
 from zk.kernels.step import AdamStep
 from zk.offload.cpu_adam import CPUAdam, adam_, sum_of_squares
 from zk.offload.cpu_adam_numba import BLOCK

@@ -18,10 +18,10 @@ from tests.models import DEVICE
 from zk import kernels
 from zk.kernels import reference
 from zk.kernels.adam import _launch as launch_adam
+from zk.kernels.codec import split_
 from zk.kernels.cross_entropy import launch as launch_cross_entropy
 from zk.kernels.launch import BLOCK, cdiv
 from zk.kernels.reduce import launch as launch_reduce
-from zk.kernels.split import split_
 from zk.kernels.step import AdamStep
 from zk.kernels.tiled_matmul import _launch as launch_matmul
 from zk.offload.cpu_adam import adam_

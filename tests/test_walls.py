@@ -61,7 +61,7 @@ SIZES = {
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
-    "core": (15_006, 115_521),
+    "core": (14_956, 115_360),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -91,7 +91,7 @@ SIZES = {
     # 215 and 2,130 for state dicts and for the begin of a save, which were in the core
     # 13 tokens for the digest of a base that is computed with in fp32
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
-    "checkpoint": (3_191, 26_673),
+    "checkpoint": (3_179, 26_645),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
     # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter

@@ -14,7 +14,7 @@ from zk.kernels.step import AdamStep
 from zk.materialize import can_make, device_of
 from zk.offload.rules import AdamRule, OwnStep, Rule
 from zk.owners import inner_tensors, is_coded, is_dtensor, is_wrapper, owner_of
-from zk.parallel.dtensors import check_dtensor
+from zk.parallel.model_parallel import check_dtensor
 from zk.parallel.released import is_released
 from zk.store import UnitStore
 from zk.units import Unit

@@ -24,7 +24,6 @@ from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
 from zk.checkpoint import load, save, state_dicts
-from zk.checkpoint.consolidated import consolidated
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Shown
 from zk.checks import (
@@ -36,7 +35,6 @@ from zk.checks import (
     check_whole,
 )
 from zk.config import ZeroConfig, parse_dtype, parse_nbytes
-from zk.gradients import Gradients
 from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device
@@ -53,9 +51,8 @@ from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.owners import held_params, is_dtensor, owner_of, tie_inner
 from zk.parallel.comm import Group, connect, giving_up
-from zk.parallel.dtensors import show
-from zk.parallel.grads import GradReducer
-from zk.parallel.model_parallel import connect_parts
+from zk.parallel.grads import Gradients, GradReducer
+from zk.parallel.model_parallel import connect_parts, show
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.parked import parked
@@ -776,7 +773,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.updates.apply_delayed()
         self.updates.wait()
         self.partition.reset()
-        return consolidated(self, wanted, rank0_only, names)
+        return state_dicts.consolidated(self, wanted, rank0_only, names)
 
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, this rank's bytes by tier and kind, and rates since the last call that found a step.

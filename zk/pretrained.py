@@ -25,7 +25,7 @@ from zk.checkpoint.folders import find
 from zk.materialize import compute_device, promise
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
-from zk.parallel.dtensors import pieces_of_dtensors
+from zk.parallel.model_parallel import pieces_of_dtensors
 from zk.prequantized import PACKED, PARTS, restore, state_of, takes_codes
 from zk.store import UnitStore
 from zk.tiles import Piece, pieces_of

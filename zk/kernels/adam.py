@@ -227,7 +227,7 @@ def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, ex
     Args:
         param: (n,) fp32, bf16 or fp16, contiguous. fp32 if and only if ``master`` is None.
         grad: (n,) fp32, bf16 or fp16.
-        master: None, (n,) fp32, or (n,) int16 (split master, with a bf16 parameter: see split.py).
+        master: None, (n,) fp32, or (n,) int16 (split master, with a bf16 parameter: see codec.py).
         exp_avg: (n,) fp32 or bf16.
         exp_avg_sq: (n,), as exp_avg. With a split master its sign carries a bit.
         step: the scalars; without amsgrad.

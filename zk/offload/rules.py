@@ -39,7 +39,7 @@ class Run:
 class Rule(abc.ABC):
     """Arithmetic of an optimizer."""
 
-    splits_master = False  # a bf16 parameter may keep only the lower half of its master (needs a second moment: see split.py)
+    splits_master = False  # a bf16 parameter may keep only the lower half of its master (needs a second moment: see codec.py)
     is_whole = False  # updates whole parameters in their shape; else what one element becomes depends on no other element
     numbers: Mapping[str, type] = {}  # kinds of Python's numbers among what is kept of whole parameters, by name
     templates: Mapping[str, Any] | None = None  # the kind of each of ``Scalars``, where the optimizer's own step() keeps them; None: ``step`` alone

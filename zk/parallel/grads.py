@@ -6,6 +6,9 @@ next step is added in fp32, unless ``narrow``. Then the bucket is reduced over r
 while backward goes on. Reductions are started in one order on all ranks, that of the first backward on the first rank, so an order that
 differs costs overlap, not correctness. Blocks with experts, of which each rank may have used other ones, are reduced when their backward is
 complete, where any rank has a gradient. On a device both kernels measure what they write, so that the norm need not read it again.
+
+Where user code looks for a gradient that has left, its unit's gradient is brought back whole, as tensors that are the user's; what the user has made
+of them goes to the tier again before the norm and the update. After step() it is still there, as in torch, until zero_grad().
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +27,9 @@ from zk.events import COMPLETED, Awaited, Event
 from zk.hooks import weakly
 from zk.kernels.reference import unchecked
 from zk.memory import zeros
-from zk.owners import local_of
+from zk.owners import is_dtensor, local_of
 from zk.parallel.comm import REDUCE, STATE, Comm
-from zk.parallel.released import ask_elsewhere, grad_is_away, grad_left, own_grad
+from zk.parallel.released import ask_elsewhere, compute_as_itself, grad_gone, grad_is_away, grad_left, own_grad
 from zk.store import UnitStore
 
 # reductions in flight at once: one being summed while the next one's bytes travel
@@ -445,3 +449,130 @@ class GradReducer:
         """Bytes of buckets, in use and kept for use again."""
         buckets = [store.bucket for store in self.stores] + [bucket for free in self.pool.values() for bucket, _ in free]
         return sum(bucket.nbytes for bucket in buckets if bucket is not None)
+
+
+class Gradients:
+    """Read and write ``param.grad`` for the parameters of one ZeroOptimizer.
+
+    Args:
+        units: where each parameter is: its unit, and its number in that.
+        reducer: takes gradients away.
+        comm: the ranks.
+        reduce_rest: reduces what has not been reduced, on all ranks; True leaves what is in its own place there.
+        check: raises where gradients cannot be had any more.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[nn.Parameter, tuple[UnitStore, int]],
+        reducer: GradReducer,
+        comm: Comm,
+        reduce_rest: Callable[[bool], None],
+        check: Callable[[], None],
+    ) -> None:
+        self.units, self.reducer, self.comm, self.reduce_rest, self.check = units, reducer, comm, reduce_rest, check
+        self.looked: list[UnitStore] = []  # units whose gradients have been brought back
+        self.is_hidden = False  # the gradients that have left are not shown
+
+    def has_left(self, param: nn.Parameter) -> bool:
+        """Check that the parameter has a gradient, and that it is somewhere else."""
+        held, index = self.units[param]
+        if index in held.unreduced:
+            return True
+        return index in held.used and held.shown.get(index, param) is not None
+
+    def is_asked(self, param: nn.Parameter) -> bool:
+        """Check that it has one there, or may have one on another rank."""
+        return not self.is_hidden and (self.has_left(param) or (self.comm.world > 1 and self.reducer.unfinished))
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context: gradients that have left are not looked at; what is put into ``param.grad`` inside is added to them."""
+        self.is_hidden = True
+        try:
+            yield
+        finally:
+            self.is_hidden = False
+        self.reducer.take_assigned()
+        self.reducer.unfinished = True
+
+    @torch.no_grad()
+    def read(self, param: nn.Parameter) -> Tensor | None:
+        """The gradient of ``param``, over all ranks and without the loss scale: in its dtype, or in fp32 where zk keeps it so."""
+        self.check()
+        held, index = self.units[param]
+        with torch.inference_mode(False):  # it may be changed later, outside
+            if not self._is_shown(held, index):
+                self._bring_back(held, index)
+        return held.shown.get(index)
+
+    def write(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of ``param``, or drop it."""
+        self.check()
+        held, index = self.units[param]
+        held.clip()
+        if value is None:
+            self.reducer.drop(held, [index])
+            held.shown[index] = None
+            if all(held.shown.get(other, param) is None for other in held.used | held.unreduced):
+                held.drop_gradient()
+            elif held not in self.looked:
+                self.looked.append(held)
+            grad_gone(param)
+            return
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the gradient of a parameter must be a tensor or None; got {type(value).__name__}")
+        if is_dtensor(value) != is_dtensor(param):
+            name = held.unit.names[index]
+            raise RuntimeError(f"the gradient of {name!r} must be a {type(param).__name__}, as that is; got a {type(value).__name__}")
+        if value.shape != param.shape or value.device != param.device or not value.is_floating_point():
+            raise RuntimeError(
+                f"the gradient of {held.unit.names[index]!r} must be of floating point, shape {tuple(param.shape)} and on {param.device}; got "
+                f"{value.dtype}, {tuple(value.shape)} on {value.device}"
+            )
+        if not self._is_shown(held, index):
+            self._bring_back(held, index)
+        held.shown[index] = value
+        held.used.add(index)
+
+    def computes(self, whether: bool, *_: object) -> None:
+        """Note that the model computes, which code from torch.compile does with parameters of their own class."""
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        is_used = dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
+        for param in self.units if is_used else ():
+            compute_as_itself(param, whether)
+
+    def put_back(self) -> None:
+        """Put every gradient back on its tier, with what user code has made of it."""
+        self.looked.clear()
+        for held in {id(held): held for held, _ in self.units.values()}.values():
+            if held.shard is not None:
+                held.renew()
+
+    # ---- bringing back -------------------------------------------------------------------------------------------------------
+
+    def _is_shown(self, held: UnitStore, index: int) -> bool:
+        """Check that the user has the gradient already."""
+        return index in held.shown and index not in held.unreduced and own_grad(held.unit.user(index)) is None
+
+    def _bring_back(self, held: UnitStore, index: int) -> None:
+        """Turn all of the unit's gradients into tensors of the user's."""
+        if torch._C._current_graph_task_id() != -1:
+            if self.comm.world > 1:
+                raise RuntimeError(
+                    f"the gradient of {held.unit.names[index]!r} is read in backward, after it has left for the other ranks; read it after "
+                    "backward, or in a hook of that parameter's own: param.register_post_accumulate_grad_hook"
+                )
+            self.reducer.pass_on(held)
+            held.used |= held.unreduced
+            held.unreduced.clear()
+        else:
+            self.reduce_rest(own_grad(held.unit.user(index)) is None)
+        if index in held.used and not self._is_shown(held, index):
+            alone = self.comm.world == 1  # else who has a reference may differ by rank, and what is brought back is so together
+            for other in [other for other in self.looked if alone and other is not held and other.only_here()]:
+                self.looked.remove(other)
+                other.renew()
+            held.bring_back()
+        if held not in self.looked:
+            self.looked.append(held)
