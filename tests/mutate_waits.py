@@ -40,7 +40,6 @@ FILES = (
     "zk/offload/state.py",
     "zk/offload/section.py",
     "zk/offload/streamed.py",
-    "zk/offload/attempt.py",
     "zk/speculation.py",
     "zk/offload/pinned.py",
     "zk/offload/pipeline.py",
@@ -351,11 +350,11 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         return
     else:
         yield from _grid(file)
-    if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
+    if file in ("zk/offload/section.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_update_on.py")
-    if file in ("zk/offload/section.py", "zk/offload/attempt.py", "zk/speculation.py"):
+    if file in ("zk/offload/section.py", "zk/speculation.py"):
         yield _pytest("tests/test_speculation.py")
-    if file in ("zk/offload/attempt.py", "zk/updates.py"):
+    if file in ("zk/offload/section.py", "zk/updates.py"):
         yield _pytest("tests/test_delay.py")
     if file == "zk/offload/streams.py":
         yield _pytest("tests/test_streams.py", "tests/test_gpu.py", "-k", "not every_stage_and_tier")

@@ -28,9 +28,8 @@ from tests.plain import train_plain
 from tests.world import free_port, run_world
 from zk.checkpoint.deepspeed import import_deepspeed
 from zk.checkpoint.files import CheckpointError
-from zk.integrations.deepspeed_config import Settings, batch_sizes, make_optimizer, make_scheduler
+from zk.integrations.deepspeed_config import Settings, batch_sizes, make_optimizer, make_scheduler, read_object
 from zk.integrations.deepspeed_table import ALIASES, KEYS, Key, Kind, markdown
-from zk.integrations.json_file import read_object
 
 ROOT = Path(__file__).parents[1]
 CLIPPED = {"gradient_clipping": 1.0}  # so that its absence is not warned of

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zk
 from tests.models import GPT, batch, loss_of
-from zk.integrations.deepspeed_flops import _flops
+from zk.integrations.deepspeed_monitor import _flops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

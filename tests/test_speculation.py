@@ -27,8 +27,7 @@ from tests.parity import Case, run_case
 from tests.world import run_world
 from zk.config import DynamicLossScale
 from zk.offload import spill, transfer
-from zk.offload.attempt import Attempt
-from zk.offload.section import Shadow
+from zk.offload.section import Attempt, Shadow
 
 STEPS = 6
 Program = Callable[[GPT, zk.ZeroOptimizer, int], None]

@@ -61,7 +61,7 @@ SIZES = {
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
-    "core": (14_956, 115_360),
+    "core": (14_944, 115_300),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -115,7 +115,7 @@ SIZES = {
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
     # 33 and 275 for states that a DeepSpeed engine gives back, and for ranks that see what was saved
     # 12 and 140 for sequences in tiles
-    "integrations": (3_238, 22_202),
+    "integrations": (3_216, 22_134),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace

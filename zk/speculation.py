@@ -1,6 +1,6 @@
 """Speculation: updates that begin in backward, before the norm of all gradients is known, and change no bit.
 
-A unit whose gradient is whole is updated out of place, in the background, as if nothing were clipped (zk/offload/attempt.py). In step() the norm is
+A unit whose gradient is whole is updated out of place, in the background, as if nothing were clipped (zk/offload/section.py). In step() the norm is
 known: where that was right the unit's memory is exchanged, and nothing is computed again; else the shadow is left, and the unit updated as always.
 Three things bound the price: an update ends where the sum of squares so far says that gradients will be clipped; none begins after a step that was
 clipped, until one was not; and as many units have shadows as memory is left for, those first whose gradients come first.
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from zk.offload.attempt import Attempt
+from zk.offload.section import Attempt
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import HANDED_OVER
 from zk.offload.transfer import Arrival

@@ -26,9 +26,9 @@ from zk.memory import ranks_here
 from zk.monitor.measured import measure_update
 from zk.monitor.start import say
 from zk.offload import pipeline
-from zk.offload.attempt import Attempt
 from zk.offload.pipeline import Task
 from zk.offload.rules import Change
+from zk.offload.section import Attempt
 from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
 from zk.parallel.comm import Comm, Group

@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zk.events import COMPLETED, Awaited, Event, Ticket
-from zk.offload.attempt import Attempt
 from zk.offload.rules import Change
-from zk.offload.section import Section
+from zk.offload.section import Attempt, Section
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT, Grads

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from zk.events import COMPLETED, Event
 from zk.kernels import codec
-from zk.offload.attempt import Attempt
 from zk.offload.packing import PACKED, Packing, part_of
 from zk.offload.rules import Change, Rule
-from zk.offload.section import Opened, Section, opened
+from zk.offload.section import Attempt, Opened, Section, opened
 from zk.offload.snapshot import Unread
 from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
