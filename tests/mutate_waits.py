@@ -103,7 +103,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 # statements that are nothing but a wait
 _WAITS = frozenset(
-    "wait synchronize _wait follow arrive settle stall updating join _settle _after_writes".split()  # noqa: SIM905
+    "wait synchronize _wait follow arrive settle stall join _settle _after_writes".split()  # noqa: SIM905
 )
 # a call of these may be told what to come after
 _TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))

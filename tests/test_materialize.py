@@ -21,7 +21,7 @@ from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk.materialize import values_of
 from zk.parallel.released import Watched
-from zk.train.save import save_model
+from zk.train.resume import save_model
 
 
 class Everything(nn.Module):

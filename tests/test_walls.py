@@ -61,12 +61,12 @@ SIZES = {
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
-    "core": (14_944, 115_300),
+    "core": (14_918, 115_156),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
     # 75 of these lines and 560 tokens for tensors without memory
-    "accumulation": (1_620, 13_987),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    "accumulation": (1_620, 13_984),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -119,7 +119,7 @@ SIZES = {
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace
-    "train": (1_049, 8_969),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    "train": (1_041, 8_953),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (744, 6_892),  # 35 for 8-bit state; 20 for the reduction over several ranks
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
@@ -137,8 +137,9 @@ SIZES = {
 }
 # 7.61 without sizes and pieces of models that are cut over ranks, 7.64 without micro-batches block by block, 7.66 without shadows, 7.71 without
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
-# 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen and tiles of a sequence
-TOKENS_PER_LINE = 7.92
+# 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen and tiles of a sequence, 7.92 with a heading for each of ten files that
+# are parts of others now, and the link of a given speed, of few tokens each
+TOKENS_PER_LINE = 7.95
 CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
@@ -148,7 +149,7 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
 # at stage 3 one asks if a unit of several blocks is used no more
-STEPS = {2: (32, 151, 12, 8), 3: (32, 151, 12, 8)}
+STEPS = {2: (29, 150, 12, 8), 3: (29, 150, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training
 # files: three more for what was in optimizer.py; functions: one more that takes the norm, for step() and for clip_grad_norm_()
@@ -157,7 +158,7 @@ STEPS = {2: (32, 151, 12, 8), 3: (32, 151, 12, 8)}
 # four for states that stream, one for what a step makes of a shard
 # five for what is kept of whole parameters: one tensor of it, and around it, its place, the rule, and one parameter in the trial of that
 # one for rates of a drive
-CLASSES = 80  # in zk/offload and zk/parallel
+CLASSES = 79  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,

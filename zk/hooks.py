@@ -41,15 +41,13 @@ class KeepCodes:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
-        self._allow(False)
-
-    def _allow(self, packing: bool) -> None:
         for module in self.modules:
-            module.support_avx512bf16_for_cpu = packing  # type: ignore[assignment]
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Let it pack them."""
-        self._allow(True)
+        for module in self.modules:
+            module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from zk.checks import (
     check_state_dtype,
     check_whole,
 )
-from zk.config import ZeroConfig, parse_dtype, parse_nbytes
+from zk.config import DynamicLossScale, ZeroConfig, parse_dtype, parse_nbytes
 from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device
@@ -57,7 +57,7 @@ from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
-from zk.precision import GradFactors, LossScaler, default_loss_scale, norm_of, stored_dtypes, warn_of_slow_products
+from zk.precision import GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
 from zk.speculation import Speculation
 from zk.store import UnitStore
 from zk.torch_calls import watch_pipelines, watch_torch
@@ -200,7 +200,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Units, tiers, flat buffers and hooks, for a model that nobody holds yet."""
         config, device, here = self.config, self.device, ranks_here(self.everyone.world)
         units = holding.find(self)
-        scale = default_loss_scale({unit.dtype for unit in units if unit.trained}) if config.loss_scale == "auto" else config.loss_scale
+        scale = config.loss_scale
+        if scale == "auto":  # for fp16, whose gradients underflow
+            scale = DynamicLossScale() if any(unit.trained and unit.dtype == torch.float16 for unit in units) else None
         self.scaler = LossScaler(scale)  # type: ignore[arg-type]
         self.factors = GradFactors(self.scaler, config.clip_grad_norm)
         holding.agree(self, list(enumerate(units)))
@@ -547,7 +549,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.speculation is not None:
             self.speculation.settle()
         self.grads.finish()
-        self.gradients.put_back()
+        self.gradients.looked.clear()
+        for held in self._trained:
+            held.renew()
         self.partition.reset()
 
     @torch.no_grad()
@@ -836,7 +840,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._end_save()
             self.grads.forget()
             if gather:
-                self.partition.gather_all()
+                for held in self.partition.stores:
+                    held.pin()
         finally:
             self._end()
 

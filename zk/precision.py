@@ -206,11 +206,6 @@ class GradFactors:
         return {"the norm to clip to": self.max_norm, "the factor of clip_grad_norm_": self.clip_by, "the loss scale": self.scaler.scale}
 
 
-def default_loss_scale(dtypes: set[torch.dtype]) -> DynamicLossScale | None:
-    """The meaning of loss_scale="auto": dynamic if any trained parameter is fp16, whose gradients underflow; none otherwise."""
-    return DynamicLossScale() if torch.float16 in dtypes else None
-
-
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """The factor of gradients of 2-norm ``norm``, as in torch.nn.utils.clip_grad_norm_."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

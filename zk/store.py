@@ -178,14 +178,14 @@ class UnitStore:
 
     def fetch(self) -> None:
         """Ask for this rank's slice, so that a later ``prefetch`` need not wait for it."""
-        if self.state is State.RELEASED and not self.updating(False):
+        if self.state is State.RELEASED and not self.is_updating:
             self.home.prefetch()
 
     def prefetch(self) -> None:
         """RELEASED -> GATHERING."""
         if self.state is not State.RELEASED:
             return
-        self.updating(True)
+        self.arrive()
         source = self.home.whole()
         if self.lease is not None:
             self.lease.allocate()
@@ -402,10 +402,9 @@ class UnitStore:
             if task is not None and not task.keep:
                 self._recycle(task)
 
-    def updating(self, wait: bool) -> bool:
-        """Tell if an update is in flight, after ``wait``ing for it if asked to."""
-        if wait:
-            self.arrive()
+    @property
+    def is_updating(self) -> bool:
+        """Tell if an update is in flight."""
         return self.underway is not None and not self.underway.done.done
 
     # ---- the gradient between backward and zero_grad ------------------------------------------------------------------------

@@ -252,7 +252,7 @@ class Accumulation:
             for store in self._stores(other.module):
                 if number >= self.ahead:
                     store.fetch()
-                elif store not in self.pinned and (self.optimizer.comm.world > 1 or not store.updating(False)):  # in one order on all ranks
+                elif store not in self.pinned and (self.optimizer.comm.world > 1 or not store.is_updating):  # in one order on all ranks
                     store.prefetch()
                     store.pins += 1
                     self.pinned[store] = None

@@ -60,15 +60,6 @@ class _Slot:
     dirty: bool = False  # the file does not have what is here, as far as is known
 
 
-@dataclasses.dataclass(slots=True)
-class Traffic:
-    """Counts of what moved between file and buffers, and of waits."""
-
-    fetches: int = 0
-    hits: int = 0  # of them: there when it was needed
-    stall_ms: float = 0.0  # time in which nothing else happened, waiting for the drive
-
-
 class Spill:
     """One rank's bytes on the NVMe tier. Space is handed out once, from the first byte on.
 
@@ -83,7 +74,8 @@ class Spill:
         self.files: list[tuple[int, File]] = []  # each with the offset of its first byte, in order
         self.nbytes = self.created = 0  # handed out, and in files
         self.starts: set[int] = set()  # of pieces that are in no file yet
-        self.traffic = Traffic()
+        self.fetches = self.hits = 0  # pieces that were opened, and of them: there when it was needed
+        self.stall_ms = 0.0  # time in which nothing else happened, waiting for the drive
         self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write in flight)
         self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
@@ -178,7 +170,7 @@ class Spill:
             with phase("wait", "drive", request.flow if isinstance(request, Request) else 0):
                 request.wait()
         finally:
-            self.traffic.stall_ms += (time.perf_counter() - start) * 1e3
+            self.stall_ms += (time.perf_counter() - start) * 1e3
 
     @property
     def rates(self) -> dict[str, float]:
@@ -339,8 +331,8 @@ class Buffers:
             self.slots[piece.offset] = slot = _Slot(piece, buffer, State.OPEN)
             self.largest = max(self.largest, piece.nbytes)
         if read:
-            self.spill.traffic.fetches += 1
-            self.spill.traffic.hits += slot is not None and (slot.request is None or slot.request.done)
+            self.spill.fetches += 1
+            self.spill.hits += slot is not None and (slot.request is None or slot.request.done)
         if slot is None:
             buffer = self._take(patient=True)
             assert buffer is not None

@@ -399,11 +399,11 @@ class NVMeTier:
 
     def metrics(self) -> dict[str, float]:
         """Pieces fetched, the share that was there when needed, milliseconds of waiting for the drive, and bytes moved, since the start."""
-        traffic, files = self.spill.traffic, [file for _, file in self.spill.files]
+        spill, files = self.spill, [file for _, file in self.spill.files]
         return {
-            "fetches": traffic.fetches,
-            "fetch_hit_rate": traffic.hits / max(1, traffic.fetches),
-            "stall_ms": traffic.stall_ms,
+            "fetches": spill.fetches,
+            "fetch_hit_rate": spill.hits / max(1, spill.fetches),
+            "stall_ms": spill.stall_ms,
             "fetched_nbytes": sum(file.read_nbytes for file in files),
             "evicted_nbytes": sum(file.written_nbytes for file in files),
         }

@@ -248,12 +248,6 @@ class GradReducer:
         """Check that ``finish`` has seen all gradients that have left."""
         return not self.unfinished and not self.queue and all(store.bucket is None and not store.unreduced for store in self.stores)
 
-    def pass_on(self, store: UnitStore) -> None:
-        """Alone, in backward: what there is of a unit goes on now, the rest of it after."""
-        self.flatten(store)
-        if store.bucket is not None:
-            self._reduce(self.stores.index(store))
-
     def _take(self, store: UnitStore) -> Tensor:
         """A bucket for a unit, with anything in it. Used ones come back: fresh memory costs a page fault every 4 KiB."""
         dtype = torch.float32 if store.wide else store.unit.dtype
@@ -542,13 +536,6 @@ class Gradients:
         for param in self.units if is_used else ():
             compute_as_itself(param, whether)
 
-    def put_back(self) -> None:
-        """Put every gradient back on its tier, with what user code has made of it."""
-        self.looked.clear()
-        for held in {id(held): held for held, _ in self.units.values()}.values():
-            if held.shard is not None:
-                held.renew()
-
     # ---- bringing back -------------------------------------------------------------------------------------------------------
 
     def _is_shown(self, held: UnitStore, index: int) -> bool:
@@ -563,7 +550,9 @@ class Gradients:
                     f"the gradient of {held.unit.names[index]!r} is read in backward, after it has left for the other ranks; read it after "
                     "backward, or in a hook of that parameter's own: param.register_post_accumulate_grad_hook"
                 )
-            self.reducer.pass_on(held)
+            self.reducer.flatten(held)
+            if held.bucket is not None:  # what there is goes on now, the rest of it after
+                self.reducer._reduce(self.reducer.stores.index(held))
             held.used |= held.unreduced
             held.unreduced.clear()
         else:

@@ -512,11 +512,6 @@ class Partition:
             if not store.depth:
                 store.release()
 
-    def gather_all(self) -> None:
-        """Every unit becomes full, for good."""
-        for store in self.stores:
-            store.pin()
-
     def reset(self) -> None:
         """Between steps: nothing is in progress, whatever was interrupted."""
         if not self.entered:

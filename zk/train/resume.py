@@ -1,9 +1,10 @@
-"""Checkpoints of a run: written now and then and on SIGTERM, and resumed from."""
+"""Checkpoints of a run: written now and then and on SIGTERM, and resumed from; its model at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import signal
 import threading
 import zlib
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 import zk
 from zk.checkpoint import CheckpointError, folders
+from zk.checkpoint.export import shards
+from zk.checkpoint.files import Entry
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,3 +84,31 @@ def save(optimizer: zk.ZeroOptimizer, scheduler: Any, position: Position, folder
     """Write a checkpoint, ``beside``: in the background, where an error of the drive is logged; else it raises."""
     on_error = "warn" if beside else "raise"
     return optimizer.save_checkpoint(folder, scheduler=scheduler, extra=position.as_extra(), keep=keep, async_save=beside, on_save_error=on_error)
+
+
+def save_model(optimizer: zk.ZeroOptimizer, folder: Path, metadata: dict[str, str], max_file_nbytes: int = 1 << 29) -> Path:
+    """Write ``model.safetensors``, or several files and their index if it is larger than ``max_file_nbytes``. On all ranks; the first one writes,
+    with no more than one file of it in memory.
+
+    Parameters only. Earlier files of these names are replaced. Returns the file, or the index.
+    """
+    params = optimizer.model.named_parameters()
+    files = shards([Entry(name, optimizer.units[param][0].unit.dtype, tuple(param.shape)) for name, param in params], max_file_nbytes)
+    writes, unfinished = optimizer.comm.rank == 0, folder / "unfinished.tmp"
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()
+    for file, entries in files.items():
+        tensors = optimizer.consolidated_state_dict(rank0_only=True, names={entry.key for entry in entries})
+        if writes:
+            save_file(tensors, unfinished, metadata=metadata)
+            unfinished.rename(folder / file)
+    if len(files) == 1:
+        return folder / "model.safetensors"
+    path = folder / "model.safetensors.index.json"
+    if writes:
+        size = sum(entry.nbytes for entries in files.values() for entry in entries)
+        where = {entry.key: file for file, entries in files.items() for entry in entries}
+        path.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=1))
+    return path

@@ -29,7 +29,6 @@ from zk.train.data import Text, read_text
 from zk.train.gpt import GPT, GPTConfig
 from zk.train.mixture import MixtureConfig
 from zk.train.record import Record, profiled, routed
-from zk.train.save import save_model
 from zk.train.sizes import model_of
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -205,7 +204,7 @@ def train(job: Job) -> Record:
             )
         else:
             # the model first: what follows only tells about it
-            written = save_model(optimizer, job.out, {"gpt": repr(dataclasses.asdict(job.model))})
+            written = resume.save_model(optimizer, job.out, {"gpt": repr(dataclasses.asdict(job.model))})
             record.valid[job.steps] = validate(model, text, job, device)
             samples = {"before": position.sample, "after": sample(model, text, job, device)} if job.sample else {}
             progress.close(results={"validation loss": f"{record.valid[0]:.4f} before, {record.valid[job.steps]:.4f} after; nats per byte"})
