@@ -61,11 +61,6 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _covers(tensor: Tensor) -> bool:
-    """Tell if ``tensor`` is all of its storage."""
-    return tensor.storage_offset() == 0 and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
 def _room(nbytes: int, place: torch.device) -> Tensor:
     """Bytes without content."""
     return aligned(nbytes) if place.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=place)
@@ -257,7 +252,8 @@ class _Recorder(TorchDispatchMode):
         given = {_storage(tensor) for tensor in tensors if _is_meta(tensor)}
         new = [tensor for tensor in outputs if _storage(tensor) not in given]
         if written or new:
-            fills = func._schema.name.split("::")[1] in _FILLS and all(_covers(tensor) for tensor in written)
+            are_whole = (one.storage_offset() == 0 and one.is_contiguous() and one.nbytes == one.untyped_storage().nbytes() for one in written)
+            fills = func._schema.name.split("::")[1] in _FILLS and all(are_whole)
             overwritten = {_storage(tensor) for tensor in written} if fills else set()
             others = {_storage(tensor) for tensor in tensors if _is_meta(tensor) and not any(tensor is target for target in written)}
             reads = [storage for storage in given if storage not in overwritten or storage in others]

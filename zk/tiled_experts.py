@@ -162,7 +162,7 @@ class TiledExperts(Tiled):
 
     def __init__(self, experts: nn.Module, num_tiles: int, rest: bool = False) -> None:
         super().__init__()
-        own = _own_attributes(experts)
+        own = {name: value for name, value in vars(experts).items() if name not in _OF_ANY_MODULE}
         vars(self).update(own)  # config, number of experts, and what else other modules read of it
         self._kind, self._rest = type(experts).__name__, rest
         self._arguments = tuple(inspect.signature(experts.forward).parameters)
@@ -313,11 +313,6 @@ class TiledExperts(Tiled):
 
     def extra_repr(self) -> str:
         return f"{self._kind} of {self._num} experts" + (", which rest without tokens" if self._rest else "")
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that not every module has."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
 
 
 def _num_fused(module: nn.Module) -> int:

@@ -104,10 +104,6 @@ def _is_trained(owner: Any, param: Tensor) -> bool:
     return param in owner.units and owner.units[param][0].shard is not None
 
 
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
 def _clip_norm(
     of_torch: Callable[..., Tensor],
     parameters: Tensor | Iterable[Tensor],
@@ -116,7 +112,7 @@ def _clip_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    params = _listed(parameters)
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owner = _owner_of_all(params) if float(norm_type) == 2.0 and max_norm > 0 else None
     if owner is None:
         return of_torch(params, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -85,7 +86,7 @@ class Accumulation:
                 for own in (module.__dict__ for module in block.module.modules()):
                     if _CHECKPOINT in own:  # inside of the block, which is computed again in any case
                         stack.callback(own.__setitem__, _CHECKPOINT, own[_CHECKPOINT])
-                        own[_CHECKPOINT] = _at_once
+                        own[_CHECKPOINT] = operator.call  # no more than a call
             for module in _between(self.optimizer.model, {block.module for block in self.blocks}) if self.sequences else ():
                 stack.callback(module.register_forward_hook(Hook(self._computed)).remove)
             self.attributes = Attributes(self.optimizer.model)
@@ -518,11 +519,6 @@ def _outermost(optimizer: ZeroOptimizer) -> Iterator[tuple[str, nn.Module]]:
                 yield from [(path + name, child)] if child in anchors else inside(child, f"{path}{name}.")
 
     return inside(optimizer.model, "")
-
-
-def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand-in for a checkpoint: no more than a call."""
-    return function(*args, **kwargs)
 
 
 def _between(module: nn.Module, blocks: Set[nn.Module]) -> Iterator[nn.Module]:

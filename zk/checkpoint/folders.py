@@ -104,13 +104,6 @@ def publish(folder: Path, final: Path, head: Mapping[str, Any], world: int) -> N
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_old(final: Path, keep: int | None) -> None:
-    """Remove what is older than the ``keep`` newest checkpoints, but for ``final``; None keeps all."""
-    for old in whole(final.parent)[:-keep] if keep is not None else ():
-        if old != final:
-            shutil.rmtree(old, ignore_errors=True)
-
-
 def _number(folder: Path) -> int:
     """The number of checkpoints that had been finished in its folder with this one; 0 where that is not known."""
     with open(folder / MANIFEST, "rb") as file:

@@ -246,7 +246,9 @@ class Save:
                 with together(comm, what):
                     if self.rank == 0:
                         folders.publish(beside, self.final, self.head, self.world)
-                        folders.remove_old(self.final, self.keep)
+                        for old in folders.whole(self.final.parent)[: -self.keep] if self.keep is not None else ():
+                            if old != self.final:
+                                shutil.rmtree(old, ignore_errors=True)
         finally:
             self._release()
 

@@ -423,13 +423,10 @@ class _Alone:
 
     def update(self, grad: Tensor, step: int) -> None:
         before = self.scalars if step > 1 else None
-        views = functools.partial(self.packing.views, 0)
-        run = Run(slice(0, grad.numel()), self.options, step, before, self._shaped, views, self.kept)
+        views, shape = functools.partial(self.packing.views, 0), self.value.shape
+        run = Run(slice(0, grad.numel()), self.options, step, before, lambda flat: flat.view(shape), views, self.kept)
         Change(self.rule, [run], 1.0).apply({"param": self.value.view(-1), PACKED: self.packed}, grad.view(-1), run.part, 1)
         self.scalars = dict(self.rule.scalars(self.options, before))
-
-    def _shaped(self, flat: Tensor) -> Tensor:
-        return flat.view(self.value.shape)
 
     def differs_from(self, value: Tensor, state: Mapping[str, Any]) -> list[str]:
         """Names of what is not as in ``value`` and its ``state``, bit for bit."""
