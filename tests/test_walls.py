@@ -61,7 +61,7 @@ SIZES = {
     # 20 and 135 for what a checkpoint computes again in the precision of forward, and for what is written before updates in backward
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
-    "core": (14_911, 115_124),
+    "core": (14_909, 115_118),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -149,7 +149,7 @@ CYCLE = 2  # files that import each other in a circle; imports for types, and th
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
 # at stage 3 one asks if a unit of several blocks is used no more
-STEPS = {2: (29, 150, 12, 8), 3: (29, 150, 12, 8)}
+STEPS = {2: (28, 150, 12, 8), 3: (28, 150, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training
 # files: three more for what was in optimizer.py; functions: one more that takes the norm, for step() and for clip_grad_norm_()

@@ -9,11 +9,10 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from zk.checkpoint import save
-from zk.checks import check_params, check_whole
+from zk.checks import check_whole
 from zk.hooks import Hook, weakly
 from zk.memory import trim
 from zk.parallel.released import own_grad
@@ -78,15 +77,6 @@ def complete(optimizer: Any) -> None:
         for param in group["params"]
         if param not in optimizer.units or optimizer.units[param][0].shard is None
     ]
-
-
-def train_unfrozen(optimizer: Any) -> None:
-    """Train what user code has unfrozen."""
-    with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
-        unfrozen = [param for param in optimizer.frozen if param.requires_grad]
-    if unfrozen:
-        check_params(optimizer.model, optimizer.param_groups, optimizer.stored, None)
-        unfreeze(optimizer, unfrozen, ())
 
 
 def unfreeze(optimizer: Any, params: Collection[nn.Parameter], new: Sequence[Unit]) -> None:

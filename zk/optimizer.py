@@ -290,7 +290,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.integrity.check("the model's forward")
         watch_pipelines()  # which may have been imported since
         if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
-            holding.train_unfrozen(self)
+            self._train_unfrozen()
+
+    def _train_unfrozen(self) -> None:
+        """Train what user code has unfrozen."""
+        with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
+            unfrozen = [param for param in self.frozen if param.requires_grad]
+        if unfrozen:
+            check_params(self.model, self.param_groups, self.stored, None)
+            holding.unfreeze(self, unfrozen, ())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that no group has yet: frozen ones, or new ones of an adapter. On all ranks, between steps."""
@@ -545,7 +553,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
         check_groups(self.held, self.param_groups, self.rules)
-        holding.train_unfrozen(self)
+        self._train_unfrozen()
         if self.speculation is not None:
             self.speculation.settle()
         self.grads.finish()
