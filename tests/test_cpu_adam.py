@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +16,7 @@ from zk.kernels import reference
 from zk.kernels.codec import join, split_
 from zk.kernels.step import AdamStep
 from zk.offload.cpu_adam import CPUAdam, adam_, sum_of_squares
-from zk.offload.cpu_adam_numba import BLOCK
+from zk.offload.cpu_adam_numba import BLOCK, _wait_turn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 31, 32, 33, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17, reference.CHUNK + 5)
@@ -246,3 +251,36 @@ def test_bad_input_is_refused() -> None:
             CPUAdam([nn.Parameter(z)], **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="contiguous"):
         CPUAdam([nn.Parameter(torch.zeros(4, 4).t()[:2])])
+
+
+def test_one_process_of_a_machine_compiles_what_all_need(tmp_path: Path) -> None:
+    function = SimpleNamespace(__name__="adam", _cache=SimpleNamespace(cache_path=str(tmp_path)))
+    (compiles, told), (waits, tell) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.ExitStack() as turn:
+            _wait_turn(function, ("float32",), lambda: None, turn)
+            os.write(told, b"1")
+            os.read(waits, 1)
+            (tmp_path / "compiled").touch()
+        os._exit(0)
+    try:
+        os.read(compiles, 1)
+        said: list[bool] = []
+        with contextlib.ExitStack() as turn:
+            _wait_turn(function, ("bfloat16",), lambda: said.append(True), turn)  # another signature waits for nobody
+            assert not said and not (tmp_path / "compiled").exists()
+            _wait_turn(function, ("float32",), lambda: (said.append(True), os.write(tell, b"1")), turn)  # type: ignore[func-returns-value]
+            assert said == [True] and (tmp_path / "compiled").exists()
+    finally:
+        os.close(tell)
+        os.waitpid(child, 0)
+        for end in (compiles, told, waits):
+            os.close(end)
+
+
+@pytest.mark.parametrize("folder", [None, "missing"])
+def test_where_nothing_can_be_locked_each_process_compiles(folder: str | None, tmp_path: Path) -> None:
+    function = SimpleNamespace(__name__="adam", _cache=SimpleNamespace(cache_path=folder and str(tmp_path / folder)))
+    with contextlib.ExitStack() as turn:
+        _wait_turn(function, ("float32",), lambda: pytest.fail("nobody compiles"), turn)

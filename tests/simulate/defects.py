@@ -199,7 +199,7 @@ SEEDS = {
     "published_before_written": 120,
     "files_not_synced": 86,
     "oldest_taken": 0,
-    "file_not_checked": 112,
+    "file_not_checked": 254,
     "steps_not_loaded": 1,
     "not_copied_for_save": 2,
     "ends_before_saved": 4,

@@ -9,9 +9,11 @@ Arrays carry their dtype by numpy type: float32 is fp32, uint16 the bits of bf16
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -404,6 +406,19 @@ def _launch(few: bool, function: Callable[..., None], num_threads: int, *argumen
         _team(os.getpid()).submit(call).wait()
 
 
+def _wait_turn(function: Any, signature: tuple[Any, ...], say: Callable[[], None], turn: contextlib.ExitStack) -> None:
+    """Let one process of this machine compile a signature until ``turn`` closes; the others find what it has put into the cache."""
+    folder, what = function._cache.cache_path, zlib.crc32(f"{function.__name__}{signature}".encode())
+    with contextlib.suppress(OSError):  # where nothing can be locked, each process compiles
+        if folder is not None:
+            file = turn.enter_context(open(os.path.join(folder, "compiling"), "a"))  # noqa: SIM115
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, what)  # one byte of the file stands for the signature
+            except BlockingIOError:
+                say()
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, what)
+
+
 def compile_ahead(
     arrays: tuple[np.ndarray | None, ...] | None, grad: np.ndarray, scalars: tuple[Any, ...], num_threads: int, say: Callable[[], None]
 ) -> None:
@@ -414,7 +429,7 @@ def compile_ahead(
         grad: the gradient, empty.
         scalars: as for ``adam``.
         num_threads: 1 leaves out what runs on several threads.
-        say: called if the first function is not in the cache, before all others are compiled.
+        say: called if the first function is not in the cache, before all others are compiled, and if another process compiles it.
     """
     work = [(_sum_of_squares_block, (grad,)), (_sum_of_squares_parallel, (grad, np.zeros(0)))]
     if arrays is not None:
@@ -423,8 +438,10 @@ def compile_ahead(
     for function, like in work:
         if num_threads > 1 or not function.targetoptions.get("parallel"):
             misses = sum(function.stats.cache_misses.values())
-            with _threads(num_threads):
-                function.compile(tuple(map(numba.typeof, like)))
+            signature = tuple(map(numba.typeof, like))
+            with contextlib.ExitStack() as turn, _threads(num_threads):
+                _wait_turn(function, signature, say, turn)
+                function.compile(signature)
             if sum(function.stats.cache_misses.values()) > misses:
                 say()
 
