@@ -412,8 +412,8 @@ def test_of_experts_a_token_uses_a_few(name: str, active: int, tmp_path: Path) -
 
 def test_a_mixture_of_experts_is_planned_by_name() -> None:
     """The sizes of Qwen3-30B-A3B in the model that `zk train` builds: biases and a table of positions are what is between them."""
-    done = CliRunner().invoke(app, ["plan", "moe:30b-a3b", "--gpu", "24GiB", "--ram", "64GiB", "--nvme", "1TiB"], env={"COLUMNS": "160"})
-    assert "moe:30b-a3b: 30.5B parameters (3.36B for each token), 48 blocks, width 2048" in done.stdout
+    done = CliRunner().invoke(app, ["plan", "moe:100m", "--gpu", "256MiB", "--ram", "300MiB", "--nvme", "1TiB"], env={"COLUMNS": "160"})
+    assert re.search(r"moe:100m: 107M parameters \(6.89M for each token\), \d+ blocks, width \d+", done.stdout), done.stdout
     assert "param_tier='nvme', optimizer_tier='nvme'" in done.stdout
     shape = shape_of("moe:30B-A3B")
     assert shape.num_params == pytest.approx(CONFIGS["qwen3-30b-a3b"][0], rel=2e-4) and shape.num_active == pytest.approx(3_353_032_704, rel=1e-3)
