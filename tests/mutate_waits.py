@@ -76,6 +76,18 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): (
         "the shadow is written next a step later, by a gradient that compute made after parameters of the same stream had come"
     ),
+    ("zk/offload/section.py", "Section.take_home", "taken.param.copies[chunk.start] = param.copies[chunk.start]"): (
+        "so is a shadow in host memory of what the device updates: compute has waited for this copy of its parameters before it makes that gradient"
+    ),
+    ("zk/offload/tiers.py", "ResidentFields.exchange", "self.reader = other.reader"): (
+        "a shadow is read by no upload: what stays is a reader of memory that is now the shadow's, which is waited for without need"
+    ),
+    ("zk/offload/tiers.py", "ResidentFields.exchange", "other.reader = self.reader"): (
+        "the shadow is written next a step later, by a gradient that compute made with parameters that were read later than these"
+    ),
+    ("zk/offload/attempt.py", "Attempt.run", "update(after self.mark)"): (
+        "the update comes after its gradient, which compute made after all that it did with that memory, or follows what was asked for before"
+    ),
     ("zk/offload/section.py", "Shadow.update", "upload(after mark)"): (
         "only copies of one stream touch that memory; the mark is for what compute did with it before it was allocated, which no test can hold up"
     ),

@@ -412,7 +412,7 @@ def test_of_experts_a_token_uses_a_few(name: str, active: int, tmp_path: Path) -
 
 def test_a_mixture_of_experts_is_planned_by_name() -> None:
     """The sizes of Qwen3-30B-A3B in the model that `zk train` builds: biases and a table of positions are what is between them."""
-    done = CliRunner().invoke(app, ["plan", "moe:100m", "--gpu", "256MiB", "--ram", "300MiB", "--nvme", "1TiB"], env={"COLUMNS": "160"})
+    done = CliRunner().invoke(app, ["plan", "moe:100m", "--gpu", "256MiB", "--ram", "200MiB", "--nvme", "1TiB"], env={"COLUMNS": "160"})
     assert re.search(r"moe:100m: 107M parameters \(6.89M for each token\), \d+ blocks, width \d+", done.stdout), done.stdout
     assert "param_tier='nvme', optimizer_tier='nvme'" in done.stdout
     shape = shape_of("moe:30B-A3B")

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,8 @@ from zk.monitor.summary import placed_of, sizes_of, traffic_of
 from zk.monitor.words import seconds
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
-from zk.offload.transfer import Transfer
+from zk.offload.tiers import _add_up
+from zk.offload.transfer import Arrival, Transfer
 from zk.plan import choose
 from zk.plan.shape import shape_of
 from zk.plan.speed import Machine
@@ -152,6 +154,13 @@ def late_readers(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
     backward(model, optimizer, step)
 
 
+def readers_before_step(model: GPT, optimizer: zk.ZeroOptimizer, step: int) -> None:
+    """Compute reads parameters once more, after the last gradient."""
+    backward(model, optimizer, step)
+    for param in model.parameters():
+        param.detach().clone()
+
+
 FP16 = {"dtype": "fp16", "loss_scale": DynamicLossScale(init=2.0**10, hysteresis=1, window=3)}
 # a program, what both sides have in common, and how the device updates; of units, how many updates that began early counted
 CASES: list[tuple[Program, dict[str, Any], dict[str, Any], int]] = [
@@ -173,6 +182,8 @@ CASES: list[tuple[Program, dict[str, Any], dict[str, Any], int]] = [
     (late_readers, {"delay_update": 1}, {}, 0),
     (late_readers, {"delay_update": 1}, {"device_budget": "1GiB"}, 0),
     (late_readers, {"delay_update": 1}, {"shadows": False}, 0),
+    (readers_before_step, {}, {"overlap_step": "backward"}, 3),
+    (readers_before_step, {}, {"update_on": "host", "overlap_step": "backward"}, 3),
     # (a parameter that is written is a master's upper half, or a copy of it: that is up to the tier)
     (interference, {"stage": 3, "param_tier": "host"}, {"overlap_step": True}, 0),
 ]
@@ -195,6 +206,25 @@ def test_bits_are_those_of_host_threads(number: int, tmp_path: Path) -> None:
     assert differing(found, wanted(alike)) == []
     assert found[1].get("updates_in_backward_taken", 0) >= early
     assert found[1]["skipped_steps"] == (program is overflow)
+
+
+@pytest.mark.device_only
+def test_memory_of_a_gradient_that_is_read_is_kept_until_all_of_it_has_come() -> None:
+    """Also where its reader was given up after the first piece."""
+    order: list[str] = []
+    record = SimpleNamespace(tensor=None, release=lambda event: order.append("released after its reader" if event is reader else "released"))
+    pieces = [SimpleNamespace(wait=functools.partial(order.append, f"piece {index}")) for index in range(2)]
+    reader = SimpleNamespace(done=False)
+    Arrival(record, [], pieces).drop(reader)  # type: ignore[arg-type]
+    assert order == ["piece 1", "released after its reader"]
+
+
+@pytest.mark.device_only
+def test_a_sum_changes_once_its_reader_has_what_was_there() -> None:
+    total, seen = torch.ones(4), list[float]()
+    second = SimpleNamespace(whole=lambda: torch.full((4,), 2.0), drop=lambda: None)
+    _add_up(total, None, second, SimpleNamespace(wait=lambda: seen.append(total.sum().item())))  # type: ignore[arg-type]
+    assert seen == [4.0] and total.tolist() == [3.0] * 4
 
 
 @pytest.mark.device_only
