@@ -8,6 +8,7 @@ import functools
 import math
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
 from tests.world import run_world
 from zk.config import DynamicLossScale
+from zk.events import COMPLETED
 from zk.offload import spill, transfer
 from zk.offload.section import Attempt, Shadow
+from zk.offload.tiers import HANDED_OVER
+from zk.speculation import Speculation
 
 STEPS = 6
 Program = Callable[[GPT, zk.ZeroOptimizer, int], None]
@@ -378,7 +382,7 @@ def ranks_differ_of(case: tuple[int, str, int]) -> list[str]:
 
 # ---- gradients that are handed over --------------------------------------------------------------------------------------------
 
-HANDED_OVER = [
+HANDED_OVER_CASES = [
     Case(tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, **{"dtype": "bf16", "steps": 4, **more})  # type: ignore[arg-type]
     for more in (
         {"stage": 3, "model": "sometimes", "adversary": True},
@@ -396,8 +400,8 @@ HANDED_OVER = [
 @pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize("world", (1, 2))
 def test_gradients_that_are_handed_over_train_what_plain_torch_trains(world: int) -> None:
-    table = run_world(world, run_case, HANDED_OVER)
-    assert {str(case): rows for case, rows in zip(HANDED_OVER, table, strict=True) if rows != [""] * world} == {}
+    table = run_world(world, run_case, HANDED_OVER_CASES)
+    assert {str(case): rows for case, rows in zip(HANDED_OVER_CASES, table, strict=True) if rows != [""] * world} == {}
 
 
 @pytest.mark.device
@@ -414,6 +418,33 @@ def test_gradients_that_are_handed_over_are_not_written(name: str, tmp_path: Pat
     (kept, read), (handed_over, read_less) = written
     numel = sum(param.numel() for param in GPT().parameters())
     assert kept - handed_over >= STEPS * 2 * numel and read_less < read
+
+
+def test_no_more_gradients_wait_in_memory_for_their_updates_than_is_said(tmp_path: Path) -> None:
+    """Updates that take long hold backward up."""
+    waiting, run, hands_over = list[int](), Attempt.run, Speculation.hands_over
+
+    def slowly(attempt: Attempt, *arguments: Any) -> None:
+        time.sleep(0.05)
+        run(attempt, *arguments)
+
+    def counted(speculation: Speculation, store: Any) -> bool:
+        is_handed_over = hands_over(speculation, store)
+        waiting.append(sum(not attempt.done.done for attempt in speculation.step.attempts))
+        return is_handed_over
+
+    with mock.patch.object(Attempt, "run", slowly), mock.patch.object(Speculation, "hands_over", counted):
+        found, _ = differing(never, keep_gradients=False, clip_grad_norm=None, **place("3 nvme", tmp_path))
+    assert found == [] and len(waiting) > HANDED_OVER and max(waiting) < HANDED_OVER
+
+
+def test_an_attempt_that_is_dropped_reads_no_gradient_any_more() -> None:
+    order: list[str] = []
+    attempt = Attempt("unit", {}, mock.Mock(), COMPLETED)
+    attempt.done = mock.Mock(join=lambda: order.append("over"))
+    with mock.patch.object(Attempt, "discard", lambda *_: order.append("gradients given back")):
+        attempt.drop()
+    assert order == ["over", "gradients given back"]
 
 
 def ranks_apart(stage: int) -> list[str]:

@@ -148,7 +148,7 @@ def _(array, x):
 
 @overload(_load_second, inline="always")
 def _(array, i):
-    """The second moment, and the bit that its sign carries (see split.py) or its code."""
+    """The second moment, and the bit that its sign carries (see codec.py) or its code."""
 
     def load_float(array, i):
         bits = _as_bits(array[i])
