@@ -67,7 +67,8 @@ SIZES = {
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
     # 75 of these lines and 560 tokens for tensors without memory
-    "accumulation": (1_616, 13_954),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    # 68 and 526 for positions that a model does not take, labels that it shifts again, padding on the right, and memory that malloc keeps
+    "accumulation": (1_688, 14_516),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;

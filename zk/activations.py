@@ -302,6 +302,8 @@ class ActivationOffload:
         while self.leaving and (self.leaving.oldest.event.done or (self.leaving.nbytes > self.keep_last and len(self.leaving) > 1)):
             block = self.leaving.oldest
             self.link.follow(block.event)  # memory that compute gets for something else is not read any more
+            if self.link.joined and block.slot is not None:
+                block.event = block.slot.request = COMPLETED  # requests of all blocks would stay until backward
             block.device = None
             self.leaving.drop(block)
         self._write_behind()

@@ -46,10 +46,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> tuple[Tenso
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Put two parts together, in the precision of ``lse``."""
+    """Put two parts together, in the precision of ``lse``; ``out`` is written where it has that."""
     total = torch.logaddexp(lse, more_lse)
     first, second = (lse - total).exp().unsqueeze(-1), (more_lse - total).exp().unsqueeze(-1)
-    return (out.to(lse.dtype) * first).addcmul_(more.to(lse.dtype), second), total
+    return out.to(lse.dtype).mul_(first).addcmul_(more.to(lse.dtype), second), total
 
 
 def attend_backward(

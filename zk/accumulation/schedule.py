@@ -23,6 +23,7 @@ from zk.accumulation.resting import rest, value_of
 from zk.accumulation.sequence import Outside, Sequences, SequenceTile, TileAttention, elsewhere
 from zk.activations import no_hooks, offload_around
 from zk.hooks import Hook
+from zk.memory import trim
 from zk.parallel.partitioned import is_of_checkpoint
 from zk.store import UnitStore
 from zk.tiles import Tile
@@ -291,6 +292,7 @@ class Accumulation:
                             if following.waiting is not None:
                                 following.waiting.fetch_ahead()
                         self._call(lane, call, call.has_graph and (is_kept or with_graph))
+                        self._trim()
                         self._resume(lane)
                         if call.kept is not None and not is_kept:
                             if lane.ended and len(self.losses) > number and lane.calls[-1] is call:  # backward of this one begins right here
@@ -422,6 +424,12 @@ class Accumulation:
             following.rest()
             for key, (edge, grad) in lane.pending.items() if following.attention is not None else ():
                 lane.pending[key] = edge, rest(grad, following.attention.offload)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Give back what malloc keeps between small things of other tiles: it would grow with their number, as it cannot reuse most of it."""
+        if self.sequences and self.optimizer.device.type == "cpu":
+            trim()
 
     def _through(self, lane: MicroBatch, call: Call) -> None:
         with call.buffers_then() if call.kept is None else contextlib.nullcontext():

@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 from zk.accumulation.attention import Kind, attend, attend_backward, merge
 from zk.accumulation.resting import fetch_ahead, rest, value_of
 from zk.activations import ActivationOffload, no_hooks
+from zk.memory import trim
 from zk.parallel.partitioned import is_of_checkpoint
 from zk.tiled_linear import no_autocast
 
 _IGNORED = -100
 _RULE = "attention over tiles of a sequence is causal over all tokens before, by torch.nn.functional.scaled_dot_product_attention(is_causal=True)"
+_TRIMMED_NBYTES = 2 << 20  # keys and values that are looked at, after which malloc gives back what it keeps
 _MIXES_TOKENS = (nn.modules.conv._ConvNd, nn.RNNBase)
 
 
@@ -195,10 +197,15 @@ class Layer:
 
     def before(self, number: int) -> Iterable[tuple[int, Tensor, Tensor]]:
         """Number, keys and values of the tiles before, the nearest first, each read while the one before it is computed with."""
+        nbytes = 0
         for earlier in range(number - 1, -1, -1):
             key, value = map(value_of, self.keys[earlier])
             fetch_ahead(self.keys.get(earlier - 1, ()))
+            nbytes += key.nbytes + value.nbytes
             yield earlier, key, value
+            if nbytes >= _TRIMMED_NBYTES and key.device.type == "cpu":
+                nbytes = 0
+                trim()
 
     def free(self, number: int) -> None:
         """Drop what rests of a tile: nobody looks at it any more."""
@@ -324,7 +331,7 @@ class TileAttention(TorchFunctionMode):
         for earlier, other_key, other_value in layer.before(number):
             fetch_ahead(layer.grads.get(earlier, ()) if keep else ())
             part, *others = attend_backward(grad, query, other_key, other_value, out, lse, Kind(scale, False))
-            for_query = for_query.to(lse.dtype) + part
+            for_query = for_query.to(lse.dtype).add_(part)
             if keep:
                 before = layer.grads.pop(earlier, ())
                 sums = [value_of(old) + new for old, new in zip(before, others, strict=True)] if before else [new.to(lse.dtype) for new in others]
