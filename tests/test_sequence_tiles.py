@@ -26,6 +26,7 @@ from zk.accumulation.attention import Kind, attend, attend_backward, merge
 from zk.accumulation.resting import Resting, rest
 from zk.accumulation.sequence import Sequences, SequenceTile
 from zk.activations import ActivationOffload
+from zk.events import COMPLETED
 
 pytestmark = [pytest.mark.usefixtures("torch_engine", "one_thread")]
 
@@ -387,8 +388,35 @@ class Reentrant(Checkpointed):
 
 class CheckpointedAround(Model):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = checkpoint(lambda x: self.blocks[0](x).sin(), self.tokens(input_ids), use_reentrant=False)
+        x = checkpoint(lambda x: self.blocks[0](x).sin(), self.tokens(input_ids) + self.positions(position_ids), use_reentrant=False)
         return self.head(self.blocks[1](x))
+
+
+class WithoutPositions(Model):
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(input_ids, torch.arange(position_ids.shape[1], device=input_ids.device))
+
+
+class PositionsInBlocks(Model):
+    """Gives its blocks positions, and computes nothing with them itself."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + position_ids.unsqueeze(-1).cos())
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x, position_ids)
+        return self.head(self.norm(x))
+
+
+class OwnPositions(nn.Embedding):
+    """Makes positions as embeddings of RoBERTa do."""
+
+    @staticmethod
+    def create_position_ids_from_input_ids(input_ids: Tensor, padding_idx: int) -> Tensor:
+        return (input_ids != padding_idx).cumsum(1) + padding_idx
 
 
 class InPlace(Model):
@@ -432,6 +460,8 @@ REFUSED: dict[str, tuple[Callable[[Model], None], str]] = {
     "not causal": (changed(is_causal=False), "calls it with is_causal=False"),
     "prefix": (with_block(Prefixed), r"block 'blocks.1' calls it with queries and keys of \(2, 4, 10, 8\) and \(2, 2, 10, 8\) for 9 tokens"),
     "no attention": (with_block(Eager), "block 'blocks.1' does not call it"),
+    "no positions": (into(WithoutPositions), "nothing was computed with position_ids of a tile of a sequence"),
+    "positions of its own": (lambda model: setattr(model, "positions", OwnPositions(64, WIDTH)), r"'positions' \(OwnPositions\) makes positions"),
     "convolution": (with_block(Convolves), "'blocks.1.short' is a Conv1d"),
     "outside": (into(AttendsOutside), "called outside of the model's blocks"),
     "checkpoint inside": (with_block(Checkpointed), "called by a checkpoint inside of block 'blocks.1'"),
@@ -464,6 +494,41 @@ def test_a_window_that_no_token_comes_to_is_none() -> None:
             optimizer.accumulate(zk.sequence_tiles(batch_of(), 9), loss_of)
 
 
+def test_positions_may_be_for_blocks_or_for_nobody() -> None:
+    model, twin = made()
+    for each in (model, twin):
+        into(PositionsInBlocks)(each)
+        del each.positions
+        for block in each.blocks:
+            block.__class__ = PositionsInBlocks.Block
+    loss, grads = plain(twin, batch_of())
+    with optimizer_of(model, stage=2) as optimizer:
+        losses = optimizer.accumulate(zk.sequence_tiles(batch_of(), 9), loss_of)
+        assert float(sum(losses)) == pytest.approx(loss, rel=1e-6)
+        assert distance(model, grads) < 2e-6
+
+    def without(model: nn.Module, tile: SequenceTile) -> Tensor:
+        given = dict(tile, position_ids=torch.zeros(1, tile.tokens, dtype=torch.int64, device=DEVICE))
+        del tile["position_ids"]
+        return loss_of(model, given)
+
+    model, _ = made()
+    with optimizer_of(model, stage=2) as optimizer:
+        assert len(optimizer.accumulate(zk.sequence_tiles(batch_of(), 9), without)) == 4
+
+
+@pytest.mark.parametrize("how", ["pad", "slice"])
+def test_labels_that_a_model_shifts_once_more_are_refused(how: str) -> None:
+    def of(model: nn.Module, tile: SequenceTile) -> Tensor:
+        logits, labels = model(tile["input_ids"], tile["position_ids"]), tile["labels"]
+        logits, labels = (logits, F.pad(labels, (0, 1), value=-100)[:, 1:]) if how == "pad" else (logits[..., :-1, :], labels[..., 1:])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tile["num_items_in_batch"]
+
+    model, _ = made()
+    with optimizer_of(model) as optimizer, pytest.raises(RuntimeError, match="the model shifts them once more"):
+        optimizer.accumulate(zk.sequence_tiles(batch_of(), 9), of)
+
+
 def test_tiles_that_are_missing_or_in_another_order_are_refused() -> None:
     model, _ = made()
     tiles = zk.sequence_tiles(batch_of(), 9)
@@ -491,6 +556,20 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             zk.sequence_tiles(wrong, 9)
+
+
+def test_padding_on_the_right_needs_no_mask_where_it_is_no_target() -> None:
+    batch = batch_of()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, 20:] = 0
+    with pytest.raises(ValueError, match="attention_mask must be 1"):
+        zk.sequence_tiles({**batch, "attention_mask": mask}, 9)  # labels there are targets
+    batch["labels"][1, 20:] = -100
+    for good in (mask, mask.bool(), mask.float()):
+        assert len(zk.sequence_tiles({**batch, "attention_mask": good}, 9)) == 4
+    for wrong in (mask.flip(1), mask[:, None], mask * 2, mask.bool().tolist()):
+        with pytest.raises(ValueError, match="attention_mask must be 1"):
+            zk.sequence_tiles({**batch, "attention_mask": wrong}, 9)
 
 
 def test_tiles_have_positions_and_targets_of_the_whole_sequence() -> None:
@@ -560,6 +639,17 @@ def test_a_tensor_that_rests_is_itself_in_everything_but_memory(tmp_path: Path) 
             resting.add_(1)
         del resting
     assert rest(values, None) is values
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="what leaves a device is copied, and then written")
+def test_of_what_has_been_written_no_request_stays(tmp_path: Path) -> None:
+    with away(nn.Linear(1, 1), tmp_path) as offload:
+        resting = [rest(torch.full((64, 64), float(number)), offload) for number in range(9)]
+        blocks = list(offload.blocks.values())
+        assert sum(block.device is None for block in blocks) >= 8
+        assert all(block.event is COMPLETED and block.slot.request is COMPLETED for block in blocks if block.device is None)
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(resting))
+        del resting, blocks
 
 
 def over_ranks(stage: int) -> float:

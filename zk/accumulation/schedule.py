@@ -112,8 +112,9 @@ class Accumulation:
                 if enabled:
                     stack.enter_context(torch.autocast(kind, dtype))
             if isinstance(batch, SequenceTile):
-                stack.enter_context(Outside())
-                batch = batch.to(self.optimizer.device)
+                batch, lane = batch.to(self.optimizer.device), threading.current_thread()
+                assert isinstance(lane, MicroBatch)
+                lane.outside = stack.enter_context(Outside(batch))
             return self.loss_fn(self.optimizer.model, batch)
 
     def _called(self, block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +135,7 @@ class Accumulation:
         del args, kwargs
         number = self.lanes.index(lane)
         if self.sequences.tiles[number] is not None:
+            lane.outside.see(call.flat)
             call.attention = TileAttention(self.sequences, number, call.number, block.name, call.has_graph, offload_around())
         if call.has_graph:
             lane.calls.append(call)

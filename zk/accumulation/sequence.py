@@ -68,7 +68,8 @@ def sequence_tiles(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], token
         ``num_items_in_batch``, the number of targets of all batches unless the first batch has one: losses of transformers add up to the mean.
 
     Raises:
-        ValueError: for padding, positions that do not count from 0 (packed sequences), and values that cannot be cut.
+        ValueError: for padding that is not on the right with labels of -100, positions that do not count from 0 (packed sequences), and values that
+            cannot be cut.
     """
     check_tokens(tokens, "tokens")
     batches = [batch] if isinstance(batch, Mapping) else list(batch)
@@ -98,10 +99,10 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         if value is None:
             continue
         if name == "attention_mask":
-            if not bool((value == 1).all()):
+            if not _is_right_padding(value, labels):
                 raise ValueError(
-                    "attention_mask must be 1 for all tokens of a sequence in tiles; leave padding on the right away, or give it labels of -100 and "
-                    "no mask: no token before it looks at it"
+                    "attention_mask must be 1 for all tokens of a sequence in tiles, but for padding on the right, with labels of -100: no token "
+                    "before looks at it. Pad on the right (tokenizer.padding_side), or give each sequence as a batch of its own"
                 )
         elif name == "position_ids":
             if not bool((value == torch.arange(shape[1], device=value.device)).all()):
@@ -114,6 +115,15 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         elif name != "num_items_in_batch":
             raise ValueError(f"{name} cannot be cut into tiles of tokens: it must be a tensor of {tuple(shape)} as input_ids is; leave it away")
     return whole
+
+
+def _is_right_padding(mask: Any, labels: Tensor) -> bool:
+    """Tell if a mask leaves out no more than tokens at the end that are no targets."""
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        return False
+    kept = mask == 1
+    is_plain = bool(((mask == 0) | kept).all()) and bool(kept[:, 0].all()) and bool((kept[:, 1:] <= kept[:, :-1]).all())
+    return is_plain and bool((labels[~kept] == _IGNORED).all())
 
 
 def _cut(whole: Mapping[str, Tensor], tokens: int, targets: Any) -> Iterator[SequenceTile]:
@@ -182,6 +192,11 @@ def _check_model(model: nn.Module, length: int) -> None:
                 "have not theirs. Train it without sequence_tiles"
             )
     for path, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise ValueError(
+                f"{path!r} ({type(module).__name__}) makes positions of its own from input_ids, counted from padding_idx + 1, and tiles of a "
+                "sequence have others. Train it without sequence_tiles"
+            )
         if isinstance(module, _MIXES_TOKENS):
             raise ValueError(f"{_RULE}; {path!r} is a {type(module).__name__}, which would not see other tiles. Train it without sequence_tiles")
 
@@ -360,12 +375,47 @@ class _Attention(torch.autograd.Function):
 
 
 class Outside(TorchFunctionMode):
-    """Context of what a model computes between blocks: attention there would not see other tiles."""
+    """Context of what a model computes between blocks: attention there would not see other tiles.
+
+    Args:
+        tile: that the model is called with. Its labels are not to be shifted once more. At the end of the context something must have been
+            computed with its ``position_ids``: a model that counts tokens from 0 in each tile has wrong positions in all but the first.
+    """
+
+    def __init__(self, tile: SequenceTile) -> None:
+        super().__init__()
+        self.tile, self.has_positions = tile, tile.count == 1 or "position_ids" not in tile
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if error is None and not self.has_positions and "position_ids" in self.tile:
+            raise RuntimeError(
+                "nothing was computed with position_ids of a tile of a sequence, so tokens have positions that begin at 0 in each tile: the "
+                "model, or loss_fn, leaves them out. Let the model take its positions from there; where it has none, del tile['position_ids'] in "
+                "loss_fn; or train it without sequence_tiles"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             raise RuntimeError(elsewhere("outside of the model's blocks"))
+        if self.shifts(func, *args):
+            raise RuntimeError(
+                "labels of a tile of a sequence are the targets, shifted before the sequence was cut, and the model shifts them once more: let it "
+                "take shift_labels, or compute the loss of its logits and tile['shift_labels'] in loss_fn"
+            )
+        if getattr(func, "__name__", "") != "__get__":  # (attributes, as a shape)
+            self.see((*args, *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
+
+    def shifts(self, func: Any, given: Any = None, how: Any = None, *_: Any) -> bool:
+        """Tell if a function makes labels of the next token."""
+        index = how if isinstance(how, tuple) else (how,)
+        leaves_first_out = func is Tensor.__getitem__ and any(isinstance(part, slice) and part.start == 1 for part in index)
+        return given is not None and given is self.tile.get("labels") and (func is F.pad or leaves_first_out)
+
+    def see(self, given: Iterable[Any]) -> None:
+        """Note whether a function, or a block, is given the tile's positions."""
+        self.has_positions = self.has_positions or any(value is self.tile.get("position_ids") for value in given)
 
 
 def elsewhere(where: str) -> str:
