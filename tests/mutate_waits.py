@@ -77,7 +77,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "the shadow is written next a step later, by a gradient that compute made after parameters of the same stream had come"
     ),
     ("zk/offload/section.py", "Section.take_home", "taken.param.copies[chunk.start] = param.copies[chunk.start]"): (
-        "so is a shadow in host memory of what the device updates: compute has waited for this copy of its parameters before it makes that gradient"
+        "the shadow is written next a step later, by a gradient that compute made once it had waited for this copy of its parameters"
     ),
     ("zk/offload/tiers.py", "ResidentFields.exchange", "self.reader = other.reader"): (
         "a shadow is read by no upload: what stays is a reader of memory that is now the shadow's, which is waited for without need"
@@ -86,7 +86,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "the shadow is written next a step later, by a gradient that compute made with parameters that were read later than these"
     ),
     ("zk/offload/section.py", "Attempt.run", "update(after self.mark)"): (
-        "the update comes after its gradient, which compute made after all that it did with that memory, or follows what was asked for before"
+        "the update waits for its gradient, which compute made after it had read that memory for the last time, a step before"
     ),
     ("zk/offload/section.py", "Shadow.update", "upload(after mark)"): (
         "only copies of one stream touch that memory; the mark is for what compute did with it before it was allocated, which no test can hold up"

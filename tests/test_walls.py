@@ -62,7 +62,7 @@ SIZES = {
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
     # 17 and 156 for one process of a machine that compiles the CPU update, and the others that wait for it
-    "core": (14_926, 115_274),
+    "core": (14_925, 115_262),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;

@@ -436,13 +436,12 @@ def compile_ahead(
         param, *state = arrays
         work = [(function, (param, grad, *state, *scalars)) for function in (_adam_block, _adam_parallel)] + work
     for function, like in work:
-        if num_threads > 1 or not function.targetoptions.get("parallel"):
-            misses = sum(function.stats.cache_misses.values())
-            signature = tuple(map(numba.typeof, like))
+        signature = tuple(map(numba.typeof, like))
+        if signature not in function.overloads and (num_threads > 1 or not function.targetoptions.get("parallel")):
             with contextlib.ExitStack() as turn, _threads(num_threads):
                 _wait_turn(function, signature, say, turn)
                 function.compile(signature)
-            if sum(function.stats.cache_misses.values()) > misses:
+            if signature in function.stats.cache_misses:
                 say()
 
 
