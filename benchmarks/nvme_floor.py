@@ -3,11 +3,11 @@
 usage: python benchmarks/nvme_floor.py FOLDER [--rounds 3] [--steps 5] [--gib 1] [--out FILE.md] [-- options of peers/step.py, such as --layers 8]
 fio must be installed. `make bench-nvme`
 
-Compute is the same step with host tiers. The drive's rate is measured before and after each run, as drives change theirs within minutes, on
-whole passes, reads and writes apart: once by fio, and once by zk.offload.nvme, whose buffers in huge pages make the same drive faster. Both
-floors assume that all I/O hides behind compute, which clipping forbids: no state may be updated before the last gradient is known. What can be
-had without breaking that is compute and then the update's bytes. The last columns are the share of the floor that zk prints while it trains, by
-the rates that training sees, and that by the share measured here (at most 100%, as what zk prints).
+Compute is the same step with host tiers, and for one that uses no drive the step itself. The drive's rate is measured before and after each run,
+as drives change theirs within minutes, on whole passes, reads and writes apart: once by fio, and once by zk.offload.nvme, whose buffers in huge
+pages make the same drive faster. Both floors assume that all I/O hides behind compute, which clipping forbids: no state may be updated before the
+last gradient is known. What can be had without breaking that is compute and then the update's bytes. The last columns are the share of the floor
+that zk prints while it trains, by the rates that training sees, and that by the share measured here (at most 100%, as what zk prints).
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ def main() -> None:
         read = statistics.median(run["fetched_nbytes"] for run in runs[system])
         written = statistics.median(run["evicted_nbytes"] for run in runs[system])
         moving = {who: read / beside[system][f"{who} read"] + written / beside[system][f"{who} write"] for who in ("fio", "zk")}
+        working = compute if read or written else seconds[system]
         row = f"| {WHAT[system]} | {seconds[system]:.2f} | {read / 1e9:.2f} | {written / 1e9:.2f} "
-        for floor in (max(compute, moving["fio"]), max(compute, moving["zk"]), compute + moving["zk"]):
+        for floor in (max(working, moving["fio"]), max(working, moving["zk"]), working + moving["zk"]):
             row += f"| {floor:.2f} | {seconds[system] / floor:.2f} "
         printed = statistics.median(run["floor_s"] / run["step_s"] for run in runs[system])
-        share = min(1.0, max(compute, moving["zk"]) / seconds[system])
+        share = min(1.0, max(working, moving["zk"]) / seconds[system])
         lines.append(f"{row}| {printed:.0%} | {printed / share:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -24,7 +25,7 @@ from zk import ZeroOptimizer
 from zk.bench import io as drives
 from zk.monitor import measured
 from zk.monitor.progress import rates_line
-from zk.monitor.rates import Rates, counts_of, loggable, reason_of
+from zk.monitor.rates import Rates, counts_of, loggable, reason_of, stolen_s
 from zk.monitor.summary import placed_of, sizes_of, traffic_of
 from zk.monitor.words import seconds
 from zk.offload import cpu_adam_numba, nvme
@@ -247,21 +248,21 @@ def test_the_floor_goes_by_the_rates_that_training_sees(tmp_path: Path, monkeypa
     with wrapped(24, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as optimizer:
         file, rates = optimizer.tiers["nvme"].spill.files[0][1], Rates(optimizer)
 
-        def taken() -> tuple[dict[str, float], float, float]:
-            """The rates of an interval with a long wait, and what it read and wrote."""
+        def taken() -> tuple[dict[str, float], float, float, float]:
+            """The rates of an interval with a long wait, what it read and wrote, and its seconds of work without I/O."""
             rates.restart()
             step(optimizer)
             waited("drive", 500)
-            before, now = rates.before, counts_of(optimizer)
-            return rates.take(), now.read - before.read, now.written - before.written
+            before, now, found = rates.before, counts_of(optimizer), rates.take()
+            work = (1 - found["wait_share"]) * found["step_s"] - stolen_s(optimizer, before, now)
+            return found, now.read - before.read, now.written - before.written, work
 
-        found, _, _ = taken()
+        found, *_ = taken()
         assert found["floor_share"] == 1.0  # and not thousands: what has been done can be done
         for read_bps, write_bps in ((1e8, 1e9), (1e9, 1e8), (1e8, 1e8)):  # a drive that changes
             for windows, rate in zip(file.rates.windows, (read_bps, write_bps), strict=True):
-                windows.extend([rate / 2] * (windows.maxlen - 1) + [rate])
-            found, read, written = taken()
-            work = (1 - found["wait_share"]) * found["step_s"]
+                windows.extend([rate / 2] * (3 * windows.maxlen // 4) + [rate] + [2 * rate] * (windows.maxlen // 4 - 1))  # few are too fast
+            found, read, written, work = taken()
             assert found["floor_s"] == pytest.approx(min(found["step_s"], max(work, read / read_bps + written / write_bps)), rel=1e-3)
         drive.clear()  # ten minutes ago
         for windows in file.rates.windows:
@@ -272,8 +273,24 @@ def test_the_floor_goes_by_the_rates_that_training_sees(tmp_path: Path, monkeypa
         drive.update(read=1e7, write=1e7)
         for windows in file.rates.windows:
             windows.append(1e12)
-        found, read, written = taken()  # ranks share the drive, so each sees a part of its rate
+        found, read, written, _ = taken()  # ranks share the drive, so each sees a part of its rate
         assert found["floor_s"] == pytest.approx(min(found["step_s"], 2 * (read + written) / 1e7))
+
+
+@pytest.mark.parametrize(("cores", "ranks", "taken"), ((1, 1, True), (3, 1, False), (3, 3, True)))
+def test_io_takes_processor_time_from_work_where_compute_needs_all_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, taken: bool
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    with wrapped() as optimizer:
+        monkeypatch.setattr(optimizer.everyone, "world", ranks)
+        before = counts_of(optimizer)
+        after = dataclasses.replace(before, io_cpu_ns=before.io_cpu_ns + 5_000_000)
+        assert stolen_s(optimizer, before, after) == 0.005 * taken
+        monkeypatch.setattr(optimizer, "device", torch.device("cuda"))
+        assert stolen_s(optimizer, before, after) == 0
 
 
 def test_rates_are_of_the_last_interval() -> None:
@@ -318,7 +335,7 @@ def test_rates_of_the_drive_have_its_floor_once_it_is_measured(tmp_path: Path, m
         waited("drive", 500)
         after, now = counts_of(optimizer), optimizer.rates.take()
         moving = (after.read - before.read) / 1e8 + (after.written - before.written) / 2e8
-        assert now["floor_s"] == pytest.approx(max(moving, (1 - now["wait_share"]) * now["step_s"]), rel=1e-6)
+        assert now["floor_s"] == pytest.approx(max(moving, (1 - now["wait_share"]) * now["step_s"] - stolen_s(optimizer, before, after)), rel=1e-6)
 
 
 @pytest.mark.parametrize("value", ("", "all", "some"))

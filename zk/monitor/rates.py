@@ -57,6 +57,7 @@ class Counts:
     spent: Counter[str]
     read: int
     written: int
+    io_cpu_ns: int  # of a processor, by the threads that read and write
     linked: int
     uses: int
     hits: int
@@ -72,10 +73,22 @@ def counts_of(optimizer: Any) -> Counts:
         Counter(SPENT),
         sum(file.read_nbytes for file in files),
         sum(file.written_nbytes for file in files),
+        sum(sum(engine.cpu_ns) for engine in {file.engine for file in files}),
         transfer.uploaded_nbytes + transfer.offloaded_nbytes,
         prefetcher.uses,
         prefetcher.hits,
     )
+
+
+def stolen_s(optimizer: Any, before: Counts, now: Counts) -> float:
+    """Seconds that I/O took from work: its processor time, where compute has a thread on each core.
+
+    A thread of compute that loses its core keeps all others waiting, where they meet next. With cores to spare, I/O takes nothing.
+    """
+    threads = torch.get_num_threads() * ranks_here(optimizer.everyone.world)
+    if optimizer.device.type != "cpu" or threads < len(os.sched_getaffinity(0)):
+        return 0.0
+    return (now.io_cpu_ns - before.io_cpu_ns) / 1e9
 
 
 class Rates:
@@ -110,7 +123,8 @@ class Rates:
         written, ``link_gbps``; ``prefetch_hit_rate``; ``peak_host_gib`` of the process and ``peak_device_gib`` of torch, since the start;
         ``floor_s``: a step if all waits were hidden, and no less than the drive needs for its bytes, at the rates that training has
         seen while all I/O threads read, or all wrote (as measured at the start, until 128 MiB were moved so, and where ranks share the drive);
-        ``floor_share`` is that by the step. Work counts as it was: where I/O takes cores from compute, a step in memory would be shorter still.
+        ``floor_share`` is that by the step. Where the model is computed by all cores, which I/O then takes from it, the processor time of I/O
+        is not work.
         Shares are of 1; what has no meaning here is left out.
         """
         optimizer = self.optimizer()
@@ -143,7 +157,7 @@ class Rates:
         found["peak_host_gib"] = peak_nbytes() / 2**30
         if optimizer.device.type == "cuda":
             found["peak_device_gib"] = torch.cuda.max_memory_allocated(optimizer.device) / 2**30
-        floor = self._floor(optimizer, (1 - waited) * seconds, read, written)
+        floor = self._floor(optimizer, max(0.0, (1 - waited) * seconds - stolen_s(optimizer, before, now)), read, written)
         if floor is not None:
             floor = min(floor, seconds)  # a drive that reads and writes at once may have been faster
             found |= {"floor_s": floor / steps, "floor_share": floor / seconds}

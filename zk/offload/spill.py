@@ -175,7 +175,7 @@ class Spill:
     @property
     def rates(self) -> dict[str, float]:
         """Bytes/s of the drive, "read" and "write", as far as training has seen them."""
-        seen = [file.rates.best for _, file in self.files if file.writable]
+        seen = [file.rates.seen for _, file in self.files if file.writable]
         return {way: max(rates[way] for rates in seen if way in rates) for way in set().union(*seen)}
 
     @property
