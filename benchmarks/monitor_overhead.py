@@ -3,7 +3,7 @@
 usage: python benchmarks/monitor_overhead.py FOLDER [--steps 10] [--layers 24 --width 1024 --batch 1 --context 128] [--out FILE.md]
 
 Steps differ by more than what is looked for, so no two runs are compared: each call of the monitor is timed where it is called. What is
-always counted, the phases, is their number in a step times what one takes here, without a recorder and with one.
+always counted, phases and transfers of the drive, is their number in a step times what one takes here, phases without a recorder and with one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import zk
 from zk import timeline
 from zk.monitor import profile as profiles
+from zk.offload import nvme
 from zk.train.gpt import GPT, GPTConfig
 
 SPENT: Counter[str] = Counter()  # seconds
@@ -45,32 +46,51 @@ def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def phase_s(resource: timeline.Resource, count: int = 20_000) -> float:
-    """Seconds that one phase takes: the median of ten times, as others use the cores, too."""
+def one_s(call: Callable[[], None], count: int = 20_000) -> float:
+    """Seconds that one call takes: the median of ten times, as others use the cores, too."""
     taken = []
     for _ in range(10):
         start = time.perf_counter()
         for _ in range(count // 10):
-            with timeline.phase(resource, "nothing"):
-                pass
+            call()
         taken.append((time.perf_counter() - start) / (count // 10))
     return statistics.median(taken)
+
+
+def phase_s(resource: timeline.Resource) -> float:
+    def one() -> None:
+        with timeline.phase(resource, "nothing"):
+            pass
+
+    return one_s(one)
+
+
+def transfer_s() -> float:
+    """Seconds that it takes to count one of many transfers for the drive's rate."""
+    rates = nvme.DriveRates(1)
+    for _ in range(nvme._WINDOWS * nvme._WINDOW_NBYTES >> 22):
+        rates.end(False, 4 << 20, rates.begin(False))
+    return one_s(lambda: rates.end(False, 4 << 20, rates.begin(False)))
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
     """Count phases, and time the calls of the monitor."""
-    enter = timeline.phase.__enter__
+    enter, begin = timeline.phase.__enter__, nvme.DriveRates.begin
 
     def entering(self: timeline.phase) -> None:
         CALLS["counted" if self.resource in ("wait", "update") else "others"] += 1
         enter(self)
 
-    timeline.phase.__enter__ = entering  # type: ignore[method-assign]
+    def beginning(self: nvme.DriveRates, write: bool) -> tuple[int, int] | None:
+        CALLS["transfers"] += 1
+        return begin(self, write)
+
+    timeline.phase.__enter__, nvme.DriveRates.begin = entering, beginning  # type: ignore[method-assign]
     for name in ("_enter", "_leave"):
         setattr(profiles.profile, name, timed("profile", getattr(profiles.profile, name)))
     yield
-    timeline.phase.__enter__ = enter  # type: ignore[method-assign]
+    timeline.phase.__enter__, nvme.DriveRates.begin = enter, begin  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -82,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["ZK_QUIET"] = "0"
     kinds: dict[str, timeline.Resource] = {"counted": "wait", "others": "read"}
-    rows, cost = [], {kind: phase_s(resource) for kind, resource in kinds.items()}
+    rows, cost = [], {**{kind: phase_s(resource) for kind, resource in kinds.items()}, "transfers": transfer_s()}
     with timeline.Recorder():
         recorded = {kind: phase_s(resource) - cost[kind] for kind, resource in kinds.items()}
     with counted():
@@ -112,7 +132,7 @@ def main() -> None:
             CALLS.clear()
             steps(options.steps, lambda loss: None)
             step_s = statistics.median(seconds)
-            default = sum(CALLS[kind] * cost[kind] for kind in kinds) / options.steps
+            default = sum(CALLS[kind] * cost[kind] for kind in cost) / options.steps
             SPENT.clear()
             with zk.Progress(optimizer, options.steps, run=run) as progress:
                 progress.step = timed("file of the run, progress", progress.step)  # type: ignore[method-assign]

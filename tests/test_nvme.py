@@ -630,23 +630,24 @@ def test_rates_are_of_the_time_in_which_all_threads_do_the_same(monkeypatch: pyt
     clock = [5_000]
     monkeypatch.setattr(nvme, "time", types.SimpleNamespace(perf_counter_ns=lambda: clock[0]))
     monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 1_000)
+    monkeypatch.setattr(nvme, "_PAUSE", 3)
     rates = DriveRates(2)
 
     def together(bps: float, first: bool, second: bool) -> None:
         """Two transfers of 1,000 bytes, each alone for 20 ns, and both at once for as long as the drive takes for what is left."""
         taken = round(1e9 * 2_000 / bps)
-        one, other = rates.transfer(first, 1_000), rates.transfer(second, 1_000)
-        one.__enter__()
+        one = rates.begin(first)
         clock[0] += 20
-        other.__enter__()
+        other = rates.begin(second)
         clock[0] += taken
-        one.__exit__(None, None, None)
+        rates.end(first, 1_000, one)
         clock[0] += 20
-        other.__exit__(None, None, None)
+        rates.end(second, 1_000, other)
 
     together(1e9, False, True)
-    with rates.transfer(False, 10_000):
-        clock[0] += 1  # one thread alone
+    alone = rates.begin(False)
+    clock[0] += 1  # one thread alone
+    rates.end(False, 10_000, alone)
     assert rates.seen == {} and rates.ns == [0, 0]
     together(1e9, False, False)
     together(1e9, False, False)
@@ -660,7 +661,13 @@ def test_rates_are_of_the_time_in_which_all_threads_do_the_same(monkeypatch: pyt
     while sum(window > 1e9 for window in rates.windows[False]) < nvme._WINDOWS // 4:
         assert rates.seen["read"] == pytest.approx(5e8, rel=0.02)  # few may be too fast
         together(2e9, False, False)
-    assert rates.seen["read"] == pytest.approx(2e9, rel=0.05)
+    assert rates.seen["read"] == pytest.approx(2e9, rel=0.05) and rates.pause == 3
+    for left in (2, 1, 0):  # of many, few are looked at
+        rates.end(True, 1_000, rates.begin(True))
+        assert rates.pause == left and len(rates.windows[True]) == 2
+    ns = rates.ns[False]
+    together(2e9, False, False)
+    assert rates.ns[False] > ns
 
 
 def test_files_count_their_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
@@ -679,12 +686,12 @@ def test_files_count_their_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine.close()
 
 
-def test_threads_count_their_processor_time(tmp_path: Path) -> None:
-    engine = Engine(num_threads=2, block_nbytes=ALIGN)
-    assert engine.cpu_ns == [0, 0]
-    with File(tmp_path / "file", 64 * ALIGN, checksum=True, engine=engine) as file:
-        start = time.process_time_ns()
-        file.write(aligned(64 * ALIGN))
-        file.read(aligned(64 * ALIGN))
-        assert 0 < sum(engine.cpu_ns) <= time.process_time_ns() - start + 20_000_000  # what threads did before the first piece
+def test_threads_have_their_processor_time(tmp_path: Path) -> None:
+    engine = Engine(num_threads=2)
+    with File(tmp_path / "file", 32 << 20, checksum=True, engine=engine) as file:
+        before, start = engine.cpu_ns(), time.process_time_ns()
+        for _ in range(4):
+            file.write(aligned(32 << 20))
+        assert 0 < engine.cpu_ns() - before <= time.process_time_ns() - start + 50_000_000  # which the kernel counts by ticks
     engine.close()
+    assert engine.cpu_ns() == 0

@@ -62,8 +62,8 @@ SIZES = {
     # 22 and 195 for memory that the norm's pass asks for ahead
     # 55 and 510 for rates of drives, as transfers show them
     # 17 and 156 for one process of a machine that compiles the CPU update, and the others that wait for it
-    # 3 and 39 for the processor time of threads that read and write
-    "core": (14_928, 115_301),
+    # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
+    "core": (14_941, 115_389),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -88,7 +88,8 @@ SIZES = {
     # 3 and 20 for arrows that no viewer leaves out
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them
     # 2 and 24 for requests that no block keeps once it is written
-    "beside the core": (5_480, 42_810),
+    # 1 and 27 for phases on the clock that they are measured with
+    "beside the core": (5_481, 42_837),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter

@@ -146,18 +146,18 @@ class phase:  # a verb, as contextlib's are
             self.label.__enter__()
         if self.resource in _COUNTED:
             self.outer_ns, _thread.inner_ns = _thread.inner_ns, 0
-        self.start_ns = now_ns()
+        self.start_ns = time.perf_counter_ns()
         for recorder in _RECORDERS:
             recorder.open[self] = threading.current_thread().name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.resource in _COUNTED:
-            taken = now_ns() - self.start_ns
+            taken = time.perf_counter_ns() - self.start_ns
             if not _thread.background:
                 SPENT["update" if self.resource == "update" else f"wait: {self.name.partition(':')[0]}"] += taken - _thread.inner_ns
             _thread.inner_ns = self.outer_ns + taken
         if _RECORDERS:
-            note(self.resource, self.name, self.start_ns, now_ns(), holds=True, flow=self.flow)
+            note(self.resource, self.name, self.start_ns + _OFFSET_NS, now_ns(), holds=True, flow=self.flow)
             for recorder in _RECORDERS:
                 recorder.open.pop(self, None)
         if self.label is not None:
@@ -209,7 +209,8 @@ class Recorder:
         start_ns, stop_ns = self.start_ns, now_ns()
         with _changing:
             _RECORDERS = tuple(recorder for recorder in _RECORDERS if recorder is not self)
-        spans = [*self.spans, *(Span(work.resource, work.name, work.start_ns, stop_ns, thread) for work, thread in list(self.open.items()))]
+        still = ((work, work.start_ns + _OFFSET_NS, thread) for work, thread in list(self.open.items()))
+        spans = [*self.spans, *(Span(work.resource, work.name, start, stop_ns, thread) for work, start, thread in still)]
         if self.profile is not None:
             spans = _with_device(spans, _stop_profile(self.profile))
         kept = [

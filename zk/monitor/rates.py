@@ -73,7 +73,7 @@ def counts_of(optimizer: Any) -> Counts:
         Counter(SPENT),
         sum(file.read_nbytes for file in files),
         sum(file.written_nbytes for file in files),
-        sum(sum(engine.cpu_ns) for engine in {file.engine for file in files}),
+        sum(engine.cpu_ns() for engine in {file.engine for file in files}),
         transfer.uploaded_nbytes + transfer.offloaded_nbytes,
         prefetcher.uses,
         prefetcher.hits,

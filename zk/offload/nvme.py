@@ -36,6 +36,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ from zk.timeline import phase
 
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096
-_WINDOW_NBYTES, _WINDOWS = 128 << 20, 16  # of rates
+_WINDOW_NBYTES, _WINDOWS, _PAUSE = 128 << 20, 16, 256  # of rates: bytes and number of windows, and transfers between them
 __all__ = ["Engine", "File", "Request", "aligned"]
 
 
@@ -173,8 +174,7 @@ class Engine:
         self.num_threads, self.block_nbytes = num_threads, block_nbytes
         self.closed, self.pid = False, os.getpid()
         self.jobs: queue.SimpleQueue[tuple[Request, Callable[[memoryview], None]] | None] = queue.SimpleQueue()
-        self.cpu_ns = [0] * num_threads  # of a processor, by each thread
-        self.threads = [threading.Thread(target=self._run, args=(index,), name=f"zk-nvme-{index}", daemon=True) for index in range(num_threads)]
+        self.threads = [threading.Thread(target=self._run, name=f"zk-nvme-{index}", daemon=True) for index in range(num_threads)]
         for thread in self.threads:
             thread.start()
 
@@ -188,7 +188,14 @@ class Engine:
             reason = "was closed" if self.closed else "belongs to the process that forked this one; open the file again here"
             raise RuntimeError(f"this engine {reason}, so nothing would move the bytes")
 
-    def _run(self, index: int) -> None:
+    def cpu_ns(self) -> int:
+        """Nanoseconds of a processor that the threads have used, as Linux counts them; 0 if it does not."""
+        try:
+            return sum(int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) for thread in self.threads)
+        except OSError:  # threads that have ended, or are another process's, too
+            return 0
+
+    def _run(self) -> None:
         numa.join()
         bounce = aligned(self.block_nbytes).numpy().data
         while (job := self.jobs.get()) is not None:
@@ -199,7 +206,6 @@ class Engine:
                     move(bounce)
             except BaseException as failure:
                 error = failure
-            self.cpu_ns[index] = time.thread_time_ns()
             request._piece_ended(error)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -311,45 +317,48 @@ class DriveRates:
 
     They are counted in windows of 128 MiB for four threads, of which the last ones are kept. The best of them exaggerate, as the drive gives now
     more and now less; those in which threads had to wait for a core, or for Python's lock, are too slow. So the drive's rate is that which a quarter
-    of the windows reach. A transfer of which half was such a time counts with half of its bytes.
+    of the windows reach. A transfer of which half was such a time counts with half of its bytes. Once there are as many windows as are kept, few
+    transfers are looked at, as this takes longer than to count them.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads, self.lock = threads, threading.Lock()
         self.windows = tuple(collections.deque[float](maxlen=_WINDOWS) for _ in range(2))  # bytes/s, of reads and of writes
         self.ns, self.nbytes, self.begun = [0, 0], [0.0, 0.0], [(0, 0.0), (0, 0.0)]
-        self.active, self.since = [0, 0], 0
+        self.active, self.since, self.pause = [0, 0], 0, 0
 
     @property
     def seen(self) -> dict[str, float]:
         """Bytes/s, "read" and "write", where a window of them has ended."""
         return {way: rates[3 * len(rates) // 4] for way, rates in zip(("read", "write"), map(sorted, self.windows), strict=True) if rates}
 
-    def _count(self) -> int:
-        """Count the time since the last transfer began or ended. Returns now."""
+    def begin(self, write: bool) -> tuple[int, int] | None:
+        """Count a transfer that begins now. What ``end`` is to be given."""
+        if self.pause > 0:
+            self.pause -= 1
+            return None
         now = time.perf_counter_ns()
-        for way, active in enumerate(self.active):
-            self.ns[way] += (now - self.since) * (active == self.threads)
-        self.since = now
-        return now
-
-    @contextlib.contextmanager
-    def transfer(self, write: bool, nbytes: int) -> Iterator[None]:
-        """Count what is done inside as a transfer."""
         with self.lock:
-            start, before = self._count(), self.ns[write]
             self.active[write] += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                taken = self._count() - start
-                self.active[write] -= 1
-                self.nbytes[write] += nbytes * (self.ns[write] - before) / max(1, taken)
-                ns, first = self.begun[write]
-                if self.nbytes[write] - first >= _WINDOW_NBYTES * max(1, self.threads // 4):  # far more than is in flight
-                    self.windows[write].append(1e9 * (self.nbytes[write] - first) / max(1, self.ns[write] - ns))
-                    self.begun[write] = self.ns[write], self.nbytes[write]
+            if self.active[write] == self.threads:
+                self.since = now
+            return now, self.ns[write]
+
+    def end(self, write: bool, nbytes: int, begun: tuple[int, int] | None) -> None:
+        """Count it as one that ends now."""
+        if begun is None:
+            return
+        now = time.perf_counter_ns()
+        with self.lock:
+            if self.active[write] == self.threads:
+                self.ns[write] += now - self.since
+            self.active[write] -= 1
+            self.nbytes[write] += nbytes * (self.ns[write] - begun[1]) / max(1, now - begun[0])
+            ns, first = self.begun[write]
+            if self.nbytes[write] - first >= _WINDOW_NBYTES * max(1, self.threads // 4):  # far more than is in flight
+                self.windows[write].append(1e9 * (self.nbytes[write] - first) / max(1, self.ns[write] - ns))
+                self.begun[write] = self.ns[write], self.nbytes[write]
+                self.pause = _PAUSE * (len(self.windows[write]) == _WINDOWS)
 
 
 class File:
@@ -586,8 +595,12 @@ class File:
                 descriptor, buffer = direct, data[moved : moved + whole]
             try:
                 name = f"{len(buffer) >> 10} KiB at {position}"
-                with phase("write" if write else "read", name, flow), self.rates.transfer(write, len(buffer)):
-                    now = call(descriptor, [buffer], position)
+                begun = self.rates.begin(write)
+                try:
+                    with phase("write" if write else "read", name, flow):
+                        now = call(descriptor, [buffer], position)
+                finally:
+                    self.rates.end(write, len(buffer), begun)
             except InterruptedError:
                 continue
             except OSError as error:
