@@ -89,7 +89,8 @@ SIZES = {
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them
     # 2 and 24 for requests that no block keeps once it is written
     # 1 and 27 for phases on the clock that they are measured with
-    "beside the core": (5_481, 42_837),
+    # 6 and 66 for tiles of a sequence, in the options of zk plan
+    "beside the core": (5_487, 42_903),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -107,7 +108,8 @@ SIZES = {
     # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
     # 15 and 135 for the closest name
     # 87 and 595 for updates that begin in backward, and both directions of the link
-    "plan": (2_248, 20_452),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    # 13 and 144 for sequences in tiles
+    "plan": (2_261, 20_596),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences

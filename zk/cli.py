@@ -116,6 +116,9 @@ def plan(
     sequence: Annotated[
         int | None, typer.Option(min=1, help="Tokens of one sequence, trained with zk.long_context: no logits, tiles, checkpoints in host memory.")
     ] = None,
+    sequence_tiles: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a tile: sequences go through the model tile by tile (zk.sequence_tiles). Divides --sequence.")
+    ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     compute_dtype: Annotated[str | None, typer.Option(help="fp32: parameters rest in --dtype, and are gathered and computed with in fp32.")] = None,
@@ -202,10 +205,13 @@ def plan(
             tokens = sequence * accumulate if sequence is not None else 8192
         if sequence is not None and tokens % (sequence * accumulate):
             raise ValueError(f"--tokens must be whole sequences in each micro-batch, of --sequence {sequence}; got {tokens} in {accumulate}")
+        if sequence_tiles is not None and (sequence is None or sequence % sequence_tiles):
+            raise ValueError(f"--sequence-tiles must divide --sequence, which it cuts; got {sequence_tiles} and {sequence or 'no --sequence'}")
         shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
-        shape = dataclasses.replace(shape, sequence=sequence or 0, optimizer=optimizer.lower())
+        shape = dataclasses.replace(shape, sequence=sequence or 0, tile=sequence_tiles or 0, optimizer=optimizer.lower())
         side: str | float = float(update_on) if update_on.replace(".", "", 1).isdecimal() else update_on
-        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate, side, compute_dtype)
+        pieces = accumulate * (sequence // sequence_tiles if sequence and sequence_tiles else 1)
+        found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, pieces, side, compute_dtype)
         if as_json:
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:

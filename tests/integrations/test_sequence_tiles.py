@@ -206,5 +206,31 @@ def test_the_trainer_has_the_losses_of_the_plain_one(name: str, tmp_path: Path) 
         found.append(history(trainer))
     assert_alike(found[1], found[0])
     trainer.zero.close()
+
+
+class Stop(tf.TrainerCallback):
+    """Ends a training of four steps in its middle, so that the schedule of the learning rate is that of all."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == 2
+
+
+def test_the_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for save, resume in (("no", False), ("steps", False), ("no", True)):
+        args = arguments(tmp_path / "run", max_steps=4, save_strategy=save, save_steps=2, eval_strategy="no")
+        options = {"zero": on_drive(tmp_path), "long_context": True, "sequence_tiles": 5}
+        trainer = ZeroTrainer(model=make("llama"), args=args, train_dataset=data("llama"), callbacks=[Stop()] * (save == "steps"), **options)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append((history(trainer), trainer.zero.consolidated_state_dict()))
+        trainer.zero.close()
+    (whole, params), _, (resumed, others) = found
+    assert whole.keys() == resumed.keys() and {step for step, _ in whole} >= {1, 2, 3, 4}
+    assert whole == resumed and params.keys() == others.keys()
+    assert all(torch.equal(params[name], others[name]) for name in params)
+
+
+def test_tiles_of_the_trainer_are_numbers_of_tokens(tmp_path: Path) -> None:
+    args, name = arguments(tmp_path), "llama"
     with pytest.raises(ValueError, match="sequence_tiles must be a number of tokens, 2 or more; got True"):
         ZeroTrainer(model=make(name), args=args, train_dataset=data(name), sequence_tiles=True)

@@ -128,10 +128,17 @@ def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, mic
 
     On the device are ten tensors as wide as the model, for all tokens of a micro-batch: attention's four, the gradients of these, its layers' input,
     and a gradient around the block; a tile of an MLP, and the gradients there; logits of a block of tokens, their gradient, and the head's in fp32.
+
+    Where sequences go in tiles, micro-batches are tiles. Beside one of them the device has keys and values of two others, the gradients of one
+    pair in fp32, and a part of attention in fp32. Attention's output, keys and values rest as inputs do, and gradients of one block's keys and
+    values in fp32; all are taken to be as wide as the model.
     """
     mlp, logits = (TOKENS, PIECE) if joined else (TOKENS_ON_DEVICE, PIECE_ON_DEVICE)
     one, inputs = -(-tokens // micro_batches), tokens * size * shape.width * shape.layers
-    inside = 10 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
+    if shape.tile:
+        inputs = 4 * inputs + 8 * tokens * shape.width
+    inside = (4 * size + 12) * one * shape.width if shape.tile else 0
+    inside += 10 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
     head = min(one, logits[0]) * shape.vocab * (4 + size % 4) + 4 * shape.vocab * shape.width
     kept = inputs if joined else min(inputs, 2 * _KEPT)
     return {("device", "activations"): inside + head + kept, ("host", "activations"): inputs - kept}
@@ -233,7 +240,7 @@ def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
         assert chosen is not None
         return chosen
 
-    orders = [best(vertical) for vertical in ((False, True) if micro_batches > 1 else (False,))]
+    orders = [best(vertical) for vertical in ((True,) if shape.tile else (False, True) if micro_batches > 1 else (False,))]
     first, *slower = sorted(orders, key=lambda order: order.step.seconds)
     return dataclasses.replace(first, other=slower[0].step if slower else None)
 
@@ -415,6 +422,8 @@ def as_dict(found: Plan) -> dict[str, Any]:
         "machine": dataclasses.asdict(found.machine),
         "tokens": found.tokens,
         "micro_batches": found.micro_batches,
+        "sequence": found.shape.sequence,
+        "sequence_tiles": found.shape.tile,
         "options": [option(one) for one in found.options],
         "recommended": None if found.best is None else {**option(found.best), "python": as_python(found.best.config)},
         "largest": {tier: {**model(shape), "config": shown(config)} for tier, (shape, config) in found.largest.items()},

@@ -45,7 +45,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(
         f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}{by}", highlight=False
     )
-    console.print(_machine(plan.machine, plan.tokens, plan.shape.sequence), highlight=False, style="dim")
+    console.print(_machine(plan.machine, plan.tokens, plan.shape.sequence, plan.shape.tile), highlight=False, style="dim")
     rows = table("each rank", ("stage", "params", "optimizer"), TIERS.values())
     rows.padding = (0, 1, 0, 0)
     rows.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
@@ -104,7 +104,7 @@ def _stages(stages: Sequence[int], best: int | None) -> str:
     return ",".join(f"{stage}*" if stage == best else str(stage) for stage in stages)
 
 
-def _machine(machine: Machine, tokens: int, sequence: int) -> str:
+def _machine(machine: Machine, tokens: int, sequence: int, tile: int) -> str:
     gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
     meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
     mesh = f" ({', '.join(f'{name} {extent}' for name, extent in meshes.items() if extent > 1)})" if machine.shards < machine.world else ""
@@ -115,7 +115,8 @@ def _machine(machine: Machine, tokens: int, sequence: int) -> str:
     names = zip(("GPU", "RAM", "drive"), USABLE.values(), there, strict=True)
     use = ", ".join(f"{share:.0%} of {what}" for what, share, is_there in names if is_there)
     drive = f"{size(machine.nvme_nbytes)} of drive" if machine.nvme_nbytes else "no drive"
-    length = f", in sequences of {sequence:,} (zk.long_context)" if sequence else ""
+    tiles = f", in tiles of {tile:,} (zk.sequence_tiles)" if tile else ""
+    length = f", in sequences of {sequence:,} (zk.long_context){tiles}" if sequence else ""
     return (
         f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {drive} ({use} to be used); {tokens:,} tokens "
         f"a step and rank{length}\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
