@@ -151,3 +151,11 @@ def test_a_recording_that_has_not_come_to_its_end_says_so(
         assert (tmp_path / "new" / "a.json").exists() and not (tmp_path / "b.json").exists()
         said = sorted(capsys.readouterr().err.splitlines())
         assert "no trace in" in said[0] and "without 1 of its steps" in said[1] and len(said) == 2
+
+
+def test_a_file_that_is_refused_at_the_end_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with wrapped(stage=2) as optimizer:
+        zk.profile(optimizer, tmp_path / "there" / "trace.json", steps=1, skip=0)
+        (tmp_path / "there").rmdir()
+        step(optimizer)
+        assert optimizer.metrics()["steps"] == 1 and "trace.json cannot be written: " in caplog.text

@@ -63,7 +63,8 @@ SIZES = {
     # 55 and 510 for rates of drives, as transfers show them
     # 17 and 156 for one process of a machine that compiles the CPU update, and the others that wait for it
     # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
-    "core": (14_941, 115_389),
+    # 2 and 26 for a clock that stands while states are parked
+    "core": (14_943, 115_415),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -90,7 +91,8 @@ SIZES = {
     # 2 and 24 for requests that no block keeps once it is written
     # 1 and 27 for phases on the clock that they are measured with
     # 6 and 66 for tiles of a sequence, in the options of zk plan
-    "beside the core": (5_487, 42_903),
+    # 24 and 168 for a clock that stands while states are parked
+    "beside the core": (5_511, 43_071),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -138,7 +140,8 @@ SIZES = {
     # 1 and 16 for the precision of compute
     # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
     # 12 and 95 for a floor by the rates that training sees; 14 and 108 for the processor time that I/O takes from work
-    "monitor": (1_695, 14_255),  # summaries, and what is said at the start; rates, and progress
+    # 4 and 43 for traces that cannot be written, reports without a step, and time that is parked
+    "monitor": (1_699, 14_298),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }

@@ -214,7 +214,8 @@ def test_commands_say_what_is_missing(tmp_path: Path) -> None:
     with wrapped(stage=2) as optimizer, RunFile(optimizer, tmp_path):  # before the first step
         shown = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"], catch_exceptions=False).output
     assert "step 0 | running" in shown
-    Page(report.html(read(tmp_path / FILE), "ended", "run"))
+    page = report.html(read(tmp_path / FILE), "ended", "run")
+    assert not {"floor", "compute"} & Page(page).series.keys() and "Seconds of a step" not in page  # there was none
     with wrapped(stage=2) as optimizer, pytest.raises(OSError, match="zk_run"):
         RunFile(optimizer, tmp_path / FILE)
 

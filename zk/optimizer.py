@@ -60,6 +60,7 @@ from zk.plan.check import Case, refuse_what_cannot_fit
 from zk.precision import GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
 from zk.speculation import Speculation
 from zk.store import UnitStore
+from zk.timeline import Clock
 from zk.torch_calls import watch_pipelines, watch_torch
 from zk.units import Unit
 from zk.updates import Integrity, Updates, as_now, check_kernels, chosen, settled
@@ -112,7 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with giving_up(overrides.get("process_group", config.process_group if config is not None else None)):
             self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
             self.inners: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
-            self.model, self.closed, self.forked, self.is_parked = model, False, False, False
+            self.model, self.closed, self.forked, self.is_parked, self.clock = model, False, False, False, Clock()
             check_arguments(model, self.inners, ZeroOptimizer)
             self.rule_of_inner = rules_for(self.inners, self.config.elementwise, self.config.parameterwise)
             first, is_one = self.inners[0], len(self.inners) == 1

@@ -37,6 +37,7 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
         raise RuntimeError("parked() found gradients, which it would have to keep; call it between zero_grad() and the next backward")
     optimizer.synchronize()
     with torch.no_grad(), contextlib.ExitStack() as again:
+        again.enter_context(optimizer.clock.stopped())
         device = optimizer.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # updated parameters have arrived

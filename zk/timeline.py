@@ -21,6 +21,7 @@ What the figures mean:
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import decimal
 import functools
@@ -118,6 +119,29 @@ _thread = _Thread()
 _COUNTED = ("wait", "update")
 SPENT: collections.Counter[str] = collections.Counter()
 """Nanoseconds since the start of training threads in updates ("update") and in waits ("wait: drive", "wait: other ranks"), always counted."""
+
+
+class Clock:
+    """A clock of training, which stands while something else has the memory, and ``SPENT`` without what was spent meanwhile."""
+
+    def __init__(self) -> None:
+        self.away_ns, self.away_spent = 0, collections.Counter[str]()
+        self.stands: tuple[int, collections.Counter[str]] | None = None  # time, and SPENT, of where it does
+
+    def read(self) -> tuple[int, collections.Counter[str]]:
+        """Nanoseconds, and those spent, by kind."""
+        now_is, spent = self.stands or (now_ns(), collections.Counter(SPENT))
+        return now_is - self.away_ns, spent - self.away_spent
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The clock stands inside."""
+        since, before = self.stands = now_ns(), collections.Counter(SPENT)
+        try:
+            yield
+        finally:
+            self.stands = None
+            self.away_ns, self.away_spent = self.away_ns + now_ns() - since, self.away_spent + SPENT - before
 
 
 def in_background() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from zk.cache import folder_for, replace_text
+from zk.logs import rank_log
 from zk.monitor.rates import zero_of
 from zk.monitor.start import say
 from zk.monitor.summary import nbytes_of, rows_of
@@ -43,7 +44,7 @@ class profile:  # a verb, as contextlib's are
 
     Raises:
         ValueError: for a number of steps that is none.
-        OSError: if the file cannot be written.
+        OSError: if the folder cannot be made or written. A file that is refused when the steps have come is a warning.
 
     If the program ends before these steps, what there is of them is written.
     """
@@ -119,7 +120,11 @@ class profile:  # a verb, as contextlib's are
         recorder.__exit__()
         trace = chrome_trace(recorder.timeline, self.rank)
         trace["traceEvents"] += list(counters(recorder.timeline, self.readings, self.rank, trace["baseTimeNanoseconds"]))
-        replace_text(self.path, json.dumps(trace))
+        try:
+            replace_text(self.path, json.dumps(trace))
+        except OSError as error:  # training goes on
+            rank_log.warning("no trace: %s", error)
+            return
         if self.rank == 0:
             missing = f", without {self.left} of its steps, which have not come" if self.left else ""
             say(f"zk: wrote {self.path}{missing}: open it in https://ui.perfetto.dev")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ import torch
 
 from zk.memory import peak_nbytes, ranks_here
 from zk.monitor import measured
-from zk.timeline import SPENT
 
 # kinds of zk.timeline.SPENT -> what is waited for, by its name in the rates; any other wait is "other"
 REASONS = {"wait: drive": "drive", "wait: link": "link", "wait: other ranks": "ranks", "wait: update": "update", "wait: save": "save"}
@@ -52,7 +50,7 @@ def spent(rates: Mapping[str, float]) -> dict[str, float]:
 class Counts:
     """Counters of an optimizer at one moment."""
 
-    ns: int
+    ns: int  # of the optimizer's clock, which stands while it is parked
     steps: int  # taken or skipped
     spent: Counter[str]
     read: int
@@ -67,10 +65,11 @@ def counts_of(optimizer: Any) -> Counts:
     """Read the counters, in microseconds."""
     nvme, prefetcher, transfer = optimizer.tiers.get("nvme"), optimizer.partition.prefetcher, optimizer.transfer
     files = [file for _, file in nvme.spill.files] if nvme is not None else []
+    ns, spent_ns = optimizer.clock.read()
     return Counts(
-        time.perf_counter_ns(),
+        ns,
         optimizer.counters["steps"] + optimizer.counters["skipped_steps"],
-        Counter(SPENT),
+        spent_ns,
         sum(file.read_nbytes for file in files),
         sum(file.written_nbytes for file in files),
         sum(engine.cpu_ns() for engine in {file.engine for file in files}),

@@ -163,7 +163,7 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
         f"<h1>{escape(name)}</h1><p>{escape(run['heading'])}</p>",
         _table((*facts.items(), *run["results"].items())),
         chart("Loss, by step", {}, {"training": ("#4c78a8", losses)}, until=until) if losses else "",
-        chart("Seconds of a step, and what for", uses, floor, until=until),
+        chart("Seconds of a step, and what for", uses, floor, until=until) if rows else "",
         *_memory(run, until),
         "<h2>Plan and measurement</h2>" + _table(_against_plan(run, totals), "", "planned", "measured"),
         "<h2>Configuration</h2>" + _table((key, str(value)) for key, value in {**run["zero"], **run["about"]}.items()),

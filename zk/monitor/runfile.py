@@ -58,7 +58,7 @@ class RunFile:
     ) -> None:
         optimizer = zero_of(optimizer)
         self.path = Path(folder) / FILE if optimizer.everyone.rank == 0 else None
-        self.rates, self.done, self.loss, self.skipped = Rates(optimizer), done, None, 0
+        self.rates, self.clock, self.done, self.loss, self.skipped = Rates(optimizer), optimizer.clock, done, None, 0
         self.rows: list[list[Any]] = []
         self.memory: list[list[Any]] = []
         self.content: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class RunFile:
     def restart(self) -> None:
         """Begin a row now: the time since the last step was not spent training."""
         self.rates.restart()
-        self.row_at, self.row_step = time.perf_counter(), self.done
+        self.row_at, self.row_step = self.clock.read()[0] / 1e9, self.done
 
     def step(self, loss: Any = None, tokens: int = 0) -> None:
         """Count a step. ``loss``: a number or a scalar tensor, which is read when the file is written. ``tokens``: of all ranks."""
@@ -129,7 +129,7 @@ class RunFile:
 
     def _add_row(self) -> None:
         """Add what was measured since the last row."""
-        now, tokens = time.perf_counter(), self.rates.tokens
+        now, tokens = self.clock.read()[0] / 1e9, self.rates.tokens
         steps, seconds = self.done - self.row_step, now - self.row_at
         found = self.rates.take() if steps > 0 else {}
         if not found:
