@@ -26,6 +26,7 @@ from zk.bench import io as drives
 from zk.monitor import measured
 from zk.monitor.progress import rates_line
 from zk.monitor.rates import Rates, counts_of, loggable, reason_of, stolen_s
+from zk.monitor.start import say
 from zk.monitor.summary import placed_of, sizes_of, traffic_of
 from zk.monitor.words import seconds
 from zk.offload import cpu_adam_numba, nvme
@@ -389,6 +390,19 @@ def test_progress_prints_lines_to_files_and_renews_one_in_a_terminal(monkeypatch
         with zk.Progress(optimizer, file=quiet) as progress:
             progress.step(1.0)
         assert quiet.getvalue() == ""
+
+
+def test_what_is_said_beside_progress_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZK_QUIET", "0")
+    with wrapped(stage=2) as optimizer:
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        with zk.Progress(optimizer, 3) as progress:
+            progress.step(1.0)
+            say("zk: one")
+            say("zk: two")
+        say("zk: three")
+        first, *others, last, _ = sys.stderr.getvalue().split("\n")  # type: ignore[attr-defined]
+        assert "step 1/3" in first and others[:2] == ["zk: one", "zk: two"] and last == "zk: three"
 
 
 def test_progress_goes_on_without_anybody_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

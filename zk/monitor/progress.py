@@ -18,6 +18,7 @@ import torch
 from zk.memory import host_memory
 from zk.monitor.rates import Rates, reason_of, zero_of
 from zk.monitor.runfile import RunFile
+from zk.monitor.start import begun_line, is_quiet
 from zk.monitor.words import bar, duration, seconds
 
 EVERY_S = 10.0  # between lines where there is no terminal
@@ -84,8 +85,6 @@ class Progress:
         run: str | os.PathLike[str] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        from zk.monitor.start import is_quiet
-
         if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
             raise ValueError(f"total must be a number of steps, at least 1, or None; got {total!r}")
         self.total, self.done, self.first = total, done, done
@@ -154,6 +153,7 @@ class Progress:
                 line = line[:width]
                 self.file.write(f"\r{line.ljust(self.width)}")
                 self.width = len(line)
+                begun_line(self.file)
             else:
                 self.file.write(f"zk: {line}\n")
             self.file.flush()
@@ -170,6 +170,7 @@ class Progress:
                 with contextlib.suppress(OSError, ValueError):
                     self.file.write("\n")
                     self.file.flush()
+                begun_line(None)
 
     def __enter__(self) -> Progress:
         return self

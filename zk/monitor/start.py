@@ -23,6 +23,15 @@ def is_quiet() -> bool:
     return os.environ.get("ZK_QUIET", "") not in ("", "0")
 
 
+_begun: Any = None  # the terminal in whose last line a Progress is
+
+
+def begun_line(file: Any) -> None:
+    """Note that the last line of this terminal is not ended; None: that it is."""
+    global _begun
+    _begun = file
+
+
 def say(text: str) -> None:
     """Print lines to stderr, unless zk is quiet."""
     if not is_quiet():
@@ -33,7 +42,10 @@ def say_always(text: str) -> None:
     """Print lines to stderr, if there is one: training goes on without it."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more, a file that is closed
+            if _begun is sys.stderr and not text.startswith("\n"):
+                text = f"\n{text}"
             print(text, file=sys.stderr, flush=True)
+            begun_line(None)
 
 
 def begin(optimizer: Any) -> None:
