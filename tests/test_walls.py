@@ -140,8 +140,8 @@ SIZES = {
     # 1 and 16 for the precision of compute
     # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
     # 12 and 95 for a floor by the rates that training sees; 14 and 108 for the processor time that I/O takes from work
-    # 4 and 43 for traces that cannot be written, reports without a step, and time that is parked
-    "monitor": (1_699, 14_298),  # summaries, and what is said at the start; rates, and progress
+    # 17 and 97 for traces that cannot be written, reports without a step, time that is parked, and lines of their own
+    "monitor": (1_712, 14_352),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }

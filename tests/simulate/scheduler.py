@@ -368,7 +368,7 @@ def primitives(simulation: Simulation) -> SimpleNamespace:
         def __init__(
             self, group: None = None, target: Any = None, name: str = "a thread", args: Any = (), kwargs: Any = None, *, daemon: bool | None = None
         ) -> None:
-            self.name, self.daemon = name, daemon
+            self.name, self.daemon, self.native_id = name, daemon, None  # which no kernel knows
             self.call = (target, args, kwargs or {})
             self.task: Task | None = None
 
