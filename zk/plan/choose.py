@@ -135,10 +135,10 @@ def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, mic
     """
     mlp, logits = (TOKENS, PIECE) if joined else (TOKENS_ON_DEVICE, PIECE_ON_DEVICE)
     one, inputs = -(-tokens // micro_batches), tokens * size * shape.width * shape.layers
+    inside = 10 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
     if shape.tile:
         inputs = 4 * inputs + 8 * tokens * shape.width
-    inside = (4 * size + 12) * one * shape.width if shape.tile else 0
-    inside += 10 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
+        inside += (4 * size + 12) * one * shape.width
     head = min(one, logits[0]) * shape.vocab * (4 + size % 4) + 4 * shape.vocab * shape.width
     kept = inputs if joined else min(inputs, 2 * _KEPT)
     return {("device", "activations"): inside + head + kept, ("host", "activations"): inputs - kept}
