@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-VOCAB, HEADS, LAYERS = 32_768, 2, 2
+VOCAB, LAYERS = 32_768, 2
 # large blocks go back to the system when they are freed, so that resident memory is memory in use
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}
 
@@ -69,7 +69,7 @@ def model_of(mode: str, width: int, folder: str | None) -> Callable[[Any], float
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS, "num_attention_heads": max(2, width // 128)}
     config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=1 << 20, **sizes)
     model = transformers.LlamaForCausalLM(config).train()
     tile = int(mode.removeprefix("tiles ")) if mode.startswith("tiles ") else 0

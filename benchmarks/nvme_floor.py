@@ -58,6 +58,7 @@ def main() -> None:
     rest = [option for option in rest if option != "--"]
     if shutil.which("fio") is None:
         sys.exit("fio is not installed (Debian: apt install fio)")
+    options.folder.mkdir(parents=True, exist_ok=True)
     os.environ["ZK_BENCH_NVME"] = str(options.folder)
     passes: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}  # beside its runs
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}

@@ -302,6 +302,16 @@ def test_advice_for_updates_is_to_run_them_beside_what_the_planner_says_is_long_
         assert advice.advice_of(resident, rates) is None  # the same cores
 
 
+def test_one_slow_step_does_not_swing_the_time_that_remains(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
+    run = trained(optimizer, tmp_path / "run", 2, total=20)
+    first, row = run["rows"]
+    usual = [[number, 1, 2.0, *row[3:]] for number in range(2, 15)]
+    run |= {"rows": [[1, 1, 60.0, *first[3:]], *usual, [15, 1, 12.0, *row[3:]]], "done": 15}
+    assert "| eta 10 s" in watch.lines(run, "running", "run")[0][1]  # 5 steps as most of the last ten are
+    run |= {"rows": run["rows"][:1], "done": 1}
+    assert "| eta 19 min" in watch.lines(run, "running", "run")[0][1]  # there is no other
+
+
 def test_narrow_terminals_wrap_within_the_column(optimizer: ZeroOptimizer, tmp_path: Path) -> None:
     run = trained(optimizer, tmp_path / "run")
     console = Console(width=60, file=io.StringIO(), force_terminal=True, color_system=None, markup=False, highlight=False)

@@ -70,7 +70,7 @@ class RunFile:
         traffic, process, ranks = summary.traffic, psutil.Process(), ranks_here(optimizer.everyone.world)
         budgets = {tier: getattr(config, f"{tier}_budget", None) for tier in summary.capacity}
         self.content = {
-            "heading": summary.heading,
+            "format": FORMAT, "columns": COLUMNS, "heading": summary.heading,
             "process": [platform.node(), process.pid, process.create_time()],
             "started": time.time(),
             "total": total,
@@ -155,9 +155,8 @@ class RunFile:
                 self.content["advice"] = advice_of(optimizer, self.rates)
         for row in self.rows:
             row[_LOSS] = None if row[_LOSS] is None else float(row[_LOSS])  # a tensor, until now
-        more = {"format": FORMAT, "columns": COLUMNS, "state": state, "updated": time.time()}
-        more |= {"done": self.done, "skipped": self.skipped, "rates": self.rates.last}
-        return json.dumps({**self.content, **more, "rows": self.rows, "memory": self.memory})
+        self.content |= {"state": state, "updated": time.time(), "done": self.done, "skipped": self.skipped, "rates": self.rates.last}
+        return json.dumps(self.content | {"rows": self.rows, "memory": self.memory})
 
     def _write(self, state: str) -> None:
         assert self.path is not None

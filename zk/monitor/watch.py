@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ def lines(run: Mapping[str, Any], state: str, name: str) -> Lines:
     steps = (f"step {done}/{total}" if total else f"step {done}") + (f" ({run['skipped']} skipped)" if run["skipped"] else "")
     parts = [f"zk watch | {short(name)}", steps, state, duration(sum(row[2] for row in rows))]
     if state.startswith("running") and total and rates:
-        parts.append(f"eta {duration(rates['step_s'] * (total - done))}")
+        parts.append(f"eta {duration(statistics.median(row[2] / row[1] for row in rows[-10:]) * (total - done))}")
     found = [("", " | ".join(parts)), ("", run["heading"])]
     _, by_kind, process, peak = run["memory"][-1]
     for tier, (label, whole) in run["capacity"].items():
