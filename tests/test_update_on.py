@@ -182,6 +182,7 @@ CASES: list[tuple[Program, dict[str, Any], dict[str, Any], int]] = [
     (late_readers, {"delay_update": 1}, {}, 0),
     (late_readers, {"delay_update": 1}, {"device_budget": "1GiB"}, 0),
     (late_readers, {"delay_update": 1}, {"shadows": False}, 0),
+    (late_readers, {"delay_update": 1}, {"update_on": "host", "device_budget": "1GiB"}, 0),
     (readers_before_step, {}, {"overlap_step": "backward"}, 3),
     (readers_before_step, {}, {"update_on": "host", "overlap_step": "backward", "device_budget": "1GiB"}, 3),
     # (a parameter that is written is a master's upper half, or a copy of it: that is up to the tier)
