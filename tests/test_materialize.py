@@ -264,13 +264,13 @@ print(peak_nbytes())
 
 
 def test_a_model_larger_than_its_memory_is_trained(tmp_path: Path) -> None:
-    """40 more layers, 335 MB of parameters in fp32 and 1.3 GB of training state, take no more memory."""
+    """24 more layers, 201 MB of parameters in fp32 and 0.8 GB of training state, take no more memory."""
     peaks = []
-    for layers in (8, 48):
+    for layers in (8, 32):
         done = subprocess.run([sys.executable, "-c", BIG, str(tmp_path), str(layers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))
-    assert peaks[1] - peaks[0] < 200e6, peaks  # two processes of the same depth differ by up to 50 MB
+    assert peaks[1] - peaks[0] < 120e6, peaks  # two processes of the same depth differ by up to 50 MB
 
 
 # ---- found by trying to break it ---------------------------------------------------------------------------------------------
