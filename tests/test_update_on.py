@@ -210,6 +210,19 @@ def test_bits_are_those_of_host_threads(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.device_only
+def test_nothing_streams_any_more_once_synchronize_has_returned() -> None:
+    with small_blocks(), optimizer_of(model := GPT(), update_on="device") as optimizer:
+        backward(model, optimizer, 0)
+        optimizer.step()
+        stream = optimizer.assembly.stream
+        assert stream is not None
+        if softgpu.installed():  # a real device may be done
+            assert not all(buffer.left.done for buffer in stream.buffers)
+        optimizer.synchronize()
+        assert all(buffer.left.done for buffer in stream.buffers)
+
+
+@pytest.mark.device_only
 def test_memory_of_a_gradient_that_is_read_is_kept_until_all_of_it_has_come() -> None:
     """Also where its reader was given up after the first piece."""
     order: list[str] = []
