@@ -382,7 +382,7 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
     if file in _RANKS:
         yield _pytest("tests/test_waits.py", "-k", "two_ranks")
         yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
-    if file in ("zk/store.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/store.py", "zk/optimizer.py", "zk/updates.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap_device.py")
     if file in ("zk/parallel/comm.py", "zk/store.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
@@ -404,7 +404,7 @@ def _on_host(mutant: Mutant) -> Iterator[Check]:
         yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
     if file == "zk/offload/spill.py":
         yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/store.py", "zk/access.py", "zk/optimizer.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/store.py", "zk/access.py", "zk/optimizer.py", "zk/updates.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap.py")
     if file in ("zk/offload/section.py", "zk/speculation.py"):
         yield _pytest("tests/test_speculation.py", "-k", "no_more_gradients or is_dropped")
