@@ -25,7 +25,6 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.programs import Program, rank_of
 from tests.world import free_port, run_world
-from zk.checkpoint import save
 from zk.parallel import comm
 from zk.parallel.presence import Presence
 
@@ -438,7 +437,7 @@ def interrupted_between(_: None) -> tuple[str, float]:
     mine = full[2 * group.rank :][:2].fill_(group.rank + 1)
     begun = time.monotonic()
     try:
-        with save.together(group, "trying"):
+        with comm.together(group, "trying"):
             if group.rank == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

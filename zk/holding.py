@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from zk.checkpoint import save
 from zk.checks import check_whole
 from zk.hooks import Hook, weakly
 from zk.memory import trim
+from zk.parallel.comm import together
 from zk.parallel.released import own_grad
 from zk.prequantized import scales_of
 from zk.store import UnitStore
@@ -111,7 +111,7 @@ def unfreeze(optimizer: Any, params: Collection[nn.Parameter], new: Sequence[Uni
     moves += [(None, [another(unit)]) for unit in new]
     numbered = [entry for _, entries in moves for entry in entries]
     agree(optimizer, numbered)
-    with save.together(optimizer.comm, "making room for what is trained from now on"):
+    with together(optimizer.comm, "making room for what is trained from now on"):
         check_whole([unit for _, unit in numbered], optimizer.assembly.rule, optimizer.parts.pieces_of(optimizer.model))
         optimizer.assembly.place([unit for _, unit in numbered], [store.unit for store in given_up])
     optimizer.grads.in_backward |= optimizer.comm.world == 1 and optimizer.assembly.updates_elsewhere
@@ -144,7 +144,7 @@ def add_group(optimizer: Any, add: Callable[[], None]) -> None:
         raise ValueError("no group can be added to a list of optimizers; make each with all its groups, also of parameters that are frozen now")
     before = len(optimizer.param_groups)
     try:
-        with save.together(optimizer.comm, "add_param_group()"):
+        with together(optimizer.comm, "add_param_group()"):
             add()
             stored = optimizer._checked()
         optimizer._agree()

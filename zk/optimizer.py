@@ -50,7 +50,7 @@ from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.owners import held_params, is_dtensor, owner_of, tie_inner
-from zk.parallel.comm import Group, connect, giving_up
+from zk.parallel.comm import Group, connect, giving_up, telling, together
 from zk.parallel.grads import Gradients, GradReducer
 from zk.parallel.model_parallel import connect_parts, show
 from zk.parallel.partitioned import Partition
@@ -370,7 +370,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self.integrity.check("accumulate()")
-        with save.telling(self.everyone, "accumulate()", self._fail if self.apart else None):
+        with telling(self.everyone, "accumulate()", self._fail if self.apart else None):
             kept = 0 if keep_activations == 0 else parse_nbytes(keep_activations, "keep_activations")
             return accumulate(self, list(batches), loss_fn, kept)
 
@@ -392,7 +392,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        with save.telling(self.everyone, "step()", self._fail if self.apart else None):
+        with telling(self.everyone, "step()", self._fail if self.apart else None):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -756,7 +756,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 has been changed.
         """
         self._check_open()
-        with save.together(self.everyone, "load_checkpoint()"):
+        with together(self.everyone, "load_checkpoint()"):
             self._end_save()
             self.updates.join()
             self.updates.forget_delayed()

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zk.checkpoint import save
 from zk.checkpoint.files import DTYPE_OF
 from zk.checkpoint.folders import find
 from zk.materialize import compute_device, promise
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
+from zk.parallel.comm import together
 from zk.parallel.model_parallel import pieces_of_dtensors
 from zk.prequantized import PACKED, PARTS, restore, state_of, takes_codes
 from zk.store import UnitStore
@@ -140,7 +140,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True, 
         FileNotFoundError: if a file is not there.
     """
     owner = next(filter(None, map(owner_of, model.parameters())), None)
-    with save.together(owner.comm, f"checking {path}") if owner is not None else contextlib.nullcontext():
+    with together(owner.comm, f"checking {path}") if owner is not None else contextlib.nullcontext():
         sources = _sources(model, path, strict, in_place)
     _load(sources, path)
 
@@ -224,7 +224,7 @@ def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
             owner._end_save()
             replacing.enter_context(owner.integrity.replacing(f"load_pretrained({str(path)!r})", ("parameters",)))
         for owner, held, of_unit in units.values():
-            with save.together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything
+            with together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything
                 values = {index: source.make(held.unit.params[index]) for index, source in of_unit.items()}
             for index, source in of_unit.items():
                 restore(held.unit.params[index], source.state, source.entry.shape)

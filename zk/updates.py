@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zk.checkpoint import save
 from zk.config import ZeroConfig
 from zk.kernels.codec import state_fields
 from zk.memory import ranks_here
@@ -31,7 +30,7 @@ from zk.offload.rules import Change
 from zk.offload.section import Attempt
 from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
-from zk.parallel.comm import Comm, Group
+from zk.parallel.comm import Comm, Group, tell, together
 from zk.store import UnitStore
 
 
@@ -59,7 +58,7 @@ class Updates:
         used = [(number, store) for number, store in enumerate(held) if store.shard is not None and store.used]
         changes = {number: store.change(group_of, store.used, grad_scale) for number, store in used}
         if not optimizer.config.keep_gradients:
-            with save.together(optimizer.everyone, "step()"):  # before any rank waits for what another publishes
+            with together(optimizer.everyone, "step()"):  # before any rank waits for what another publishes
                 for number, store in used:
                     _check_as_expected(store, changes[number])
         tasks: dict[int, Task] = {}
@@ -193,9 +192,9 @@ class Updates:
             return
         shared = [number for number in order if held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
         pipeline.update(ordered, self.threads_beside, beside=False)
-        worker, tell = optimizer.worker, functools.partial(save.tell, self.publisher, "the update in the background")
+        worker, say = optimizer.worker, functools.partial(tell, self.publisher, "the update in the background")
         update = functools.partial(pipeline.update, ordered, self.threads_beside, mark=optimizer.transfer.mark())
-        worker.submit(functools.partial(update, beside=True, stop=worker.stop, tell=tell))
+        worker.submit(functools.partial(update, beside=True, stop=worker.stop, tell=say))
         for number in order:
             held[number].updated(tasks[number].used)
             held[number].begin(tasks[number])
@@ -240,8 +239,8 @@ class Integrity:
         self.interrupted, self.mixed = self.interrupted or f"{what} has not come to its end", self.mixed.union(kinds)
         try:
             # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
-            part = save.together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
-            with save.together(self.everyone, what), part:
+            part = together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
+            with together(self.everyone, what), part:
                 yield
         except BaseException as error:
             self.interrupted = f"{what} was interrupted ({type(error).__name__}: {error})"

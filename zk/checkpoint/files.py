@@ -29,6 +29,7 @@ from zk.events import COMPLETED
 from zk.memory import aligned
 from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.worker import Worker
+from zk.parallel.comm import raised_by_all
 
 BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
 _DTYPES = {
@@ -63,6 +64,7 @@ def overlap(first: slice, second: slice) -> tuple[slice, slice]:
     return slice(start - first.start, stop - first.start), slice(start - second.start, stop - second.start)
 
 
+@raised_by_all
 class CheckpointError(ValueError):
     """A checkpoint, or a file of it, is not what it should be. The message names the file."""
 

@@ -35,6 +35,7 @@ from zk.checkpoint.manifest import (
 from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
 from zk.offload.packing import PACKED
+from zk.parallel.comm import together
 from zk.units import shaped_of
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     frozen = [param for param in optimizer.frozen if param in updated]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
-        with save.together(optimizer.everyone, f"checking {manifest.folder}"):
+        with together(optimizer.everyone, f"checking {manifest.folder}"):
             targets = _check(optimizer, manifest)
     with optimizer.integrity.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
         _fill_all(optimizer, manifest, targets)
@@ -120,17 +121,17 @@ def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
 def _checking(optimizer: Training, path: Path) -> Iterator[Manifest]:
     """The checkpoint that all ranks read, after each has checked a share of its files. A CheckpointError on one rank, inside too, is one on all."""
     comm, what = optimizer.everyone, f"checking {path}"
-    with save.together(comm, what):
+    with together(comm, what):
         found = find(path) if comm.rank == 0 else path
     name = comm.exchange(found.name if comm.rank == 0 and found != path else "", what)[0]  # the first rank's choice, as each rank sees it
     folder = path / name if name and not (path / "manifest.json").exists() else path
-    with save.together(comm, what):
+    with together(comm, what):
         mine = seal_of(folder)
     seals = comm.exchange(mine, what)
     if len(set(seals)) > 1:
         odd = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
         raise CheckpointError(f"{folder} is another checkpoint on rank {odd} than on rank 0; all ranks load the same one, from the same folder")
-    with save.together(comm, what):
+    with together(comm, what):
         try:
             manifest = Manifest.read(folder)
             for written in manifest.files[comm.rank :: comm.world]:
@@ -213,7 +214,7 @@ def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
 def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target]) -> None:
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
     with Contents(manifest, optimizer.parts) as contents:
-        with save.together(optimizer.everyone, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
+        with together(optimizer.everyone, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
             for held, of_unit in itertools.groupby(targets, lambda target: target.held):
                 _fill(held, list(of_unit), contents)
         for held in optimizer.held:

@@ -15,6 +15,7 @@ from zk.checkpoint import base, save
 from zk.checks import check_group, check_options, check_scale_and_counters
 from zk.logs import log
 from zk.owners import inner_tensors, is_coded, is_dtensor, rebuilt
+from zk.parallel.comm import together
 from zk.parallel.model_parallel import is_first_part, join_parts
 from zk.tiles import pieces_of
 
@@ -54,10 +55,10 @@ def part(optimizer: Any, inner: torch.optim.Optimizer) -> dict[str, Any]:
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """See ``ZeroOptimizer.load_state_dict``."""
     optimizer._check_open()
-    together = functools.partial(save.together, optimizer.everyone, "load_state_dict()")
+    all_of_them = functools.partial(together, optimizer.everyone, "load_state_dict()")
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    with together():
+    with all_of_them():
         params = _saved_params(optimizer, state_dict)
     # (Adagrad has a state of what is frozen, too)
     states = state_dict["state"]
@@ -67,7 +68,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     frozen = [params[key] for key in given if optimizer.units[params[key]][0].shard is None]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
-    with together():
+    with all_of_them():
         plan: list[Callable[[], None]] = []
         for key, param in params.items():
             held, index = optimizer.units[param]
@@ -90,7 +91,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
             group.update({key: value for key, value in saved.items() if key != "params"})
         for held in optimizer._trained:
             held.settle()
-        with together():  # all of it, before ranks exchange anything
+        with all_of_them():  # all of it, before ranks exchange anything
             for write in plan:
                 write()
         for held in optimizer._trained:

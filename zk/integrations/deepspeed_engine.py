@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zk.checkpoint import folders, load
 from zk.checkpoint.files import write_durably
 from zk.checkpoint.manifest import Manifest
-from zk.checkpoint.save import together
 from zk.config import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
 from zk.integrations.deepspeed_monitor import Monitor
 from zk.logs import log
 from zk.optimizer import ZeroOptimizer
-from zk.parallel.comm import world_to_join
+from zk.parallel.comm import together, world_to_join
 
 # names of DeepSpeed's engine that have no counterpart -> what to write instead
 _OF_DEEPSPEED = {

@@ -33,7 +33,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -570,8 +570,85 @@ def _next_place(ranks: Sequence[int]) -> str:
     return f"{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}/{_TRIED[tuple(ranks)]}"
 
 
+# ---- errors of one rank ---------------------------------------------------------------------------------------------------------
+
+
+_KINDS: dict[str, type[Exception]] = {"OSError": OSError}
+_Kind = TypeVar("_Kind", bound=type[Exception])
+
+
+def raised_by_all(kind: _Kind) -> _Kind:
+    """Have ranks that hear of such an error raise one of the same kind; of others they raise a RuntimeError."""
+    _KINDS[kind.__name__] = kind
+    return kind
+
+
+@contextlib.contextmanager
+def together(comm: Comm | Board, what: str) -> Iterator[None]:
+    """Fail on all ranks, by name, where one of them does: on the others with an error of its kind (``raised_by_all``), or a RuntimeError."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:  # also Ctrl-C
+        if _is_known(error, comm):
+            raise
+        failure = error
+    kind = next((name for name, kind in _KINDS.items() if isinstance(failure, kind)), type(failure).__name__)
+    try:
+        said = comm.exchange(json.dumps([kind, str(failure)]) if failure is not None else "", what, is_error=failure is not None)
+    except RuntimeError as error:
+        failure = failure or RuntimeError(f"{what}: {error}")
+        raise (_mark_known(failure, comm) if _is_known(error, comm) else failure) from error
+    if failure is not None:
+        raise _mark_known(failure, comm)
+    failed = {rank: json.loads(words) for rank, words in enumerate(said) if words}
+    if failed:
+        kinds = {kind for kind, _ in failed.values()}
+        reasons = "; ".join(f"on rank {rank}: {reason if kind in _KINDS else f'{kind}: {reason}'}" for rank, (kind, reason) in failed.items())
+        failure = _KINDS.get(kinds.pop() if len(kinds) == 1 else "", RuntimeError)(f"{what} has failed elsewhere, {reasons}")
+        raise _mark_known(failure, comm)
+
+
+@contextlib.contextmanager
+def telling(comm: Comm, what: str, fail: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+    """Tell other ranks, wherever they are, what goes wrong on this one; ``together`` without an exchange where nothing does.
+
+    ``fail`` tells ranks that would not hear an exchange, as they may wait over other connections; it is the last that they do with this one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if fail is None:
+            tell(comm, what, error)
+        elif not _is_known(error, comm):
+            fail(error)
+        raise
+    except BaseException as error:  # Ctrl-C: this rank goes, and waits for nobody
+        (fail or comm.fail)(error)
+        raise
+
+
+def tell(comm: Comm | Board, what: str, error: BaseException) -> None:
+    """Tell other ranks, which are elsewhere, of an error; whoever waits for this one's part hears it."""
+    with contextlib.suppress(type(error), RuntimeError), together(comm, what):
+        raise error
+
+
+def _is_known(error: BaseException, comm: Comm | Board) -> bool:
+    """Check whether all who speak over ``comm`` have heard of the error. One error may end a save and a step, which speak apart."""
+    if isinstance(error, RankError) and isinstance(comm, Comm) and error.ranks.issuperset(comm.ranks):
+        return True
+    return comm in getattr(error, "known_to", ())
+
+
+def _mark_known(error: Any, comm: Comm | Board) -> BaseException:
+    """Note that all have heard of it, so that nobody exchanges it again further out."""
+    error.known_to = weakref.WeakSet([*getattr(error, "known_to", ()), comm])
+    return error  # type: ignore[no-any-return]
+
+
 def reason_of(words: str) -> str:
-    """The error that ``zk.checkpoint.save.together`` has a rank tell, for people."""
+    """The error that ``together`` has a rank tell, for people."""
     kind, reason = json.loads(words)
     return f"{kind}: {reason}"
 
