@@ -178,7 +178,7 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
                 block.experts[number].down = nn.Sequential(nn.Linear(INNER, 10 + number), nn.Linear(10 + number, WIDTH))  # type: ignore[index]
         model = copy.deepcopy(plain)
     if kind == "tiled":
-        zk.tile_linears(model, 6_000), zk.tile_linears(plain, 6_000)
+        zk.tile_linears(model, 7_000), zk.tile_linears(plain, 7_000)  # two tiles of each layer of an expert
     other, found = adamw(plain), []
     with wrapped(model, setting, folder, **({"units": [Block, Expert, nn.LayerNorm]} if kind == "named" else {})) as optimizer:
         for step, opened in enumerate(OPEN):
@@ -211,9 +211,9 @@ def run_apart(case: tuple[str, str, Path]) -> list[str]:
 
 
 def test_ranks_that_use_other_experts_train_as_one_process_with_all_batches(tmp_path: Path) -> None:
-    cases = [("plain", setting, tmp_path) for setting in ("2-beside", "3-host", "3-nvme", "3-nvme-far")]
+    cases = [("plain", setting, tmp_path) for setting in ("2-beside", "3-nvme-far")]
     cases += [("named", "3-nvme", tmp_path), ("tiled", "3-host", tmp_path), ("adapted", "3-nvme-far", tmp_path), ("unlike", "3-host", tmp_path)]
-    cases += [("inside", "3-host", tmp_path), ("inside", "3-nvme-far", tmp_path)]
+    cases += [("inside", "3-nvme-far", tmp_path)]
     table = run_world(2, run_apart, cases)
     assert {case[:2]: rows for case, rows in zip(cases, table, strict=True) if rows != [[], []]} == {}
 
@@ -230,14 +230,14 @@ def gathered_nbytes(changes: bool) -> tuple[float, float]:
     model, used = make(), 0
     with zk.ZeroOptimizer(model, adamw(model), stage=3) as optimizer, pytest.MonkeyPatch.context() as patch:
         rest = sum(store.full.nbytes for store in optimizer.held if not store.unit.is_expert)
-        for step in range(30):
+        for step in range(18):
             if step == 10:
                 patch.setattr(Group, "all_gather", count)
             opened = [sorted(draw.sample(range(NUM), 2)) if changes else ((2, 5), (5, 7))[peer] for peer in range(2)]
             model.open(*opened[torch.distributed.get_rank()])
             train(model, optimizer, 1, step, 64)
             used += 2 * (2 * 4 * EXPERT * len({*opened[0], *opened[1]}) + rest) * (step >= 10)
-    return nbytes / 20, used / 20
+    return nbytes / 8, used / 8
 
 
 def test_ranks_gather_the_experts_that_some_rank_uses() -> None:

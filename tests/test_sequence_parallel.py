@@ -181,7 +181,7 @@ def run(case: Case) -> str:
 
 
 CASES = [
-    *(Case(stage, clip) for stage in (2, 3) for clip in (None, 0.3)),
+    *(Case(stage) for stage in (2, 3)),
     *(Case(stage, 0.3, overlap_step=True, tier="host", saves=True) for stage in (2, 3)),
     *(Case(stage, 0.3, tier="nvme", overflow=True) for stage in (2, 3)),
 ]

@@ -124,7 +124,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("frozen", ON_HOST, True),
     *(("skips", {**ON_HOST, "overlap_step": how}, False) for how in (True, "backward")),
 ]
-OF_TWO = [("segments", ON_HOST, False), ("in order", ON_DRIVE, False), ("frozen", STAGE_2, False), ("in order", ON_HOST, True)]
+OF_TWO = [("segments", ON_HOST, False), ("frozen", STAGE_2, False), ("in order", ON_DRIVE, True)]
 
 
 def differences(case: tuple[str, dict[str, Any], bool]) -> str:
