@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 import zk
 from benchmarks.throttled import ThrottledLink, pretend
+from tests.world import START
 from zk import doctor
 from zk.bench import adam, io, kernels, link, step
 from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, seconds_of
@@ -203,11 +207,21 @@ def test_kernels_that_are_wrong_are_not_timed() -> None:
         kernels.measure(640, 64, 1, CPU)
 
 
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Processes of their own are forked from one that has imported torch, where tests of ranks are."""
+    context = multiprocessing.get_context(START)
+    context.set_forkserver_preload(["tests.shared"])
+    with mock.patch.object(multiprocessing, "get_context", lambda _: context):
+        yield
+
+
 TINY = ("--layers", "2", "--width", "16", "--heads", "2", "--context", "8", "--vocab", "32", "--batch", "2", "--rounds", "2")
 
 
 def test_step_trains_plain_torch_and_zk_apart() -> None:
-    found = said("step", *TINY, "--dtype", "fp32")
+    with forked():
+        found = said("step", *TINY, "--dtype", "fp32")
     plain, own = found["rows"]
     assert (plain["name"], own["name"]) == ("plain torch", "zk")
     assert own["first_losses"] == pytest.approx(plain["first_losses"], rel=1e-4) and own["first_losses"][0] != own["first_losses"][2]
@@ -232,5 +246,5 @@ def test_what_ends_a_step_s_process_is_told() -> None:
     job = step.Job(GPTConfig(vocab=32, width=16, layers=1, heads=2, context=8), zk.ZeroConfig(host_budget="1KiB", optimizer_tier="host"), 2, 1, 1)
     with pytest.raises(ValueError, match="host_budget is"):
         step.apart(job, False, [])
-    with mock.patch.object(step, "run", end), pytest.raises(RuntimeError, match="the process that trains with zk was ended from outside"):
+    with forked(), mock.patch.object(step, "run", end), pytest.raises(RuntimeError, match="the process that trains with zk was ended from outside"):
         step.apart(job, False, [])

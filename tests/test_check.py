@@ -432,12 +432,14 @@ for config in ({"stage": 2}, {"stage": 2, "graded": True}, {"stage": 3, "param_t
 
 
 def test_what_is_needed_at_least_is_no_more_than_a_real_run_takes(tmp_path: Path) -> None:
-    found = []
-    for _ in range(2):  # one run of many had a higher peak: the lower of two counts
-        done = run("-c", REAL, str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        found.append([tuple(map(int, line.split())) for line in done.stdout.splitlines()])
-    (least, took), (least_graded, took_graded), (least_drive, took_drive) = map(min, *found)
+    def counted() -> list[tuple[int, ...]]:
+        return [tuple(map(int, line.split())) for line in run("-c", REAL, str(tmp_path), check=True).stdout.splitlines()]
+
+    found = counted()
+    (least, took), (least_graded, took_graded), _ = found
+    if 0.85 * took >= least or 0.8 * took_graded >= least_graded or took_graded + 8 * MIB >= took:
+        found = list(map(min, found, counted()))  # one run of many had a higher peak: the lower of two counts
+    (least, took), (least_graded, took_graded), (least_drive, took_drive) = found
     assert 0.85 * took < least <= took + 2 * MIB  # near, and not above; without kernels for bf16, torch's products take some more
     assert 0.8 * took_graded < least_graded <= took_graded + 8 * MIB < took  # gradients of the old precision go unit by unit
     assert least_drive <= took_drive + 2 * MIB

@@ -208,12 +208,12 @@ def test_it_says_the_experts_in_use_where_nothing_is_on_a_drive(tmp_path: Path) 
 
 
 def test_two_ranks_count_the_experts_of_both(tmp_path: Path) -> None:
-    options, port = ["--dtype", "fp32", "--out", str(tmp_path / "two"), "--steps", "3"], free_port()
+    small, port = ["--model", SMALL[1].replace("experts=16", "experts=8"), "--sample", "1", "--steps", "2", "--dtype", "fp32"], free_port()
     drive = ["--param-tier", "nvme", "--optimizer-tier", "nvme", "--nvme-path", str(tmp_path)]
-    ranks = [Program("-m", "zk", "train", *SMALL, *options, *drive, env=rank_of(2, rank, port)) for rank in range(2)]
+    ranks = [Program("-m", "zk", "train", *SMALL, *small, "--out", str(tmp_path / "two"), *drive, env=rank_of(2, rank, port)) for rank in range(2)]
     two, *_ = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], two
-    one = here("--dtype", "fp32", "--batch", "2", "--out", str(tmp_path / "one"), *drive)
+    one = here(*small, "--batch", "2", "--out", str(tmp_path / "one"), *drive)
     assert last_loss(tmp_path / "two") == pytest.approx(last_loss(tmp_path / "one"), abs=5e-3)
     assert printed(two)[0] == pytest.approx(printed(one)[0], abs=0.5)  # a share that is near another's may be smaller there
 

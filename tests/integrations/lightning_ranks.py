@@ -19,10 +19,10 @@ def main(folder: Path) -> None:
     found: dict[Any, Any] = {}
     for name, (options, _) in CASES.items():
         for strategy in ("ddp", "zk_stage_1", "zk_stage_2_offload", "zk_stage_3_offload"):
-            module = fit(strategy, 6, devices=2, **options)
+            module = fit(strategy, 4, devices=2, **options)
             found[name, strategy] = module.losses, module.trainer.callback_metrics["val"].item(), [p.detach().clone() for p in module.parameters()]
     saved(folder, "zk_stage_3_offload", 3, devices=2)
-    resumed = [fit(strategy, 6, devices=2, ckpt=folder / "at.ckpt", seed=9) for strategy in ("zk_stage_3_offload", "zk_stage_1")]
+    resumed = [fit(strategy, 5, devices=2, ckpt=folder / "at.ckpt", seed=9) for strategy in ("zk_stage_3_offload", "zk_stage_1")]
     found["resumed"] = [module.losses for module in resumed]
     found["resumed alike"] = same_weights(*resumed)
     resumed[0].trainer.save_checkpoint(folder / "two.ckpt")

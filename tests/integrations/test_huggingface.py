@@ -31,7 +31,7 @@ from zk.integrations.huggingface import ZeroAdamW, ZeroSeq2SeqTrainer, ZeroTrain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS, MIDDLE = 6, 3
+STEPS, MIDDLE = 4, 2
 # (relative, absolute) distance between losses, gradient norms and parameters and those of the plain Trainer, and why
 TOLERANCES = {
     # the same arithmetic; zk sums the norm in float64 (so the clipping factor may differ in the last bit) and updates with fused multiply-adds
@@ -65,7 +65,7 @@ def arguments(folder: Path | str, kind: type = TrainingArguments, **options: Any
     common = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
+        "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0,
         "max_steps": STEPS,
         "logging_steps": 1,
@@ -311,7 +311,7 @@ def test_generation_between_steps_and_from_pretrained_see_the_trained_parameters
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    more = {"load_best_model_at_end": True, "save_steps": 2, "learning_rate": 0.5, "save_total_limit": 2}
+    more = {"max_steps": 6, "load_best_model_at_end": True, "save_steps": 2, "learning_rate": 0.5, "save_total_limit": 2}
     more |= {"metric_for_best_model": "loss", "greater_is_better": True}  # so that the best is not the last
     trainer = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero=on_drive(tmp_path))
     trainer.train()
@@ -468,7 +468,7 @@ def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changed", "message"),
     (
-        ({"gradient_accumulation_steps": 3}, "'gradient_accumulation_steps' is 3, and gradient_accumulation_steps of TrainingArguments 4"),
+        ({"gradient_accumulation_steps": 3}, "'gradient_accumulation_steps' is 3, and gradient_accumulation_steps of TrainingArguments 2"),
         ({"gradient_clipping": 0.5}, "'gradient_clipping' is 0.5, and max_grad_norm of TrainingArguments 1.0; make them the same"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "'optimizer.params.lr' is 1.0, and learning_rate of TrainingArguments 0.01"),
         ({"optimizer": {"type": "SGD"}}, "'optimizer.type' is 'SGD', and the Trainer makes its own: use optim="),

@@ -21,7 +21,6 @@ import logging
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import zk
 from tests.models import DEVICE, GPT, VOCAB, batch, loss_of
 from tests.plain import train_plain
-from tests.programs import rank_of
+from tests.programs import rank_of, run
 from tests.world import run_world
 
 lightning = pytest.importorskip("lightning")
@@ -583,9 +582,9 @@ def test_strict_loading_off_loads_a_folder_whole_or_says_that_it_is_not_for_it(t
         return module
 
     assert len(loads("fit", False).losses) == 1
-    for run in ("fit", "validate"):
+    for method in ("fit", "validate"):
         with pytest.raises(zk.checkpoint.files.CheckpointError, match=r"'extra\.bias', 'extra\.weight'.*strict_loading=False is not for"):
-            loads(run, True)
+            loads(method, True)
     zl.consolidate(folder, tmp_path / "plain.ckpt")
     assert torch.equal(
         loads("validate", True, tmp_path / "plain.ckpt").model.norm.weight, torch.load(tmp_path / "plain.ckpt")["state_dict"]["model.norm.weight"]
@@ -779,9 +778,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {  # options of the Trainer, di
 
 
 def test_two_ranks_train_what_stock_ddp_trains_and_one_rank_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
-    script = [sys.executable, "-m", "tests.integrations.lightning_ranks", str(tmp_path)]
-    done = subprocess.run(script, cwd=ROOT, env={**os.environ, "ZK_CPU_ADAM": "torch"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("-m", "tests.integrations.lightning_ranks", str(tmp_path), env={**os.environ, "ZK_CPU_ADAM": "torch"}, timeout=600, check=True)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["plain", "ddp"][0] != second["plain", "ddp"][0]  # each its own data
     for found in (first, second):
