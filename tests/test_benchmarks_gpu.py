@@ -132,7 +132,7 @@ def test_activations_are_within_a_tenth_of_those_that_torch_counts(parts: dict[s
     model = parts["gpu_model"]
     for module in (torch.nn.Linear, torch.nn.Embedding):
         monkeypatch.setattr(module, "reset_parameters", lambda self: None)
-    for name, tokens in (("Qwen2.5-7B", 65536), ("Qwen2.5-14B", 32768), ("GPT-2 10B", 10240)):
+    for name, tokens in (("Qwen2.5-7B", 65536), ("GPT-2 10B", 10240)):
         size = dataclasses.replace(model.SIZES[name], layers=2)
         context = model.context_of(size, dry=False)
         with FakeTensorMode():

@@ -25,7 +25,7 @@ from zk.checkpoint.dcp import boxes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BEFORE, AFTER = 3, 2  # steps
+BEFORE, AFTER = 2, 1  # steps
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -216,7 +216,7 @@ def test_options_of_get_and_set(stage: int) -> None:
     want = finished(job)
     in_world([partial(hand_over, job, job, options, back, want) for options, back in WAYS])
     for options, back in WAYS:
-        if not back.broadcast_from_rank0:  # torch needs a process group for that
+        if stage == 1 and not back.broadcast_from_rank0:  # torch needs a process group for that
             hand_over(job, dataclasses.replace(job, stage=3), options, back, want)
 
 

@@ -20,7 +20,7 @@ from tests.world import run_world
 from zk.config import DynamicLossScale
 
 CASES = [
-    Case(stage=stage, tier=tier, overlap_step=overlap_step, delay=delay, steps=4, **{"dtype": "bf16", **more})  # type: ignore[arg-type]
+    Case(stage=stage, tier=tier, overlap_step=overlap_step, delay=delay, steps=3 + (delay > 0), **{"dtype": "bf16", **more})  # type: ignore[arg-type]
     for stage, (tier, overlap_step, delay, more) in itertools.product(
         (0, 1, 2, 3),
         (

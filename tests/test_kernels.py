@@ -624,5 +624,6 @@ print("fine")
 
 
 def test_host_memory_needs_no_triton():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "ZK_SOFTGPU": "0"}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], env=environment, capture_output=True, text=True)
     assert done.stdout == "fine\n", done.stderr[-3000:]

@@ -351,7 +351,13 @@ def bad_gradients_change_nothing(case: tuple[int, str, float]) -> str:
     return ""
 
 
-BAD = list(itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (float("inf"), float("nan"))))
+BAD = [
+    (stage, dtype, value)
+    for (stage, (number, dtype)), value in itertools.product(
+        itertools.product((0, 1, 2, 3), enumerate(("fp32", "bf16", "fp16"))), (float("inf"), float("nan"))
+    )
+    if math.isnan(value) == (stage + number) % 2 or dtype == "fp16"
+]
 
 
 @pytest.mark.parametrize("world", (1, 2))
@@ -752,12 +758,12 @@ def test_torch_says_which_precisions_the_cpu_is_slow_in() -> None:
 
 
 def grad_nbytes_of_steps(case: tuple[int, str, int]) -> list[float]:
-    """Bytes of gradients, and of room for them, after each of eight steps."""
+    """Bytes of gradients, and of room for them, after each of six steps."""
     stage, tier, accumulate = case
     model = GPT()
     optimizer = zk.ZeroOptimizer(model, adamw(model.parameters()), stage=stage, dtype="bf16", optimizer_tier=tier, overlap_step=tier == "host")
     found = []
-    for number in range(8):
+    for number in range(6):
         for micro in range(accumulate):
             loss_of(model, batch(10 * number + micro)).backward()
         optimizer.step()
@@ -770,9 +776,10 @@ def grad_nbytes_of_steps(case: tuple[int, str, int]) -> list[float]:
 
 def test_room_for_gradients_does_not_grow_from_step_to_step() -> None:
     cases = [(stage, tier, accumulate) for stage in (0, 1, 2, 3) for tier in ("device", "host") for accumulate in (1, 2)]
-    found = [[grad_nbytes_of_steps(case)] for case in cases]
-    for case, one, two in zip(cases, found, run_world(2, grad_nbytes_of_steps, cases), strict=True):
-        for rank in (*one, *two):
+    alone = [case for case in cases if case[0] in (0, 3)]  # where stages 0 to 2 do the same
+    found = [[grad_nbytes_of_steps(case)] for case in alone] + run_world(2, grad_nbytes_of_steps, cases)
+    for case, ranks in zip(alone + cases, found, strict=True):
+        for rank in ranks:
             assert isinstance(rank, list) and rank[0] > 0 and max(rank[4:]) <= max(rank[:4]), (case, rank)
 
 

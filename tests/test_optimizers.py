@@ -293,6 +293,10 @@ ADAFACTOR = [
 def test_optimizers_over_whole_parameters_train_what_plain_torch_trains(world: int) -> None:
     near = DEVICE.type == "cpu"
     chosen = [case for case in (*MUON, *ADAFACTOR) if near or case.optimizer != "Blocks"]  # whose state is in host memory
+    if world == 3:  # of which some have no parameter of a unit: each optimizer, with and without slices of parameters
+        chosen = [case for case in chosen if case.model in ("unfreezing", "experts") or case.stage == 1 or case.optimizer == "Blocks"]
+    if not near:
+        chosen = [case for case in chosen if case.stage == 3 or (case.stage == 1 and case.dtype != "fp32")]
     cases = [case if near or case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in chosen]
     table = run_world(world, run_case, cases)
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}

@@ -24,15 +24,17 @@ DEVICE_CASES = [dataclasses.replace(case, steps=4) for case in CASES] + [
             ("nvme", {}),
             ("nvme", {"accumulation": 3, "adversary": True}),
             ("auto", {"budgets": (("device_budget", 60_000),)}),
-            ("host", {"params": "device"}),
         ),
     )
-] + [Case(stage=3, dtype="bf16", tier="device", params="host", prefetch=prefetch, steps=4) for prefetch in (0, 1)]
+] + [
+    Case(stage=3, dtype="bf16", tier="host", params="device", steps=4),
+    *(Case(stage=3, dtype="bf16", tier="device", params="host", prefetch=prefetch, steps=4) for prefetch in (0, 1)),
+]
 OVERLAPPED = [
     Case(stage=stage, dtype="bf16", accumulation=accumulation, model=model, tier=tier, overlap=overlap, overlap_step=True, steps=5)
     for stage, (accumulation, model, tier, overlap) in itertools.product(
         (0, 1, 2, 3),
-        ((1, "experts", "host", True), (3, "elsewhere", "host", True), (1, "plain", "host", False), (1, "unfreezing", "nvme", True)),
+        ((1, "experts", "host", True), (2, "elsewhere", "host", True), (1, "plain", "host", False), (1, "unfreezing", "nvme", True)),
     )
 ] + [
     Case(
@@ -45,19 +47,30 @@ OVERLAPPED = [
 
 # What a device adds it adds in one precision with each model, and in each precision with one model; two ranks in one precision, with one
 # optimizer, where they meet. Three steps show it: the third one uses every buffer again, and every order is known by then. Alone, a process
-# does at stages 0 to 2 the same; beside others, what an update in the background meets at stage 0 is its own.
+# does at stages 0 to 2 the same; beside others, what an update in the background meets at stage 0 is its own. Models that are part of another one
+# (frozen of unfreezing, unused of sometimes, checkpointed of the other two) are for the host.
+MODELS = ("plain", "sometimes", "unfreezing", "elsewhere", "experts_checkpointed")
 IN_STEP = {
     1: [
         dataclasses.replace(case, steps=3)
         for case in spread(DEVICE_CASES)
         if (case.model in ("plain", "elsewhere")) + (case.dtype == "bf16") + (case.accumulation == 1) >= 2
+        and case.model in (*MODELS, "tied", "checkpointed_reentrant")
         and (case.stage > 1 or (case.model == "plain" and case.dtype == "bf16"))
+        and (case.stage == 3 or (case.overlap and case.clip and not case.no_sync))  # what of a unit a process holds alone they do not change
+        and (case.optimizer == "AdamW" or (case.optimizer == "SGD" and case.stage < 3))  # (the host updates)
+        and (case.tier == "device" or case.model != "tied")
+        and (case.stage == 3 or case.dtype == "bf16")
+        and (case.accumulation == 1 or case.no_sync or case.adversary or case.model == "elsewhere" or case.stage < 3)
+        and (case.prefetch == 0) == (case.model == "elsewhere" and case.accumulation == 1)
+        and (case.dtype != "fp32" or case.prefetch != 1)
     ],
     2: [
         dataclasses.replace(case, steps=3)
         for case in spread(DEVICE_CASES)
         if case.dtype == "bf16" and case.optimizer == "AdamW" and (case.accumulation == 1) == (case.model != "elsewhere")
-        and case.model in ("plain", "elsewhere", "sometimes", "frozen", "unfreezing", "checkpointed", "experts_checkpointed")
+        and case.model in MODELS
+        and (case.stage == 3 or case.clip)
     ],
 }
 IN_THE_BACKGROUND = {

@@ -288,13 +288,13 @@ def test_what_rests_comes_back_and_is_gone_after_the_step(where: str, tmp_path: 
 
 
 def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four tiles and 24 of them: floats in memory at once, everything else on the drive; and of what has been read from there."""
+    """Four tiles and 12 of them: floats in memory at once, everything else on the drive; and of what has been read from there."""
     most, read = [], list[int]()
     fetch = ActivationOffload.fetch
     monkeypatch.setattr(ActivationOffload, "fetch", lambda self, saved: [fetch(self, saved), read.append(self.here.nbytes)][0])
-    for tiles in (4, 24):
+    for tiles in (4, 12):
         model, _ = made()
-        model.positions = nn.Embedding(16 * 24, WIDTH)
+        model.positions = nn.Embedding(16 * 12, WIDTH)
         with optimizer_of(model, stage=0) as optimizer:
             alive = Alive(Tensor.is_floating_point)
 
@@ -307,7 +307,7 @@ def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatc
                 with away(model, tmp_path), alive:
                     optimizer.accumulate(zk.sequence_tiles(batch_of(length=length), 16), of)
         most.append(alive.most)
-    assert most[1] < 1.05 * most[0]
+    assert most[1] < 1.02 * most[0]
     assert max(read) <= 2 * (2 + 2 + 2) * (2 * 16 * WIDTH * 4)  # two tiles of keys and values, sums of gradients, a block's input and gradient
 
 

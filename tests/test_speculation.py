@@ -383,10 +383,10 @@ def ranks_differ_of(case: tuple[int, str, int]) -> list[str]:
 # ---- gradients that are handed over --------------------------------------------------------------------------------------------
 
 HANDED_OVER_CASES = [
-    Case(tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, **{"dtype": "bf16", "steps": 4, **more})  # type: ignore[arg-type]
+    Case(tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, **{"dtype": "bf16", "steps": 3, **more})  # type: ignore[arg-type]
     for more in (
         {"stage": 3, "model": "sometimes", "adversary": True},
-        {"stage": 3, "accumulation": 3, "vertical": True},
+        {"stage": 3, "accumulation": 2, "vertical": True},
         {"stage": 3, "accumulation": 2, "no_sync": True, "adversary": True},
         {"stage": 3, "dtype": "fp16", "overlap": False},
         {"stage": 2, "accumulation": 2, "vertical": True, "model": "sometimes"},
