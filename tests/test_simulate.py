@@ -12,7 +12,7 @@ import pytest
 from tests.simulate.defects import DEFECTS, SEEDS, first_seed
 from tests.simulate.job import Fault, Plan, report, run
 
-COUNT, PART = 24, 12  # `make simulate` plays any number of others
+COUNT, PART = 40, 20  # `make simulate` plays any number of others
 
 
 DIGESTS: dict[int, str] = {}  # of runs that there have been, by seed

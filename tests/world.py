@@ -72,9 +72,10 @@ def _rank_main(
         try:
             result = function(case)
             raced = races()
-            results.put((rank, index, "error", "races:\n" + "\n".join(raced)) if raced else (rank, index, "ok", result))
+            said = "races:\n" + "\n".join(raced) if raced else pickle.dumps(result)  # whole: torch would have the reader ask a rank that may have gone
+            results.put((rank, index, said))
         except BaseException:
-            results.put((rank, index, "error", traceback.format_exc()))
+            results.put((rank, index, traceback.format_exc()))
             break  # ranks are out of step now: what follows would fail for a reason that is not its own, and its peers are told at once
     else:
         dist.barrier() if len(cases) > 1 else None
@@ -104,6 +105,6 @@ def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], 
             if results.empty():
                 wait([results._reader, *alive])
                 continue
-            rank, index, status, value = results.get()
-            table[index][rank] = value if status == "ok" else RuntimeError(value)
+            rank, index, said = results.get()
+            table[index][rank] = RuntimeError(said) if isinstance(said, str) else pickle.loads(said)
     return table
