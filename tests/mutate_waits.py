@@ -372,6 +372,8 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         yield from _grid(file)
     if file in ("zk/offload/section.py", "zk/offload/streamed.py", "zk/offload/tiers.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_update_on.py")
+    if file == "zk/optimizer.py":
+        yield _pytest("tests/test_update_on.py", "-k", "nothing_streams_any_more")
     if file in ("zk/offload/section.py", "zk/speculation.py"):
         yield _pytest("tests/test_speculation.py")
     if file in ("zk/offload/section.py", "zk/updates.py"):

@@ -286,6 +286,7 @@ def a_failure_of_nobody(_: None) -> str:
         assert isinstance(optimizer.comm, Group)
         with pytest.raises((RuntimeError, ValueError)) as caught:
             optimizer.comm.guard("a test", lambda: fail(wrong))
+        dist.barrier()  # neither leaves while the other looks who lives
         return str(caught.value)
 
 
