@@ -72,7 +72,7 @@ def _rank_main(
         try:
             result = function(case)
             raced = races()
-            said = "races:\n" + "\n".join(raced) if raced else pickle.dumps(result)  # whole: torch would have the reader ask a rank that may have gone
+            said = "races:\n" + "\n".join(raced) if raced else pickle.dumps(result)  # whole: torch has its reader ask a rank, which may have gone
             results.put((rank, index, said))
         except BaseException:
             results.put((rank, index, traceback.format_exc()))
