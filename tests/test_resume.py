@@ -158,7 +158,8 @@ def agent(folder: Path) -> LaunchConfig:
     context = mp.get_context(START)
     context.set_forkserver_preload(["tests.shared"])
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "run_id": "resume", "logs_specs": logs}
+    # as --master-port says it: addresses of earlier attempts stay in the store
+    place = {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{free_port()}", "rdzv_configs": {"rank": 0}, "logs_specs": logs}
     return LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=2, monitor_interval=0.1, start_method=START, **place)  # type: ignore[arg-type]
 
 
