@@ -2,7 +2,7 @@
 
 Nothing of zk is imported before (see tests/world.py). On the software GPU a program has it too, and ends with status 86 where it raced. A program
 ends as the interpreter does, with its threads and atexit functions, but its objects are left to the system. Tests of
-imports, of peaks of memory and of the interpreter's very end start an interpreter instead.
+imports, of pages that processes share and of the interpreter's very end start an interpreter instead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
-from tests.world import START
+from tests.world import processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,8 +85,7 @@ class Program:
     """A running program. What of ``subprocess.Popen`` tests use, under the same names."""
 
     def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-        context = mp.get_context(START)
-        context.set_forkserver_preload(["tests.shared"])
+        context = processes()
         readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
         given = (arguments, dict(os.environ if env is None else env), *writers)
         self.process = context.Process(target=_main, args=given, daemon=True)  # it ends with the tests, should one of them fail

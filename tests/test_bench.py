@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import zk
 from benchmarks.throttled import ThrottledLink, pretend
-from tests.world import START
+from tests.world import processes
 from zk import doctor
 from zk.bench import adam, io, kernels, link, step
 from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, seconds_of
@@ -210,8 +210,7 @@ def test_kernels_that_are_wrong_are_not_timed() -> None:
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
     """Processes of their own are forked from one that has imported torch, where tests of ranks are."""
-    context = multiprocessing.get_context(START)
-    context.set_forkserver_preload(["tests.shared"])
+    context = processes()
     with mock.patch.object(multiprocessing, "get_context", lambda _: context):
         yield
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zk
 from tests.megatron import batch, cut_model, loss_of, part_of, whole_model
-from tests.world import mesh_of, run_world
+from tests.world import call, mesh_of, run_world
 from zk.checkpoint.export import export
 from zk.parallel.comm import Group, connect
 
@@ -278,14 +278,10 @@ JOBS: list[tuple[Callable[[Any], Any], Any]] = [
 ]
 
 
-def work(job: tuple[Callable[[Any], Any], Any]) -> Any:
-    return job[0](job[1])
-
-
 @functools.cache
 def outcomes(folder: str) -> list[list[Any]]:
     """What came of each job, and of changing meshes, on each of four ranks."""
-    return run_world(4, work, [(change_meshes, folder), *JOBS], timeout=60)
+    return run_world(4, call, [(change_meshes, folder), *JOBS], timeout=60)
 
 
 def outcomes_of(function: Callable[[Any], Any], folder: str) -> list[list[Any]]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import zk
 from tests.models import DEVICE
 from tests.tensor_parallel import INNER, Model, batch, cut, loss_of, whole, whole_model
-from tests.world import mesh_of, run_world
+from tests.world import call, mesh_of, run_world
 from zk.checkpoint.export import export
 
 STEPS = 3
@@ -451,16 +451,12 @@ JOBS += [(states, 3), (from_files, 3), (partly, 1), (refusals, 2)]
 ALONE_JOBS: list[tuple[Any, Any]] = [(taken_over, 1)]
 
 
-def work(job: tuple[Any, Any]) -> Any:
-    return job[0](job[1])
-
-
 @functools.cache
 def outcomes(world: int, folder: str) -> dict[str, list[Any]]:
     """By name of a job: what came of it on each rank."""
     jobs: list[tuple[Any, Any]] = [(run, case) for case in {4: CASES, 3: UNEVEN, 2: ALONE}[world]]
     jobs += {4: [*JOBS, (meshes, folder)], 3: [], 2: ALONE_JOBS}[world]
-    return dict(zip((f"{one.__name__} {what}" for one, what in jobs), run_world(world, work, jobs, timeout=60), strict=True))
+    return dict(zip((f"{one.__name__} {what}" for one, what in jobs), run_world(world, call, jobs, timeout=60), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from tests.models import DEVICE, GPT, VOCAB, batch, loss_of
 from tests.parity import compare
 from tests.plain import train_plain
 from tests.programs import Program
-from tests.world import free_port, run_world
+from tests.world import call, free_port, run_world
 from zk import torch_calls
 from zk.checkpoint.export import export
 from zk.parallel.comm import Group
@@ -426,12 +426,7 @@ WORK: list[tuple[Callable[[Any], str], Any]] = [
 @functools.cache
 def results() -> list[list[Any]]:
     """All work in one world of four ranks."""
-    return run_world(4, run_one, WORK, timeout=60)
-
-
-def run_one(work: tuple[Callable[[Any], str], Any]) -> str:
-    function, case = work
-    return function(case)
+    return run_world(4, call, WORK, timeout=60)
 
 
 @pytest.mark.device_only

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -22,7 +21,7 @@ from typer.testing import CliRunner
 
 import zk
 from tests.programs import Program, rank_of
-from tests.world import START, free_port
+from tests.world import START, free_port, processes
 from zk.checkpoint import CheckpointError
 from zk.cli import app
 from zk.train import resume
@@ -155,8 +154,7 @@ def killed_once(environment: dict[str, str], arguments: list[str]) -> None:
 
 def agent(folder: Path) -> LaunchConfig:
     """What torchrun starts two ranks with, of which each is forked from a process that has imported torch."""
-    context = mp.get_context(START)
-    context.set_forkserver_preload(["tests.shared"])
+    processes()  # the agent makes such a context too
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
     # as --master-port says it: addresses of earlier attempts stay in the store
     place = {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{free_port()}", "rdzv_configs": {"rank": 0}, "logs_specs": logs}

@@ -32,6 +32,19 @@ def mesh_of(device: str, shape: tuple[int, ...], *names: str) -> DeviceMesh:
     return init_device_mesh(device, shape, mesh_dim_names=names or None)
 
 
+def processes() -> Any:
+    """The context that starts processes: forked from one that has imported what they need, but for a GPU, with which no process can be forked."""
+    context = mp.get_context(START)
+    context.set_forkserver_preload(["tests.shared"])
+    return context
+
+
+def call(job: tuple[Callable[[Any], Any], Any]) -> Any:
+    """Call a function with a value, for worlds that run the cases of several functions."""
+    function, value = job
+    return function(value)
+
+
 def free_port() -> int:
     """A TCP port on loopback to listen at soon: below those that the system gives out, as other tests have it give out many meanwhile."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
@@ -91,8 +104,7 @@ def run_world(world: int, function: Callable[[Any], Any], cases: Sequence[Any], 
     if torch.cuda.is_available() and not SOFTWARE_GPU and torch.cuda.device_count() < world:
         pytest.skip(f"{world} ranks need {world} GPUs; there are {torch.cuda.device_count()}")
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    context = mp.get_context(START)
-    context.set_forkserver_preload(["tests.shared"])  # (a process that has asked for GPUs cannot be forked)
+    context = processes()
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         work = pickle.dumps((function, list(cases)))
