@@ -136,14 +136,16 @@ def test_a_process_that_gets_sigterm_exits_with_0(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").exists()
 
 
-def killed_once(environment: dict[str, str], arguments: list[str]) -> None:
-    """One of the ranks; the second one ends by itself in its first life."""
+def killed_once(environment: dict[str, str], out: Path, arguments: list[str]) -> None:
+    """One of the ranks; the second one ends by itself in its first life, once a checkpoint is there."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     count, draw = itertools.count(1), Text.draw
 
     def counted(part: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         if next(count) == 4 + 15:  # four to validate, then one for each step
+            while not (out / "checkpoints" / "latest").exists():  # which is written in the background
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return draw(part, *more)
 
@@ -174,7 +176,7 @@ def handlers() -> Iterator[None]:
 def test_torchrun_starts_again_after_a_killed_rank_and_ends_with_the_same_model(tmp_path: Path) -> None:
     more, port = ("--steps", "20", "--save-every", "10", "--resume", "auto"), free_port()
     unbroken = [Program(*command(tmp_path / "a", *more), env=rank_of(2, rank, port)) for rank in range(2)]
-    elastic_launch(agent(tmp_path / "logs"), killed_once)(environment(), command(tmp_path / "b", *more)[2:])
+    elastic_launch(agent(tmp_path / "logs"), killed_once)(environment(), tmp_path / "b", command(tmp_path / "b", *more)[2:])
     # the agent's SIGTERM may end rank 0 before it says who has gone: what it says then is test_rank_killed.py's
     said = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*.log"))
     assert "resume    after step" in said, said[-3000:]

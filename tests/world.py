@@ -11,8 +11,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tests.mutant  # noqa: F401  (before zk)
 
+ENVIRONMENT = dict(os.environ)  # of no test
 SOFTWARE_GPU = os.environ.get("ZK_SOFTGPU") == "1"
 START = "spawn" if torch.cuda.is_available() and not SOFTWARE_GPU else "forkserver"
 
@@ -36,6 +39,9 @@ def processes() -> Any:
     """The context that starts processes: forked from one that has imported what they need, but for a GPU, with which no process can be forked."""
     context = mp.get_context(START)
     context.set_forkserver_preload(["tests.shared"])
+    if START == "forkserver":
+        with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):  # not that of the test which happens to be the first
+            forkserver.ensure_running()
     return context
 
 
