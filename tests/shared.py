@@ -1,10 +1,10 @@
 """What every rank needs, imported once by the process that ranks are forked from: seconds of a core for each of them otherwise."""
-# ruff: noqa: E402, F401
+# ruff: noqa: F401
 
 import gc
 import os
 
-gc.disable()  # for as long as this takes
+from tests.threads import COLLECT  # (the collector rests for as long as this takes)
 
 if os.environ.get("ZK_SOFTGPU") != "1":  # (whose ranks use none of these)
     import bitsandbytes
@@ -14,6 +14,7 @@ if os.environ.get("ZK_SOFTGPU") != "1":  # (whose ranks use none of these)
 import hypothesis
 import numba.np.arraymath
 import numba.typed
+import numpy.ma
 import pytest
 import torch._dynamo
 import torch.distributed.fsdp
@@ -26,6 +27,7 @@ import zk.optimizer
 
 numba.njit(lambda array: array[0]).compile((numba.float32[::1],))  # with the first function numba sets itself up: a tenth of a second of each rank
 
+gc.set_threshold(*COLLECT)
 gc.enable()
 gc.collect()
 gc.freeze()  # ranks neither look through a million objects of torch, nor copy the pages that have them
