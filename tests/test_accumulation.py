@@ -62,30 +62,29 @@ def over_ranks(case: Case) -> Case:
     return dataclasses.replace(case, tolerance=0.05) if case.stage == 3 and case.model.startswith("experts") else case
 
 
-# ranks, and a device, add what they add to one process in one precision, with two or three micro-batches, and fewer models; three where the one
-# in the middle, neither the first nor the last, is another case
-MODELS = {2: ("plain",), 3: ("plain", "unfreezing", "checkpointed_reentrant", "experts")}
-FEW = [
-    dataclasses.replace(
-        case,
-        accumulation=2 if case.model in ("checkpointed_reentrant", "experts") else case.accumulation,
-        steps=4 if case.steps == 5 and case.model == "plain" else case.steps,
-    )
-    for case in PLAIN + OTHERS
-    if case.dtype == "bf16" and case.accumulation in (2, 3) and case.model in MODELS.get(case.stage, ())
-    if case.optimizer == "AdamW" or case.stage == 3
-    if case.prefetch == 1 or (case.prefetch == 0) == softgpu.installed()  # (none ahead, all ahead)
-    if case.accumulation == 2 or case.stage == 2 or case.narrow or case.overlap_step or case.model not in ("plain", "unfreezing")
+# ranks, and a device, add what they add to one process in one precision, with two or three micro-batches, and fewer models
+TWO = Case(stage=3, dtype="bf16", accumulation=2, vertical=True, steps=3)
+THREE = dataclasses.replace(TWO, accumulation=3)  # where the one in the middle, neither the first nor the last, is another case
+BOTH = [
+    *(dataclasses.replace(TWO, stage=stage, tier="nvme") for stage in (2, 3)),
+    dataclasses.replace(TWO, model="checkpointed_reentrant", tier="nvme"),
+    dataclasses.replace(TWO, model="experts"),
+    *(dataclasses.replace(THREE, stage=stage, overlap_step=True, steps=4) for stage in (2, 3)),
+    dataclasses.replace(THREE, model="unfreezing", tier="nvme", overlap_step=True, steps=5),
+    dataclasses.replace(THREE, tier="nvme", narrow=True),
 ]
-TOGETHER = [case for case in FEW if not softgpu.installed() or (case.clip and case.prefetch == 1 and (case.stage == 3 or not case.narrow))]
-WORLDS = {1: PLAIN + OTHERS if not softgpu.installed() else FEW, 2: [over_ranks(case) for case in TOGETHER]}
+EITHER = [dataclasses.replace(TWO, optimizer="SGD", clip=None), dataclasses.replace(THREE, stage=2, narrow=True)]
+RANKS = [*BOTH, *EITHER, dataclasses.replace(TWO, tier="nvme", prefetch=3)]  # all ahead
+DEVICE_ALONE = [*BOTH, *EITHER, dataclasses.replace(TWO, tier="nvme", prefetch=0)]
+WORLDS = {1: DEVICE_ALONE, 2: BOTH} if softgpu.installed() else {1: PLAIN + OTHERS, 2: RANKS}
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("world", (1, 2))
 def test_block_by_block_is_plain_torch_with_any_stage_tier_dtype_and_number(world: int) -> None:
-    table = run_world(world, run_case, WORLDS[world], timeout=120) if world > 1 or softgpu.installed() else [[run_case(c)] for c in WORLDS[1]]
-    assert {str(case): rows for case, rows in zip(WORLDS[world], table, strict=True) if rows != [""] * world} == {}
+    cases = WORLDS[world] if world == 1 else list(map(over_ranks, WORLDS[world]))
+    table = run_world(world, run_case, cases, timeout=120) if world > 1 or softgpu.installed() else [[run_case(case)] for case in cases]
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
 
 
 # ---- models that do not go straight through their blocks -----------------------------------------------------------------------

@@ -21,35 +21,31 @@ from zk.memory import widen_
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
 FIRST = Case(stage=3, dtype="bf16", computes="fp32", steps=3)
-CASES = [
-    *(dataclasses.replace(FIRST, tier=tier) for tier in ("device", "host", "nvme")),
-    dataclasses.replace(FIRST, dtype="fp16"),
-    dataclasses.replace(FIRST, tier="nvme", accumulation=2, adversary=True),
-    dataclasses.replace(FIRST, tier="device", params="host", accumulation=2, vertical=True),
-    dataclasses.replace(FIRST, params="device", overlap_step=True, steps=4),
-    dataclasses.replace(FIRST, tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, steps=4),
-    dataclasses.replace(FIRST, update_on="device"),
-    dataclasses.replace(FIRST, optimizer="SGD", delay=2, prefetch=0, steps=4),
-    *(dataclasses.replace(FIRST, model=model) for model in ("tied", "frozen", "elsewhere", "experts_checkpointed")),
-    dataclasses.replace(FIRST, model="unfreezing", tier="nvme", steps=5),
-]
-# of precision, drive and loop: each on a device with one process or with two
-ON_DEVICE = {
-    case: 2 if case.adversary else 1 for case in CASES if case.model in ("tied", "frozen") or case.dtype == "fp16" or case.accumulation > 1
+TIERS = [dataclasses.replace(FIRST, tier=tier) for tier in ("device", "host", "nvme")]
+FP16 = dataclasses.replace(FIRST, dtype="fp16")
+LATE = dataclasses.replace(FIRST, tier="nvme", accumulation=2, adversary=True)
+VERTICAL = dataclasses.replace(FIRST, tier="device", params="host", accumulation=2, vertical=True)
+OVERLAPPED = dataclasses.replace(FIRST, params="device", overlap_step=True, steps=4)
+IN_BACKWARD = dataclasses.replace(FIRST, tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, steps=4)
+ON_THE_DEVICE = dataclasses.replace(FIRST, update_on="device")  # (on a CPU there is one side)
+DELAYED = dataclasses.replace(FIRST, optimizer="SGD", delay=2, prefetch=0, steps=4)
+TIED, FROZEN, ELSEWHERE, EXPERTS = (dataclasses.replace(FIRST, model=model) for model in ("tied", "frozen", "elsewhere", "experts_checkpointed"))
+UNFREEZING = dataclasses.replace(FIRST, model="unfreezing", tier="nvme", steps=5)  # (whose reference has no gradient on some ranks)
+HOST = {
+    1: [*TIERS, FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, DELAYED, TIED, FROZEN, ELSEWHERE, EXPERTS, UNFREEZING],
+    2: [*TIERS, FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, DELAYED, ELSEWHERE, EXPERTS],
+    3: [*TIERS[1:], FP16, LATE],
+}
+# precision, drive and loop: each with one process or with two
+SOFTWARE_GPU = {
+    1: [*TIERS, FP16, VERTICAL, OVERLAPPED, IN_BACKWARD, ON_THE_DEVICE, DELAYED, TIED, FROZEN, ELSEWHERE, EXPERTS, UNFREEZING],
+    2: [*TIERS, LATE, OVERLAPPED, IN_BACKWARD, ON_THE_DEVICE, DELAYED, ELSEWHERE, EXPERTS],
 }
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.device), pytest.param(2, marks=pytest.mark.device), 3])
 def test_bits_are_those_of_fp32_computed_with_rounded_parameters(world: int) -> None:
-    cases = [
-        case
-        for case in (CASES if world < 3 else CASES[1:5])
-        if case.tier == "host" or case.delay is None
-        if case.update_on == "host" or softgpu.installed()  # (on a CPU there is one side)
-        if case.model != "unfreezing" or world == 1  # (whose reference has no gradient on some ranks)
-        if case.model not in ("tied", "frozen") or world == 1  # (which ranks do not look at)
-        if not softgpu.installed() or ON_DEVICE.get(case, world) == world
-    ]
+    cases = (SOFTWARE_GPU if softgpu.installed() else HOST)[world]
     if world == 1 and not softgpu.installed():
         table = [[run_case(case)] for case in cases]
     else:
