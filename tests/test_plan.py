@@ -823,6 +823,13 @@ def test_what_is_recommended_can_be_read_and_names_no_folder_that_was_not_given(
         assert f"nvme_path='{named}'" in line and re.search(r"host_budget='\d+[MG]iB'", line), line
 
 
+def test_the_exit_code_is_1_where_nothing_fits() -> None:
+    small = ["plan", "gpt:1b", "--gpu", "1GiB", "--ram", "1GiB"]
+    done, as_json = (CliRunner().invoke(app, [*small, *more]) for more in ([], ["--json"]))
+    assert done.exit_code == as_json.exit_code == 1
+    assert "Nothing fits" in done.output and json.loads(as_json.output)["recommended"] is None
+
+
 def test_on_a_narrow_terminal_what_lacks_takes_two_lines() -> None:
     file = io.StringIO()
     machine = Machine(gpu_nbytes=32 << 30, ram_nbytes=128 << 30, nvme_nbytes=1 << 40)

@@ -93,7 +93,7 @@ SIZES = {
     # 1 and 27 for phases on the clock that they are measured with
     # 6 and 66 for tiles of a sequence, in the options of zk plan
     # 24 and 168 for a clock that stands while states are parked
-    "beside the core": (5_511, 43_069),
+    "beside the core": (5_511, 43_064),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -142,7 +142,7 @@ SIZES = {
     # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
     # 12 and 95 for a floor by the rates that training sees; 14 and 108 for the processor time that I/O takes from work
     # 17 and 97 for traces that cannot be written, reports without a step, time that is parked, and lines of their own
-    "monitor": (1_712, 14_352),  # summaries, and what is said at the start; rates, and progress
+    "monitor": (1_711, 14_352),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }

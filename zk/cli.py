@@ -157,7 +157,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say what of a model fits where, and how long a step takes, without training or a GPU."""
+    """Say what of a model fits where, and how long a step takes, without training or a GPU. The exit code is 1 where nothing fits."""
     import dataclasses
     import json
 
@@ -174,8 +174,7 @@ def plan(
     from zk.plan.speed import Machine
 
     with mendable("plan"):
-        if gpu is None:
-            gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
+        gpu = gpu or (str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none")
         if tflops is None:
             tflops = 100.0 if gpu != "none" else 0.15 * default_threads()
         given = {"tflops": tflops, "link": link, "cpu-adam": cpu_adam, "host-memory": host_memory, "disk": disk, "fabric": fabric, "network": network}
@@ -201,11 +200,10 @@ def plan(
             tensor=tensor,
             replicas=replicate,
         )
-        if tokens is None:
-            tokens = sequence * accumulate if sequence is not None else 8192
-        if sequence is not None and tokens % (sequence * accumulate):
+        tokens = tokens or (sequence * accumulate if sequence else 8192)
+        if sequence and tokens % (sequence * accumulate):
             raise ValueError(f"--tokens must be whole sequences in each micro-batch, of --sequence {sequence}; got {tokens} in {accumulate}")
-        if sequence_tiles is not None and (sequence is None or sequence % sequence_tiles):
+        if sequence_tiles and (not sequence or sequence % sequence_tiles):
             raise ValueError(f"--sequence-tiles must divide --sequence, which it cuts; got {sequence_tiles} and {sequence or 'no --sequence'}")
         shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
         shape = dataclasses.replace(shape, sequence=sequence or 0, tile=sequence_tiles or 0, optimizer=optimizer.lower())
@@ -216,9 +214,11 @@ def plan(
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:
             report.print_plan(wide(Console()), found)
-        pictures = picture.draw(found, plot) if plot is not None else []
-    if plot is not None:
+        pictures = picture.draw(found, plot) if plot else []
+    if plot:
         typer.echo("\n".join(map(str, pictures)) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
+    if not found.best:
+        raise typer.Exit(1)
 
 
 @app.command()

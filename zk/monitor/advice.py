@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zk.memory import host_memory, ranks_here
+from zk.memory import host_memory
 from zk.monitor.rates import Rates, spent
 from zk.monitor.summary import nbytes_of, placed_of, rows_of, sizes_of, traffic_of
 from zk.monitor.words import seconds, size
@@ -59,7 +59,7 @@ def _background(optimizer: Any, rates: Rates) -> Advice | None:
 
 def _larger_budget(optimizer: Any, rates: Rates) -> Advice | None:
     """A larger ``host_budget``. The planner places all units anew with it; what then need not move, at the rates of the drive, are the seconds."""
-    config, ranks = optimizer.config, ranks_here(optimizer.everyone.world)
+    config, ranks = optimizer.config, rates.ranks
     is_fixed = "auto" not in (config.param_tier, config.optimizer_tier) or None not in (config.device_budget, config.host_budget)
     if rates.last.get("wait_drive_share", 0.0) < _LEAST or not {"read", "write"} <= rates.drive.keys() or not is_fixed:
         return None

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from zk.memory import host_memory
 from zk.monitor.rates import Rates, reason_of, zero_of
 from zk.monitor.runfile import RunFile
 from zk.monitor.start import begun_line, is_quiet
@@ -25,10 +24,10 @@ EVERY_S = 10.0  # between lines where there is no terminal
 _TERMINAL_S = 0.25  # between two states of a terminal's line
 
 
-def rates_line(rates: Mapping[str, float], host_nbytes: int | None = None) -> str:
+def rates_line(rates: Mapping[str, float], host_nbytes: int) -> str:
     """Rates as one short line: ``1,940 tok/s | 4.20 s/step | 41% waiting: drive | drive 2.7 GB/s | host 51/64 GiB | floor 2.6 s``.
 
-    ``host_nbytes``: memory that there is; None is that of this machine.
+    ``host_nbytes``: memory that this rank may have.
     """
     if not rates:
         return ""
@@ -41,7 +40,7 @@ def rates_line(rates: Mapping[str, float], host_nbytes: int | None = None) -> st
     parts += [f"{name} {rates[f'{name}_gbps']:.2g} GB/s" for name in ("drive", "link") if f"{name}_gbps" in rates]
     if "peak_device_gib" in rates:
         parts.append(f"GPU {rates['peak_device_gib']:.1f} GiB")
-    parts.append(f"host {rates['peak_host_gib']:.1f}/{(host_nbytes or host_memory()[0]) / 2**30:.0f} GiB")
+    parts.append(f"host {rates['peak_host_gib']:.1f}/{host_nbytes / 2**30:.0f} GiB")
     if "floor_s" in rates and rates["wait_share"] >= 0.005:
         parts.append(f"floor {seconds(rates['floor_s'])}")
     return " | ".join(parts)
@@ -138,7 +137,7 @@ class Progress:
         if self.total and timed > 0 and self.done < self.total:
             per_step = (now - self.warm) / (timed - 1) if timed > 1 else now - self.started  # the first step is slow: caches, compilation
             parts.append(f"eta {duration(per_step * (self.total - self.done))}")
-        return " | ".join(filter(None, [*parts, rates_line(self.rates.take())]))
+        return " | ".join(filter(None, [*parts, rates_line(self.rates.take(), self.rates.host_nbytes)]))
 
     def _show(self, line: str) -> None:
         if _in_notebook():

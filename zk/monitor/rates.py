@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zk.memory import peak_nbytes, ranks_here
+from zk.memory import host_memory, peak_nbytes, ranks_here
 from zk.monitor import measured
 
 # kinds of zk.timeline.SPENT -> what is waited for, by its name in the rates; any other wait is "other"
@@ -102,6 +102,8 @@ class Rates:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
+        self.ranks = ranks_here(optimizer.everyone.world)
+        self.host_nbytes = host_memory()[0] // self.ranks  # of this one
         self.last: dict[str, float] = {}
         self.drive: dict[str, float] = {}  # bytes/s of it, "read" and "write", once they are known
         self.restart()
@@ -167,13 +169,12 @@ class Rates:
         """Seconds of the interval if all waits were hidden; None if the drive was used and has no known rates."""
         if not read and not written:
             return work_s
-        ranks = ranks_here(optimizer.everyone.world)
-        seen = optimizer.tiers["nvme"].spill.rates if ranks == 1 else {}  # several share the drive, and each sees a part of its rate
+        seen = optimizer.tiers["nvme"].spill.rates if self.ranks == 1 else {}  # several share the drive, and each sees a part of its rate
         self.drive = {**(measured.drive(optimizer.config.nvme_path) or self.drive), **seen}
         moved = {way: nbytes for way, nbytes in (("read", read), ("write", written)) if nbytes}
         if not moved.keys() <= self.drive.keys():
             return None
-        return max(work_s, ranks * sum(nbytes / self.drive[way] for way, nbytes in moved.items()))
+        return max(work_s, self.ranks * sum(nbytes / self.drive[way] for way, nbytes in moved.items()))
 
 
 def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:

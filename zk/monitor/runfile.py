@@ -18,7 +18,7 @@ import psutil
 from zk.cache import folder_for, replace_text
 from zk.config import ZeroConfig
 from zk.logs import log
-from zk.memory import peak_nbytes, ranks_here
+from zk.memory import peak_nbytes
 from zk.monitor.advice import advice_of, sentence
 from zk.monitor.rates import USES, Rates, spent, zero_of
 from zk.monitor.summary import nbytes_of, rows_of, summary_of
@@ -67,7 +67,7 @@ class RunFile:
         folder_for(self.path)
         self._continue(done)
         summary, config = summary_of(optimizer), optimizer.config
-        traffic, process, ranks = summary.traffic, psutil.Process(), ranks_here(optimizer.everyone.world)
+        traffic, process, ranks = summary.traffic, psutil.Process(), self.rates.ranks
         budgets = {tier: getattr(config, f"{tier}_budget", None) for tier in summary.capacity}
         self.content = {
             "format": FORMAT, "columns": COLUMNS, "heading": summary.heading,

@@ -244,8 +244,7 @@ def _notes(optimizer: Any, traffic: Traffic) -> list[str]:
             if nbytes
         )
         if rates is not None:
-            ranks = ranks_here(optimizer.everyone.world)
-            taken = ranks * (traffic.read / rates["read"] + traffic.written / rates["write"])
+            taken = ranks_here(optimizer.everyone.world) * (traffic.read / rates["read"] + traffic.written / rates["write"])
             moves += f": {seconds(taken)} at the {rates['read'] / 1e9:.2f} and {rates['write'] / 1e9:.2f} GB/s measured here"
         notes.append(f"{who} {moves}")
     if traffic.uploaded or traffic.offloaded:
