@@ -29,7 +29,7 @@ coverage: $(READY)
 	rm -rf runs/coverage
 	mkdir -p runs/coverage
 	$(BIN)/coverage run $(PYTEST) -p tests.softgpu.plugin $(ARGS)
-	$(BIN)/coverage run $(PYTEST) tests/test_tiled_linear.py tests/test_partitioned.py tests/test_cpu_adam.py tests/test_peers.py tests/test_model_parallel_refusals.py $(ARGS)
+	$(BIN)/coverage run $(PYTEST) tests/test_tiled_linear.py tests/test_partitioned.py tests/test_cpu_adam.py tests/test_eight_bit.py tests/test_peers.py tests/test_model_parallel_refusals.py $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include='$(CUDA_PATH)'
 
