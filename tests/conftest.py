@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.threads import COLLECT  # isort: skip  (before OpenMP is loaded)
+import tests.threads  # isort: skip  # noqa: F401 (before OpenMP is loaded)
 import torch
 
 from tests.device_files import WHOLE
@@ -67,7 +67,6 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT)
     gc.enable()
 
 

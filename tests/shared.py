@@ -1,10 +1,10 @@
 """What every rank needs, imported once by the process that ranks are forked from: seconds of a core for each of them otherwise."""
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
 
 import gc
 import os
 
-from tests.threads import COLLECT  # (the collector rests for as long as this takes)
+gc.disable()  # for as long as this takes
 
 if os.environ.get("ZK_SOFTGPU") != "1":  # (whose ranks use none of these)
     import bitsandbytes
@@ -27,7 +27,6 @@ import zk.optimizer
 
 numba.njit(lambda array: array[0]).compile((numba.float32[::1],))  # with the first function numba sets itself up: a tenth of a second of each rank
 
-gc.set_threshold(*COLLECT)
 gc.enable()
 gc.collect()
 gc.freeze()  # ranks neither look through a million objects of torch, nor copy the pages that have them

@@ -7,7 +7,6 @@ import gc
 import os
 
 gc.disable()
-COLLECT = 20_000, 20, 20  # allocations, and young collections: tests that look for what is alive collect themselves
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads without work sleep: spinning, they take the core of another process
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
