@@ -73,16 +73,18 @@ BOTH = [
     dataclasses.replace(THREE, model="unfreezing", tier="nvme", overlap_step=True, steps=5),
     dataclasses.replace(THREE, tier="nvme", narrow=True),
 ]
-EITHER = [dataclasses.replace(TWO, optimizer="SGD", clip=None), dataclasses.replace(THREE, stage=2, narrow=True)]
-RANKS = [*BOTH, *EITHER, dataclasses.replace(TWO, tier="nvme", prefetch=3)]  # all ahead
-DEVICE_ALONE = [*BOTH, *EITHER, dataclasses.replace(TWO, tier="nvme", prefetch=0)]
-WORLDS = {1: DEVICE_ALONE, 2: BOTH} if softgpu.installed() else {1: PLAIN + OTHERS, 2: RANKS}
+EITHER = [dataclasses.replace(TWO, optimizer="SGD", clip=None), dataclasses.replace(THREE, stage=2, narrow=True)]  # not of ranks with devices
+if softgpu.installed():
+    ALONE, TOGETHER = [*BOTH, *EITHER, dataclasses.replace(TWO, tier="nvme", prefetch=0)], BOTH
+else:
+    ALONE, TOGETHER = PLAIN + OTHERS, [*BOTH, *EITHER, dataclasses.replace(TWO, tier="nvme", prefetch=3)]  # all ahead
+WORLDS = {1: ALONE, 2: list(map(over_ranks, TOGETHER))}
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("world", (1, 2))
 def test_block_by_block_is_plain_torch_with_any_stage_tier_dtype_and_number(world: int) -> None:
-    cases = WORLDS[world] if world == 1 else list(map(over_ranks, WORLDS[world]))
+    cases = WORLDS[world]
     table = run_world(world, run_case, cases, timeout=120) if world > 1 or softgpu.installed() else [[run_case(case)] for case in cases]
     assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
 

@@ -29,6 +29,7 @@ OVERLAPPED = dataclasses.replace(FIRST, params="device", overlap_step=True, step
 IN_BACKWARD = dataclasses.replace(FIRST, tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, steps=4)
 ON_THE_DEVICE = dataclasses.replace(FIRST, update_on="device")  # (on a CPU there is one side)
 DELAYED = dataclasses.replace(FIRST, optimizer="SGD", delay=2, prefetch=0, steps=4)
+# (ranks look at neither of the first two)
 TIED, FROZEN, ELSEWHERE, EXPERTS = (dataclasses.replace(FIRST, model=model) for model in ("tied", "frozen", "elsewhere", "experts_checkpointed"))
 UNFREEZING = dataclasses.replace(FIRST, model="unfreezing", tier="nvme", steps=5)  # (whose reference has no gradient on some ranks)
 HOST = {

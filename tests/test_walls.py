@@ -93,7 +93,7 @@ SIZES = {
     # 1 and 27 for phases on the clock that they are measured with
     # 6 and 66 for tiles of a sequence, in the options of zk plan
     # 24 and 168 for a clock that stands while states are parked
-    "beside the core": (5_511, 43_064),
+    "beside the core": (5_511, 43_060),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter

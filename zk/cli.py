@@ -174,7 +174,8 @@ def plan(
     from zk.plan.speed import Machine
 
     with mendable("plan"):
-        gpu = gpu or (str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none")
+        if gpu is None:
+            gpu = str(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else "none"
         if tflops is None:
             tflops = 100.0 if gpu != "none" else 0.15 * default_threads()
         given = {"tflops": tflops, "link": link, "cpu-adam": cpu_adam, "host-memory": host_memory, "disk": disk, "fabric": fabric, "network": network}
@@ -214,11 +215,10 @@ def plan(
             typer.echo(json.dumps(choose.as_dict(found), indent=1))
         else:
             report.print_plan(wide(Console()), found)
-        pictures = picture.draw(found, plot) if plot else []
-    if plot:
-        typer.echo("\n".join(map(str, pictures)) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
-    if not found.best:
-        raise typer.Exit(1)
+        if plot:
+            pictures = map(str, picture.draw(found, plot))
+            typer.echo("\n".join(pictures) or "no pictures: matplotlib is not installed (pip install zk-offload[plot])", err=True)
+    raise typer.Exit(0 if found.best else 1)
 
 
 @app.command()

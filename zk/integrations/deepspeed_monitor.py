@@ -161,7 +161,7 @@ class Monitor:
         if is_first and self.prints and steps % self.prints == 0:
             shown = f" | loss {loss.item():.4g}" if loss is not None else ""
             counts = f"step={steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}"
-            say(f"zk: {counts}{shown} | {rates_line(self.rates.take(), self.rates.host_nbytes)}")
+            say(f"zk: {counts}{shown} | {rates_line(self.rates.take(), self.rates.ranks)}")
         if self.times is not None and steps % (self.prints or _EVERY) == 0:
             if is_first:
                 spent = " | ".join(f"{phase}: {ns / 1e6 / (self.prints or _EVERY):.2f}" for phase, ns in self.times.items())

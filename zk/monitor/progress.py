@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zk.memory import host_memory
 from zk.monitor.rates import Rates, reason_of, zero_of
 from zk.monitor.runfile import RunFile
 from zk.monitor.start import begun_line, is_quiet
@@ -24,10 +25,10 @@ EVERY_S = 10.0  # between lines where there is no terminal
 _TERMINAL_S = 0.25  # between two states of a terminal's line
 
 
-def rates_line(rates: Mapping[str, float], host_nbytes: int) -> str:
+def rates_line(rates: Mapping[str, float], ranks: int, host_nbytes: int | None = None) -> str:
     """Rates as one short line: ``1,940 tok/s | 4.20 s/step | 41% waiting: drive | drive 2.7 GB/s | host 51/64 GiB | floor 2.6 s``.
 
-    ``host_nbytes``: memory that this rank may have.
+    ``ranks`` share this machine's memory; ``host_nbytes``: what each of them has of it, where that is known.
     """
     if not rates:
         return ""
@@ -40,7 +41,7 @@ def rates_line(rates: Mapping[str, float], host_nbytes: int) -> str:
     parts += [f"{name} {rates[f'{name}_gbps']:.2g} GB/s" for name in ("drive", "link") if f"{name}_gbps" in rates]
     if "peak_device_gib" in rates:
         parts.append(f"GPU {rates['peak_device_gib']:.1f} GiB")
-    parts.append(f"host {rates['peak_host_gib']:.1f}/{host_nbytes / 2**30:.0f} GiB")
+    parts.append(f"host {rates['peak_host_gib']:.1f}/{(host_nbytes or host_memory()[0] // ranks) / 2**30:.0f} GiB")
     if "floor_s" in rates and rates["wait_share"] >= 0.005:
         parts.append(f"floor {seconds(rates['floor_s'])}")
     return " | ".join(parts)
@@ -137,7 +138,7 @@ class Progress:
         if self.total and timed > 0 and self.done < self.total:
             per_step = (now - self.warm) / (timed - 1) if timed > 1 else now - self.started  # the first step is slow: caches, compilation
             parts.append(f"eta {duration(per_step * (self.total - self.done))}")
-        return " | ".join(filter(None, [*parts, rates_line(self.rates.take(), self.rates.host_nbytes)]))
+        return " | ".join(filter(None, [*parts, rates_line(self.rates.take(), self.rates.ranks)]))
 
     def _show(self, line: str) -> None:
         if _in_notebook():

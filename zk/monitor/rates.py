@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zk.memory import host_memory, peak_nbytes, ranks_here
+from zk.memory import peak_nbytes, ranks_here
 from zk.monitor import measured
 
 # kinds of zk.timeline.SPENT -> what is waited for, by its name in the rates; any other wait is "other"
@@ -103,7 +103,6 @@ class Rates:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.ranks = ranks_here(optimizer.everyone.world)
-        self.host_nbytes = host_memory()[0] // self.ranks  # of this one
         self.last: dict[str, float] = {}
         self.drive: dict[str, float] = {}  # bytes/s of it, "read" and "write", once they are known
         self.restart()

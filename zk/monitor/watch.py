@@ -39,7 +39,7 @@ def lines(run: Mapping[str, Any], state: str, name: str) -> Lines:
     if rates:
         uses = sorted(spent(rates).items(), key=lambda item: -item[1])
         found.append(("a step", ", ".join(f"{USES[use]} {share:.0%}" for use, share in uses if share >= 0.005)))
-        found.append(("rates", rates_line(rates, run["capacity"]["host"][1])))
+        found.append(("rates", rates_line(rates, 1, run["capacity"]["host"][1])))
         if "floor_share" in rates:
             share = rates["floor_share"]
             found.append(("of what is possible", f"{bar(share, 20)} {share:.0%}" + ": the rest is waiting" * (share < 0.995)))
