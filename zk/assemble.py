@@ -28,7 +28,7 @@ from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, HostCopies, MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.parallel.comm import MEMORY, Comm, Group
+from zk.parallel.comm import Comm, Group
 from zk.parallel.grads import GradReducer
 from zk.parallel.partitioned import Partition
 from zk.placement import Place, Placement
@@ -98,11 +98,14 @@ class Assembly(Placement):
         config, others = self.config, [unit for unit in self.units if not any(unit is other for other in given_up)]
         self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
-        is_auto = "auto" in (config.param_tier, config.optimizer_tier)
-        ranks, is_first = self.ranks, self.room is None
+        is_first = self.room is None
         if self.room is None:
-            self.room = self._agreed_rooms() if is_auto else rooms(config, self.device, ranks)
-        placed = self.tiers_of([*others, *units], self.device, ranks, self.room)[len(others) :]
+            everywhere = [rooms(config, self.device, self.ranks)]
+            if "auto" in (config.param_tier, config.optimizer_tier):  # all divide their state alike, as they publish and gather it in one order
+                said = self.comm.exchange(json.dumps(everywhere[0]), "placing the units")
+                everywhere = [json.loads(words) for words in said]
+            self.room = {name: min(room[name] for room in everywhere) for name in everywhere[0]}
+        placed = self.tiers_of([*others, *units], self.device, room=self.room)[len(others) :]
         if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts, _ in placed):
             given = config.nvme_checksum, self.transfer, self.worker, self.handed_over
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, *given)
@@ -139,14 +142,6 @@ class Assembly(Placement):
                 self.comm.broadcast(-1, values)
                 if values.data_ptr() != buffer.data_ptr():
                     overwrite(buffer, values)
-
-    def _agreed_rooms(self) -> dict[str, int]:
-        """The least that any rank has: all divide their state alike, as they publish and gather it in one order, and over one backend."""
-        mine = rooms(self.config, self.device, self.ranks)
-        everywhere = torch.zeros(self.comm.world, len(mine), dtype=torch.int64)
-        everywhere[self.comm.rank] = torch.tensor(list(mine.values()))
-        self.comm.all_reduce(everywhere, MEMORY)
-        return dict(zip(mine, everywhere.amin(0).tolist(), strict=True))
 
     def _in_place(self, units: Sequence[Unit], tiers: Sequence[str], paths: Sequence[str]) -> dict[int, FileParams]:
         """Homes of the units that all ranks read from the user's files, by the id of the unit.

@@ -26,6 +26,7 @@ from zk.kernels.step import AdamStep, check_adam
 
 Engine = Literal["numba", "torch", "triton"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_compiled: set[Any] = set()  # dtypes of updates, and their number of threads
 
 
 @functools.cache
@@ -115,18 +116,20 @@ def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]
         num_threads: 1 leaves out what runs on several threads.
         say: called once if this takes seconds, since the cache has none of it.
     """
-    wanted = {(param, *(fields.get(name) for name in ("master", "exp_avg", "max_exp_avg_sq"))) for param, fields in updates}
+    names = ("master", "exp_avg", "max_exp_avg_sq")
+    wanted: set[Any] = {(param, *map(fields.get, names), num_threads) for param, fields in updates} - _compiled
     if not wanted or default_engine() != "numba":
         return
     from zk.offload import cpu_adam_numba
 
     said = functools.cache(say)
     scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
-    for param, master, moments, most in sorted(wanted, key=str):
+    for param, master, moments, most, _ in sorted(wanted, key=str):
         like = [None if dtype is None else as_numpy(torch.empty(0, dtype=dtype)) for dtype in (param, master, moments, moments)]
         for grad in dict.fromkeys((param, torch.float32)):
             arrays = tuple(like) if moments is not None and most is None else None
             cpu_adam_numba.compile_ahead(arrays, as_numpy(torch.empty(0, dtype=grad)), scalars, num_threads, said)
+    _compiled.update(wanted)
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
@@ -243,7 +246,7 @@ class CPUAdam(torch.optim.Optimizer):
                     continue
                 if param.grad.layout is not torch.strided:
                     raise TypeError(f"CPUAdam takes dense gradients; got {param.grad.layout} for a parameter of shape {tuple(param.shape)}")
-                state = self.state[param] or self.state.setdefault(param, {})
+                state = self.state[param]
                 if not state:
                     state.update(self._start(param))
                 state["step"] += 1
@@ -251,8 +254,7 @@ class CPUAdam(torch.optim.Optimizer):
                 options = {**group, "decoupled_weight_decay": self.decoupled, "amsgrad": False}
                 flat = {name: kept.view(-1) for name, kept in state.items()}
                 given = (param.detach().view(-1), param.grad.contiguous().view(-1), flat.get("master"), flat["exp_avg"], flat["exp_avg_sq"])
-                scalars = AdamStep.of(options, self.decoupled, int(state["step"]))
-                adam_(*given, scalars, engine=self.engine, num_threads=self.num_threads)
+                adam_(*given, AdamStep.of(options, self.decoupled, int(state["step"])), engine=self.engine, num_threads=self.num_threads)
                 torch.autograd.graph.increment_version(param)
         return loss
 

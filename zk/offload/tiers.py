@@ -462,6 +462,8 @@ _SECTION = 2048
 
 def rooms(config: ZeroConfig, device: torch.device, ranks: int = 1) -> dict[str, int]:
     """Bytes of training state that "auto" may put on the device and on the host. Free host memory is shared by ``ranks``."""
+    if "auto" not in (config.param_tier, config.optimizer_tier):  # only budgets count
+        return {"device": int(config.device_budget or 0), "host": int(config.host_budget or 0)}
     # what is left free on a device is for activations and gathered parameters
     share = 0.9 if device.type == "cpu" else 0.5
     free = free_nbytes(device) // (ranks if device.type == "cpu" else 1)

@@ -91,9 +91,9 @@ class GradReducer:
         # until the order is known: last block first, what is left over last of all
         self.order = sorted(range(len(self.stores)), key=lambda i: (self.stores[i].unit.name.startswith("rest"), -i))
         self.learned = False
+        take_grad = torch.compiler.disable(weakly(self.take_grad))  # weak, as parameters would keep alive what keeps them alive
         for index, param in enumerate(store.unit.users):
-            # weak, as the parameter would keep alive what keeps it alive
-            take = torch.compiler.disable(functools.partial(weakly(self.take_grad), position, index))
+            take = functools.partial(take_grad, position, index)
             requires_grad = param.requires_grad
             with torch.no_grad():
                 param.requires_grad_(True)  # only then torch takes a hook, which then stays
