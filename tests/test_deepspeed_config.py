@@ -445,7 +445,7 @@ def test_batch_sizes(train: Any, micro: Any, accumulation: Any, world: int, expe
         with pytest.raises(ValueError, match=expected):
             batch_sizes(settings, world)
     else:
-        assert dataclasses.astuple(batch_sizes(settings, world)) == expected
+        assert batch_sizes(settings, world) == expected
 
 
 HUGGING_FACE = {

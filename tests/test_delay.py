@@ -17,7 +17,7 @@ from benchmarks.throttled import ThrottledLink, pretend
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
 from tests.world import run_world
-from zk.config import DynamicLossScale
+from zk.precision import DynamicLossScale
 
 CASES = [
     Case(stage=stage, tier=tier, overlap_step=overlap_step, delay=delay, steps=3 + (delay > 0), **{"dtype": "bf16", **more})  # type: ignore[arg-type]

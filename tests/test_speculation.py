@@ -26,11 +26,11 @@ from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
 from tests.world import run_world
-from zk.config import DynamicLossScale
 from zk.events import COMPLETED
 from zk.offload import spill, transfer
 from zk.offload.section import Attempt, Shadow
 from zk.offload.tiers import HANDED_OVER
+from zk.precision import DynamicLossScale
 from zk.speculation import Speculation
 
 STEPS = 6

@@ -25,7 +25,6 @@ from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk.assemble import Assembly
 from zk.cli import app
-from zk.config import DynamicLossScale
 from zk.events import COMPLETED
 from zk.monitor import measured
 from zk.monitor.summary import placed_of, sizes_of, traffic_of
@@ -37,6 +36,7 @@ from zk.offload.transfer import Arrival, Transfer
 from zk.plan import choose
 from zk.plan.shape import shape_of
 from zk.plan.speed import Machine
+from zk.precision import DynamicLossScale
 
 STEPS = 4
 ROOT = Path(__file__).resolve().parent.parent

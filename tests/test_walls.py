@@ -65,13 +65,13 @@ SIZES = {
     # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
     # 2 and 26 for a clock that stands while states are parked
     # 76 and 526 for errors of one rank that all of them raise, which were in checkpoint
-    "core": (15_018, 115_932),
+    "core": (15_011, 115_928),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
     # 75 of these lines and 560 tokens for tensors without memory
     # 68 and 526 for positions that a model does not take, labels that it shifts again, padding on the right, and memory that malloc keeps
-    "accumulation": (1_684, 14_483),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    "accumulation": (1_681, 14_472),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -125,7 +125,7 @@ SIZES = {
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
     # 33 and 275 for states that a DeepSpeed engine gives back, and for ranks that see what was saved
     # 12 and 140 for sequences in tiles
-    "integrations": (3_215, 22_128),
+    "integrations": (3_214, 22_124),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace
@@ -151,7 +151,7 @@ SIZES = {
 # 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen and tiles of a sequence, 7.92 with a heading for each of ten files that
 # are parts of others now, and the link of a given speed, of few tokens each
 TOKENS_PER_LINE = 7.95
-CYCLE = 2  # files that import each other in a circle; imports for types, and those inside of functions, count
+CYCLE = 0  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
 # seven look for DTensors, one looks if backward is to come later, six look if a unit has been updated early, or has to be

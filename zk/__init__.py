@@ -3,7 +3,7 @@
 from zk.access import gather
 from zk.accumulation.sequence import sequence_tiles
 from zk.activations import offload_activations
-from zk.config import DynamicLossScale, ZeroConfig
+from zk.config import ZeroConfig
 from zk.integrations.deepspeed_engine import initialize
 from zk.linear_cross_entropy import linear_cross_entropy
 from zk.long_context import long_context
@@ -11,6 +11,7 @@ from zk.materialize import deferred_init
 from zk.monitor.profile import profile
 from zk.monitor.progress import Progress
 from zk.optimizer import ZeroOptimizer
+from zk.precision import DynamicLossScale
 from zk.pretrained import load_pretrained
 from zk.tile_sequence import tile_sequence, untile_sequence
 from zk.tiled_experts import tile_experts

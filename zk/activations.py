@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zk.config import parse_device, parse_nbytes, parse_paths
 from zk.events import COMPLETED, Awaited, Event
 from zk.materialize import compute_device, default_device
 from zk.memory import aligned
 from zk.offload.stash import POOLS, Files, HostBuffer, HostPool, Slot
 from zk.offload.streams import Link, link_to
+from zk.options import parse_device, parse_nbytes, parse_paths
 from zk.owners import held_params
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack

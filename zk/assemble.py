@@ -98,18 +98,15 @@ class Assembly(Placement):
         config, others = self.config, [unit for unit in self.units if not any(unit is other for other in given_up)]
         self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
-        is_first = self.room is None
-        if self.room is None:
-            everywhere = [rooms(config, self.device, self.ranks)]
-            if "auto" in (config.param_tier, config.optimizer_tier):  # all divide their state alike, as they publish and gather it in one order
-                said = self.comm.exchange(json.dumps(everywhere[0]), "placing the units")
-                everywhere = [json.loads(words) for words in said]
+        if self.room is None and "auto" in (config.param_tier, config.optimizer_tier):  # all divide alike, as they publish and gather in one order
+            said = self.comm.exchange(json.dumps(rooms(config, self.device, self.ranks)), "placing the units")
+            everywhere = [json.loads(words) for words in said]
             self.room = {name: min(room[name] for room in everywhere) for name in everywhere[0]}
         placed = self.tiers_of([*others, *units], self.device, room=self.room)[len(others) :]
         if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts, _ in placed):
             given = config.nvme_checksum, self.transfer, self.worker, self.handed_over
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, *given)
-        homes = self._in_place(units, [tier for tier, *_ in placed], paths) if is_first else {}
+        homes = {} if self.units else self._in_place(units, [tier for tier, *_ in placed], paths)
         for unit, its in zip(units, placed, strict=True):
             self.rooms[id(unit)] = self._room(unit, its, homes.get(id(unit)))
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:

@@ -164,9 +164,9 @@ def plan(
     import torch
     from rich.console import Console
 
-    from zk.config import parse_nbytes
     from zk.memory import host_memory as ram_here
     from zk.offload.cpu_adam import default_threads
+    from zk.options import parse_nbytes
     from zk.plan import choose, picture, report
     from zk.plan import measure as rates
     from zk.plan.adapters import adapted
@@ -265,11 +265,10 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as plain safetensors files, with its own parameter names."""
     from zk.checkpoint.export import export as run
-    from zk.config import parse_dtype, parse_nbytes
+    from zk.options import parse_dtype, parse_nbytes
 
     with mendable("export"):
-        wanted = parse_dtype(dtype, "--dtype") if dtype is not None else None
-        done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
+        done = run(checkpoint, out, None if dtype is None else parse_dtype(dtype, "--dtype"), parse_nbytes(shard_size, "--shard-size"))
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
     if done.not_there:

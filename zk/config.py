@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 import html
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+
+from zk.options import is_count, parse_device, parse_dtype, parse_modules, parse_nbytes, parse_paths
+from zk.precision import DynamicLossScale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,141 +21,12 @@ if TYPE_CHECKING:
 
 Tier = Literal["device", "host", "nvme", "auto"]
 
-DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-
-
 # other words for a tier
 _CALLED = {"cpu": "host", "ram": "host", "gpu": "device", "cuda": "device", "none": "device", "disk": "nvme", "ssd": "nvme"}
-
-
-def parse_device(value: object) -> torch.device:
-    """A device that is there, with its index; "cuda" is the current one."""
-    if not isinstance(value, (str, torch.device)):
-        raise TypeError(f"device must be a name such as 'cuda:0', a torch.device or None; got {value!r}")
-    try:
-        device = torch.device(value)
-    except RuntimeError as error:
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N'; got {value!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N'; got {value!r}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={str(device)!r}, and torch sees no CUDA device; python -m zk doctor says why")
-        if device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        count = torch.cuda.device_count()
-        if device.index >= count:
-            there = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
-            raise ValueError(
-                f"device={str(device)!r}, and torch sees {count} CUDA device{'s' * (count > 1)}: name {there}, start no more ranks than that, or see "
-                "what CUDA_VISIBLE_DEVICES leaves"
-            )
-    return torch.device(device.type) if device.type == "cpu" else device
-
-
-def check_order(order: str, name: str) -> str:
-    """The ``order`` of micro-batches; ValueError, naming the option, for one that there is not."""
-    if order not in ("horizontal", "vertical", "auto"):
-        raise ValueError(f"{name} must be horizontal, vertical or auto; got {order!r}")
-    return order
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def parse_nbytes(value: int | str, field: str) -> int:
-    """A budget as bytes: a positive int, or a string such as ``"24GiB"``, ``"500 MB"`` or ``"1.5TiB"``.
-
-    Raises ValueError (or TypeError for other types) that names ``field``.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{field} must be a number of bytes or a string like '24GiB'; got {value!r}")
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f"{field} must be a number of bytes or a string like '24GiB' or '500MB'; got {value!r}")
-        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
-        if 0 < nbytes < 1000 and not match[2]:
-            raise ValueError(f"{field} needs a unit, such as {match[1]}GiB or {match[1]}GB; got {value!r}, which is that many bytes")
-    else:
-        nbytes = value
-    if nbytes <= 0:
-        raise ValueError(f"{field} must be more than zero bytes; got {value!r}")
-    return nbytes
-
-
-def parse_paths(value: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], field: str) -> tuple[str, ...]:
-    """Folders as absolute paths. TypeError or ValueError names ``field``."""
-    given = [value] if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in given):
-        raise TypeError(f"{field} must be a path, or a sequence of paths; got {value!r}")
-    paths = tuple(os.path.abspath(path) for path in given)
-    if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
-        raise ValueError(f"{field} must name at least one folder, and each of them once; got {paths!r}")
-    return paths
-
-
-def parse_dtype(value: str | torch.dtype, field: str) -> torch.dtype:
-    """A floating point dtype from its name (``"bf16"``) or itself; ValueError names ``field`` and the choices."""
-    dtype = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else value
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{field} must be one of 'fp32', 'bf16', 'fp16' or the torch dtype; got {value!r}")
-    assert dtype is not None
-    return dtype
-
-
-def parse_modules(value: object, field: str) -> tuple[str | type[nn.Module], ...]:
-    """One name or class of modules, or a sequence of them. TypeError names ``field``."""
-    if not isinstance(value, (str, type, Sequence)):
-        raise TypeError(f"{field} must be a sequence of module names or nn.Module classes; got {value!r}")
-    entries = (value,) if isinstance(value, (str, type)) else tuple(value)
-    for entry in entries:
-        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise TypeError(f"{field} must hold module names or nn.Module classes; got {entry!r}")
-    return entries
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicLossScale:
-    """How a dynamic loss scale moves. The scale halves on overflow (after ``hysteresis`` of them) and doubles after a clean window.
-
-    Raises:
-        ValueError: for a setting out of its range.
-    """
-
-    init: float = 2.0**16
-    """The scale of the first step."""
-    window: int = 1000
-    """Steps without overflow until the scale is doubled."""
-    hysteresis: int = 2
-    """The scale is lowered from this many-th overflow on; the count is restored when the scale grows."""
-    minimum: float = 1.0
-    """The scale never falls below this."""
-    factor: float = 2.0
-    """The factor that the scale is multiplied and divided by."""
-
-    def __post_init__(self) -> None:
-        if not self.factor > 1:
-            raise ValueError(f"DynamicLossScale.factor must be more than 1; got {self.factor!r}")
-        if not 0 < self.minimum <= self.init:
-            raise ValueError(f"DynamicLossScale needs 0 < minimum <= init; got minimum={self.minimum!r}, init={self.init!r}")
-        for name in ("window", "hysteresis"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"DynamicLossScale.{name} must be a whole number of steps, at least 1; got {count!r}")
+_PARSERS: dict[str, Callable[[Any, str], object]] = {
+    "dtype": parse_dtype, "compute_dtype": parse_dtype, "device_budget": parse_nbytes, "host_budget": parse_nbytes,
+    "units": parse_modules, "keep_dtype": parse_modules,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,12 +130,11 @@ class ZeroConfig:
     ModuleLists. Of 16 blocks and more that are smaller than 512 KiB, neighbours travel together up to that size."""
 
     def __new__(cls, **fields: Any) -> ZeroConfig:
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1, 0.5)
-                hint = f"the closest one is {close[0]!r}" if close else f"there are {', '.join(known)}"
-                raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
+        known = cls.__dataclass_fields__
+        for name in sorted(fields.keys() - known.keys()):
+            close = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"the closest one is {close[0]!r}" if close else f"there are {', '.join(known)}"
+            raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -271,10 +143,10 @@ class ZeroConfig:
 
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3; got {self.stage!r}")
-        if self.dtype is not None:
-            normalize("dtype", parse_dtype(self.dtype, "dtype"))
+        for name, parse in _PARSERS.items():
+            if getattr(self, name) is not None:
+                normalize(name, parse(getattr(self, name), name))
         if self.compute_dtype is not None:
-            normalize("compute_dtype", parse_dtype(self.compute_dtype, "compute_dtype"))
             self._check_computes()
         if self.device is not None:
             normalize("device", parse_device(self.device))
@@ -319,9 +191,6 @@ class ZeroConfig:
                 "elementwise=True and parameterwise=True exclude each other; an elementwise optimizer is a parameterwise one too, so for both in a "
                 "list leave elementwise out"
             )
-        for name in ("device_budget", "host_budget"):
-            if getattr(self, name) is not None:
-                normalize(name, parse_nbytes(getattr(self, name), name))
         if not isinstance(self.clip_grad_norm, (int, float, type(None))):
             raise TypeError(f"clip_grad_norm must be a number or None; got {self.clip_grad_norm!r}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -340,9 +209,6 @@ class ZeroConfig:
             raise ValueError(f"prefetch={self.prefetch} has no effect at stage {self.stage}, where parameters are never gathered; remove it")
         if self.num_threads is not None and not is_count(self.num_threads):
             raise ValueError(f"num_threads must be at least 1, or None for cores / local ranks; got {self.num_threads!r}")
-        for name in ("units", "keep_dtype"):
-            if getattr(self, name) is not None:
-                normalize(name, parse_modules(getattr(self, name), name))
         if self.replicated_params is not None:
             names = self.replicated_params
             if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -412,9 +278,9 @@ class ZeroConfig:
         Raises:
             ValueError: for unknown keys, for what zk does not do (with the reason and a remedy), and for what is not JSON (with line and column).
         """
-        from zk.integrations.deepspeed_config import from_deepspeed  # it imports this module
+        from zk.integrations.deepspeed_config import from_deepspeed
 
-        return from_deepspeed(config, auto, overrides)
+        return from_deepspeed(cls, config, auto, overrides)
 
     def _repr_html_(self) -> str:
         """The fields that differ from their defaults, as a table for notebooks."""
@@ -428,7 +294,7 @@ class ZeroConfig:
             if isinstance(tier, str):
                 object.__setattr__(self, name, tier := tier.lower())
             if tier not in ("device", "host", "nvme", "auto"):
-                meant = f"; what others call {tier!r} is {_CALLED[tier]!r} here" if isinstance(tier, str) and tier in _CALLED else ""
+                meant = f"; what others call {tier!r} is {_CALLED[str(tier)]!r} here" if str(tier) in _CALLED else ""
                 raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}{meant}")
         tiers = (self.param_tier, self.optimizer_tier)
         if "nvme" in tiers and not self.nvme_path:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from zk.access import gather
-from zk.config import parse_nbytes
 from zk.kernels.launch import FLOATS
 from zk.linear_loss import LinearLoss, cut
+from zk.options import parse_nbytes
 from zk.owners import is_wrapper
 from zk.tiled_linear import TiledLinear, memoryless, no_autocast
 from zk.tiles import Whole

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from zk.config import parse_device
 from zk.memory import aligned
+from zk.options import parse_device
 from zk.owners import inner_tensors
 
 if TYPE_CHECKING:

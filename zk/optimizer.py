@@ -34,7 +34,7 @@ from zk.checks import (
     check_state_dtype,
     check_whole,
 )
-from zk.config import DynamicLossScale, ZeroConfig, parse_dtype, parse_nbytes
+from zk.config import ZeroConfig
 from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device
@@ -49,6 +49,7 @@ from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
+from zk.options import parse_dtype, parse_nbytes
 from zk.owners import held_params, is_dtensor, owner_of, tie_inner
 from zk.parallel.comm import Group, connect, giving_up, telling, together
 from zk.parallel.grads import Gradients, GradReducer
@@ -57,7 +58,7 @@ from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.parked import parked
 from zk.plan.check import Case, refuse_what_cannot_fit
-from zk.precision import GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
+from zk.precision import DynamicLossScale, GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
 from zk.speculation import Speculation
 from zk.store import UnitStore
 from zk.timeline import Clock

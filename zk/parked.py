@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.config import parse_paths
 from zk.memory import staging, trim
 from zk.offload.nvme import File, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.tiers import ResidentFields
+from zk.options import parse_paths
 from zk.parallel.comm import together
 from zk.parallel.released import Released, stand_in, unmark
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zk.config import DynamicLossScale
 from zk.logs import log
+from zk.options import is_count
 from zk.owners import has_codes, inner_tensors
 
 # torch gives these products to oneDNN where that has kernels for the CPU, and else to a plain loop
@@ -121,6 +122,35 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicLossScale:
+    """How a dynamic loss scale moves. The scale halves on overflow (after ``hysteresis`` of them) and doubles after a clean window.
+
+    Raises:
+        ValueError: for a setting out of its range.
+    """
+
+    init: float = 2.0**16
+    """The scale of the first step."""
+    window: int = 1000
+    """Steps without overflow until the scale is doubled."""
+    hysteresis: int = 2
+    """The scale is lowered from this many-th overflow on; the count is restored when the scale grows."""
+    minimum: float = 1.0
+    """The scale never falls below this."""
+    factor: float = 2.0
+    """The factor that the scale is multiplied and divided by."""
+
+    def __post_init__(self) -> None:
+        if not self.factor > 1:
+            raise ValueError(f"DynamicLossScale.factor must be more than 1; got {self.factor!r}")
+        if not 0 < self.minimum <= self.init:
+            raise ValueError(f"DynamicLossScale needs 0 < minimum <= init; got minimum={self.minimum!r}, init={self.init!r}")
+        for name in ("window", "hysteresis"):
+            if not is_count(count := getattr(self, name)):
+                raise ValueError(f"DynamicLossScale.{name} must be a whole number of steps, at least 1; got {count!r}")
+
+
 class LossScaler:
     """The loss scale: constant, or halved on overflow and doubled after a window without one.
 
@@ -130,25 +160,21 @@ class LossScaler:
 
     def __init__(self, rule: DynamicLossScale | float | None) -> None:
         self.rule = rule if isinstance(rule, DynamicLossScale) else None
-        self.scale = rule.init if isinstance(rule, DynamicLossScale) else 1.0 if rule is None else float(rule)
+        self.scale, self.patience = (rule.init, rule.hysteresis) if isinstance(rule, DynamicLossScale) else (float(rule or 1.0), 0)
         self.active = rule is not None
         self.clean_steps = 0  # since the last overflow or growth
-        self.patience = rule.hysteresis if isinstance(rule, DynamicLossScale) else 0
 
     def update(self, overflow: bool) -> None:
         """Account for one step."""
         rule = self.rule
         if rule is None:
             return
-        if overflow:
-            self.clean_steps = 0
-            if self.patience > 1:
-                self.patience -= 1
-            else:
-                self.scale = max(self.scale / rule.factor, rule.minimum)
-            return
-        self.clean_steps += 1
-        if self.clean_steps >= rule.window:  # more where a state of a longer window was loaded
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow and self.patience > 1:
+            self.patience -= 1
+        elif overflow:
+            self.scale = max(self.scale / rule.factor, rule.minimum)
+        elif self.clean_steps >= rule.window:  # more where a state of a longer window was loaded
             self.clean_steps, self.patience = 0, rule.hysteresis
             self.scale *= rule.factor
 

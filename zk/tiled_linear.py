@@ -23,8 +23,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from zk import kernels
-from zk.config import is_count
 from zk.kernels.launch import FLOATS
+from zk.options import is_count
 from zk.owners import is_dtensor
 from zk.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zk.config import is_count
+from zk.options import is_count
 from zk.owners import owner_of
 
 

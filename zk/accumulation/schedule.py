@@ -11,7 +11,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from zk.memory import trim
 from zk.parallel.partitioned import is_of_checkpoint
 from zk.store import UnitStore
 from zk.tiles import Tile
-
-if TYPE_CHECKING:
-    from zk.optimizer import ZeroOptimizer
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -50,7 +47,7 @@ class Accumulation:
         keep_nbytes: of activations to keep at most, instead of computing them again.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, batches: Sequence[Any], loss_fn: LossFn, keep_nbytes: int) -> None:
+    def __init__(self, optimizer: Any, batches: Sequence[Any], loss_fn: LossFn, keep_nbytes: int) -> None:
         self.optimizer, self.loss_fn, self.partition, self.depths = optimizer, loss_fn, optimizer.partition, optimizer.calls
         self.keep_nbytes, self.ahead = keep_nbytes, optimizer.config.prefetch
         self.blocks = [Block(module, name, position) for position, (name, module) in enumerate(_outermost(optimizer))]
@@ -517,7 +514,7 @@ def _kept_graph(block: Block) -> str:
     )
 
 
-def _outermost(optimizer: ZeroOptimizer) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(optimizer: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules that units are made of, without those inside of others, and without tiles, in order of definition."""
     anchors = {module for held in optimizer.held for module in (held.unit.anchors[0], *held.unit.members)} - {optimizer.model}
     seen = set[nn.Module]()
@@ -558,7 +555,7 @@ def _checkpoints(name: str) -> Iterator[Any]:
                 yield frame
 
 
-def accumulate(optimizer: ZeroOptimizer, batches: Sequence[Any], loss_fn: LossFn, keep_nbytes: int) -> list[Any]:
+def accumulate(optimizer: Any, batches: Sequence[Any], loss_fn: LossFn, keep_nbytes: int) -> list[Any]:
     """See ``ZeroOptimizer.accumulate``."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the model and one batch that returns its loss; got {loss_fn!r}")
@@ -571,7 +568,7 @@ def accumulate(optimizer: ZeroOptimizer, batches: Sequence[Any], loss_fn: LossFn
         raise
 
 
-def is_vertical(optimizer: ZeroOptimizer, order: str, micro_batches: int) -> bool:
+def is_vertical(optimizer: Any, order: str, micro_batches: int) -> bool:
     """Tell if micro-batches are to go block by block: "vertical", "horizontal", or "auto", which is by what each of them would move.
 
     That is something where parameters or gradients go, in forward and backward, to another rank or memory than they are computed in.

@@ -64,8 +64,8 @@ def io(
     """Files of the nvme tier, written and read past the page cache."""
     with mendable("bench io"):
         from zk.bench.io import measure
-        from zk.config import parse_nbytes
         from zk.doctor import in_memory
+        from zk.options import parse_nbytes
 
         found = measure(str(path), parse_nbytes(size, "--size"), parse_nbytes(block, "--block"), depth, rounds)
         if in_memory(path):
@@ -95,7 +95,7 @@ def link(
     """Copies between host and GPU, page-locked and pageable. Exit code 2 where there is no GPU."""
     with mendable("bench link"):
         from zk.bench.link import measure
-        from zk.config import parse_nbytes
+        from zk.options import parse_nbytes
 
         _print(measure(parse_nbytes(size, "--size"), rounds), as_json)
 

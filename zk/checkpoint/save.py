@@ -27,7 +27,6 @@ from torch import Tensor
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.base import digests, digests_of_entries
 from zk.checkpoint.files import Entry, Writer, overlap, undone, write_durably
-from zk.config import is_count
 from zk.events import COMPLETED, Event, Ticket
 from zk.kernels.codec import dtype_of
 from zk.logs import rank_log
@@ -36,6 +35,7 @@ from zk.offload.section import opened
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Worker
+from zk.options import is_count
 from zk.owners import inner_tensors, is_wrapper
 from zk.parallel.comm import Comm, together
 from zk.parallel.presence import Board

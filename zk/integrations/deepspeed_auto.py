@@ -56,7 +56,7 @@ def for_trainer(config: Config, args: Any) -> ZeroConfig:
     if schedule is not None and _SCHEDULES.get(schedule) != kind:
         meant = f"lr_scheduler_type={_SCHEDULES[schedule]!r}" if schedule in _SCHEDULES else "one of the Trainer's own, by lr_scheduler_type="
         raise ValueError(f"{settings.source}: 'scheduler.type' is {schedule!r}, and lr_scheduler_type {kind!r}; write {meant}, or remove the section")
-    return zero_config(settings, {"clip_grad_norm": None})  # by which the Trainer clips
+    return zero_config(ZeroConfig, settings, {"clip_grad_norm": None})  # by which the Trainer clips
 
 
 def for_accelerate(config: Config, options: MutableMapping[str, Any]) -> ZeroConfig:
@@ -66,8 +66,7 @@ def for_accelerate(config: Config, options: MutableMapping[str, Any]) -> ZeroCon
     unused = dict.fromkeys(LOOP_KEYS - {"gradient_accumulation_steps"}, "what is given to prepare() decides")
     unused |= dict.fromkeys(MONITORS, "log_with= of the Accelerator")
     settings = Settings(config, auto, unused)
-    if "gradient_clipping" not in settings.values:
-        settings.values["gradient_clipping"] = 0.0  # clip_grad_norm_ of the loop does it
+    settings.values.setdefault("gradient_clipping", 0.0)  # clip_grad_norm_ of the loop does it
     if settings.has("gradient_accumulation_steps"):
         count = settings.count("gradient_accumulation_steps")
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # the launcher's own, which accelerate prefers: the file has one
@@ -76,7 +75,7 @@ def for_accelerate(config: Config, options: MutableMapping[str, Any]) -> ZeroCon
                 f"{settings.source}: 'gradient_accumulation_steps' is {count}, and the Accelerator was given "
                 f"{options['gradient_accumulation_steps']}; give it once"
             )
-    return zero_config(settings, {})
+    return zero_config(ZeroConfig, settings, {})
 
 
 def of_launcher(options: MutableMapping[str, Any], is_given: bool) -> ZeroConfig | None:
@@ -85,8 +84,7 @@ def of_launcher(options: MutableMapping[str, Any], is_given: bool) -> ZeroConfig
     Both are taken away from accelerate, which would look for DeepSpeed.
     """
     plugin, environ = options.pop("deepspeed_plugin", None), os.environ
-    is_launched = environ.get(_ENABLED, "false").lower() == "true"
-    environ.pop(_ENABLED, None)
+    is_launched = environ.pop(_ENABLED, "false").lower() == "true"
     if plugin is None and not is_launched:
         return None
     if is_given:
@@ -95,8 +93,8 @@ def of_launcher(options: MutableMapping[str, Any], is_given: bool) -> ZeroConfig
     if plugin is not None:
         return for_accelerate(plugin.deepspeed_config, options)
 
-    def said(name: str, default: str = "none") -> str | None:
-        value = environ.get(f"ACCELERATE_{name}", default)
+    def said(name: str) -> str | None:
+        value = environ.get(f"ACCELERATE_{name}", "none")
         return None if value.lower() == "none" else value
 
     if (file := said("DEEPSPEED_CONFIG_FILE")) is not None:

@@ -12,16 +12,18 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from zk.config import DynamicLossScale, ZeroConfig, parse_dtype
 from zk.integrations.deepspeed_schedules import SCHEDULES, Schedule
 from zk.integrations.deepspeed_table import ALIASES, KEYS, SECTIONS, Kind
 from zk.logs import log
+from zk.options import parse_dtype
+from zk.precision import DynamicLossScale
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
+Made = TypeVar("Made")  # a ZeroConfig
 
 _ZERO = "zero_optimization"
 _ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam"}
@@ -49,9 +51,8 @@ class Settings:
             given[_ZERO] = {"stage": int(given[_ZERO])}
         self.values = {name: value for name, value in self._flatten(given, "", "") if value is not None}
         self.auto = dict(auto or {})
-        for name in self.auto:
-            if name not in KEYS:
-                raise ValueError(f"auto={{{name!r}: ...}}: {_unknown(name, '', KEYS)}")
+        for name in self.auto.keys() - KEYS.keys():
+            raise ValueError(f"auto={{{name!r}: ...}}: {_unknown(name, '', KEYS)}")
         self._judge(unused or {})
 
     def _flatten(self, section: Mapping[str, Any], above: str, shown: str) -> Iterator[tuple[str, Any]]:
@@ -76,9 +77,9 @@ class Settings:
         """Refuse what is refused, and name once what is not used."""
         without, elsewhere = [], {}
         for name, value in self.values.items():
-            if KEYS[name].is_off(value) and name.partition(".")[0] in MONITORS:
-                continue
             key, section = KEYS[name], name.partition(".")[0]
+            if key.is_off(value) and section in MONITORS:
+                continue
             switch = f"{name.rpartition('.')[0]}.enabled"
             is_off = switch in KEYS and switch != name and self.values.get(switch) not in (True, "auto")  # its section is not enabled
             by = name if name in unused else section
@@ -104,7 +105,7 @@ class Settings:
         """The value; for "auto", what ``auto`` gives. ValueError if it gives nothing, or if there is neither value nor default."""
         assert name in KEYS
         value = self.values.get(name, default)
-        if isinstance(value, str) and value == "auto":
+        if value == "auto":
             if name not in self.auto:
                 raise ValueError(
                     f'{self.source}: {name!r} is "auto", and there is nothing to take it from; write the value, or pass auto={{{name!r}: ...}}'
@@ -155,8 +156,8 @@ def _unknown(name: str, above: str, known: Iterable[str]) -> str:
 # ---- ZeroConfig --------------------------------------------------------------------------------------------------------------
 
 
-def zero_config(settings: Settings, overrides: Mapping[str, Any]) -> ZeroConfig:
-    """The ZeroConfig of a config; ``overrides`` are fields that win."""
+def zero_config(kind: type[Made], settings: Settings, overrides: Mapping[str, Any]) -> Made:
+    """The ``kind`` of ZeroConfig that a config describes; ``overrides`` are fields that win."""
     fields: dict[str, Any] = {"stage": settings.get(f"{_ZERO}.stage", 0), **_tiers(settings), **_precision(settings)}
     fields["overlap"] = settings.flag(f"{_ZERO}.overlap_comm", True)
     if (sums := settings.get("data_types.grad_accum_dtype", None)) is not None:
@@ -170,15 +171,17 @@ def zero_config(settings: Settings, overrides: Mapping[str, Any]) -> ZeroConfig:
             _CLIP_OF_DEEPSPEED,
         )
     fields["clip_grad_norm"] = settings.number("gradient_clipping", _CLIP_OF_DEEPSPEED) or None
+    fields |= overrides
     try:
-        config = ZeroConfig(**{**fields, **overrides})
+        config = kind(**fields)
     except ValueError as error:
         raise ValueError(f"{settings.source}: {error}") from error
     travels = settings.get("communication_data_type", None)
-    if travels is not None and parse_dtype(travels, "communication_data_type") != (config.dtype or torch.float32):
+    dtype = parse_dtype(fields.get("dtype") or torch.float32, "dtype")
+    if travels is not None and parse_dtype(travels, "communication_data_type") != dtype:
         raise ValueError(
-            f"{settings.source}: 'communication_data_type' is {travels!r}, and training is in {config.dtype or torch.float32}: gradients travel in "
-            "that, and are summed in fp32; remove it"
+            f"{settings.source}: 'communication_data_type' is {travels!r}, and training is in {dtype}: gradients travel in that, and are summed in "
+            "fp32; remove it"
         )
     return config
 
@@ -222,16 +225,15 @@ def _precision(settings: Settings) -> dict[str, Any]:
     return fields
 
 
-def from_deepspeed(config: Config, auto: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> ZeroConfig:
+def from_deepspeed(kind: type[Made], config: Config, auto: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> Made:
     """See ``ZeroConfig.from_deepspeed``."""
-    return zero_config(Settings(config, auto, dict.fromkeys(LOOP_KEYS, "for zk.initialize")), overrides)
+    return zero_config(kind, Settings(config, auto, dict.fromkeys(LOOP_KEYS, "for zk.initialize")), overrides)
 
 
 # ---- what the training loop needs --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BatchSizes:
+class BatchSizes(NamedTuple):
     """Samples of one step, of one forward on one rank, and forwards of one step."""
 
     train: int
@@ -251,8 +253,7 @@ def batch_sizes(settings: Settings, world: int) -> BatchSizes:
                 "auto={'train_micro_batch_size_per_gpu': ...}"
             )
         micro = train // (accumulation * world)
-    if train is None:
-        train = micro * accumulation * world
+    train = micro * accumulation * world if train is None else train
     if not train == micro * accumulation * world > 0:
         raise ValueError(
             f"{settings.source}: 'train_batch_size' must be 'train_micro_batch_size_per_gpu' x 'gradient_accumulation_steps' x ranks, and "
@@ -266,7 +267,7 @@ def make_optimizer(settings: Settings, params: Any) -> torch.optim.Optimizer:
     if "optimizer.type" not in settings.values:
         raise ValueError(f"{settings.source}: there is no 'optimizer', and none was given; pass optimizer= to zk.initialize, or add the section")
     kind = settings.get("optimizer.type")
-    lowered = kind.lower() if isinstance(kind, str) else None
+    lowered = str(kind).lower()
     if lowered not in ("adam", "adamw", "sgd"):
         raise ValueError(
             f"{settings.source}: 'optimizer.type' is {kind!r}; zk partitions the arithmetic of 'Adam', 'AdamW' and 'SGD', as a rank holds slices of "
@@ -274,9 +275,8 @@ def make_optimizer(settings: Settings, params: Any) -> torch.optim.Optimizer:
         )
     allowed = _SGD_PARAMS if lowered == "sgd" else _ADAM_PARAMS
     options = {"lr": 1e-3, **settings.options("optimizer.params")}
-    for name in options:
-        if name not in allowed:
-            raise ValueError(f"{settings.source}: 'optimizer.params.{name}' is no option of {kind}; it has {', '.join(sorted(allowed))}")
+    for name in sorted(options.keys() - allowed):
+        raise ValueError(f"{settings.source}: 'optimizer.params.{name}' is no option of {kind}; it has {', '.join(sorted(allowed))}")
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     if lowered == "sgd":
@@ -297,10 +297,9 @@ def make_scheduler(settings: Settings, optimizer: torch.optim.Optimizer) -> Sche
     settings.suggest({"scheduler.params.warmup_min_lr": 0.0, "scheduler.params.warmup_max_lr": rates})
     allowed = [field.name for field in dataclasses.fields(SCHEDULES[kind])][1:]
     options = settings.options("scheduler.params")
-    for name in options:
-        if name not in allowed:
-            hint = "; it ends warmup at the optimizer's own lr" if (kind, name) == ("WarmupCosineLR", "warmup_max_lr") else ""
-            raise ValueError(f"{settings.source}: 'scheduler.params.{name}' is no parameter of {kind}{hint}; it has {', '.join(allowed)}")
+    for name in sorted(options.keys() - set(allowed)):
+        hint = "; it ends warmup at the optimizer's own lr" if (kind, name) == ("WarmupCosineLR", "warmup_max_lr") else ""
+        raise ValueError(f"{settings.source}: 'scheduler.params.{name}' is no parameter of {kind}{hint}; it has {', '.join(allowed)}")
     try:
         return SCHEDULES[kind](optimizer, **options)
     except TypeError as error:
@@ -309,7 +308,7 @@ def make_scheduler(settings: Settings, optimizer: torch.optim.Optimizer) -> Sche
         raise ValueError(f"{settings.source}: 'scheduler.params.{error}") from error
 
 
-def read_object(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def read_object(config: Config) -> tuple[dict[str, Any], str]:
     """The config as a dict, and what to call it in messages.
 
     Raises ValueError for what is not JSON (file, line, column, the line with a caret; where a comma is missing or too many, also the line

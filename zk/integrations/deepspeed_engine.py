@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zk.checkpoint import folders, load
 from zk.checkpoint.files import write_durably
 from zk.checkpoint.manifest import Manifest
-from zk.config import parse_device
+from zk.config import ZeroConfig
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
 from zk.integrations.deepspeed_monitor import Monitor
 from zk.logs import log
 from zk.optimizer import ZeroOptimizer
+from zk.options import parse_device
 from zk.parallel.comm import together, world_to_join
 
 # names of DeepSpeed's engine that have no counterpart -> what to write instead
@@ -379,7 +380,7 @@ def initialize(
     left_open = [name for name in ("bf16.enabled", "fp16.enabled") if settings.values.get(name) == "auto" and not settings.has(name)]
     dtypes = {param.dtype for param in model.parameters()}
     settings.suggest({"bf16.enabled": dtypes == {torch.bfloat16}, "fp16.enabled": dtypes == {torch.float16}})
-    zero = zero_config(settings, overrides)
+    zero = zero_config(ZeroConfig, settings, overrides)
     if left_open and zero.dtype is None:
         log.warning(
             '%s: %s: "auto": training is in %s, as the model is; auto={%r: True} changes that',

@@ -20,7 +20,7 @@ from zk.accumulation.schedule import is_vertical
 from zk.accumulation.sequence import check_tokens
 from zk.accumulation.sequence import sequence_tiles as cut
 from zk.checkpoint.export import export
-from zk.config import ZeroConfig, check_order
+from zk.config import ZeroConfig
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed_auto import for_trainer, is_deepspeed
 from zk.logs import log
@@ -30,6 +30,7 @@ from zk.monitor.profile import profile
 from zk.monitor.rates import Rates, loggable
 from zk.monitor.runfile import RunFile
 from zk.optimizer import ZeroOptimizer
+from zk.options import check_order
 from zk.pretrained import load_pretrained
 
 try:

@@ -23,8 +23,8 @@ from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
 from zk.checkpoint.manifest import Manifest
 from zk.checkpoint.save import buffers_of
-from zk.config import parse_dtype
 from zk.optimizer import ZeroOptimizer
+from zk.options import parse_dtype
 from zk.tiles import pieces_of
 
 REST = "lightning.ckpt"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zk.config import is_count
 from zk.materialize import deferred_init
+from zk.options import is_count
 from zk.owners import inner_tensors, is_coded
 from zk.plan import families
 from zk.train.gpt import GPTConfig

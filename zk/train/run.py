@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import zk
 from zk.accumulation.schedule import is_vertical
-from zk.config import check_order, parse_device, parse_dtype
 from zk.monitor.report import write as write_report
 from zk.offload.tiers import readable
+from zk.options import check_order, parse_device, parse_dtype
 from zk.precision import has_fast_products
 from zk.timeline import phase, write_chrome_trace
 from zk.train import picture, report, resume
