@@ -65,7 +65,7 @@ SIZES = {
     # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
     # 2 and 26 for a clock that stands while states are parked
     # 76 and 526 for errors of one rank that all of them raise, which were in checkpoint
-    "core": (15_011, 115_928),
+    "core": (15_011, 115_927),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -112,7 +112,7 @@ SIZES = {
     # 15 and 135 for the closest name
     # 87 and 595 for updates that begin in backward, and both directions of the link
     # 13 and 144 for sequences in tiles
-    "plan": (2_261, 20_596),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
+    "plan": (2_261, 20_593),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
     # 10 and 55 for 8-bit state where it makes a model fit
     # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
@@ -142,7 +142,7 @@ SIZES = {
     # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
     # 12 and 95 for a floor by the rates that training sees; 14 and 108 for the processor time that I/O takes from work
     # 17 and 97 for traces that cannot be written, reports without a step, time that is parked, and lines of their own
-    "monitor": (1_711, 14_352),  # summaries, and what is said at the start; rates, and progress
+    "monitor": (1_711, 14_350),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }

@@ -146,7 +146,7 @@ class ZeroConfig:
         for name, parse in _PARSERS.items():
             if getattr(self, name) is not None:
                 normalize(name, parse(getattr(self, name), name))
-        if self.compute_dtype is not None:
+        if self.compute_dtype:
             self._check_computes()
         if self.device is not None:
             normalize("device", parse_device(self.device))

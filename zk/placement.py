@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """The place of one unit."""
 
     param_tier: str
-    parts: list[tuple[str, int]]
+    parts: tuple[tuple[str, int], ...]
     """Tiers of its optimizer state with the elements on each, in order."""
     streams: bool
     """The device updates what is not in its memory (zk/offload/streamed.py)."""
@@ -201,7 +201,7 @@ class Placement:
         buffers = self.buffer_nbytes(each.values()) if self.config.nvme_path else None
         placed = place(self.config, [needs[id(unit)] for unit in units], device, buffers, ranks, room)
         streams = self._streams(units, [parts for _, parts in placed])
-        return [Place(param_tier, parts, one) for (param_tier, parts), one in zip(placed, streams, strict=True)]
+        return [Place(param_tier, tuple(parts), one) for (param_tier, parts), one in zip(placed, streams, strict=True)]
 
     def _streams(self, units: Sequence[Unit], parts: Sequence[Sequence[tuple[str, int]]]) -> Iterator[bool]:
         """Tell for each unit if the device updates it: such a share of all elements, spread evenly, so that both sides have work at any time."""

@@ -183,7 +183,7 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the scale of a run that had one; that of bf16 or fp32 says nothing about fp16."""
-        if self.rule is not None and state.get("active", True):
+        if self.rule and state.get("active", True):
             self.scale, self.clean_steps, self.patience = float(state["scale"]), int(state["clean_steps"]), int(state["patience"])
 
 

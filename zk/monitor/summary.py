@@ -129,8 +129,8 @@ def placed_of(optimizer: Any) -> list[Place]:
     """The place of each unit, as it was chosen."""
     placed = []
     for held in optimizer.held:
-        sections = held.shard.sections if held.shard is not None else ()
-        parts = [(section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks]
+        sections = held.shard.sections if held.shard else ()
+        parts = tuple((section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks)
         placed.append(Place(held.param_tier, parts, any(section.stream is not None for section in sections)))
     return placed
 

@@ -183,13 +183,13 @@ def consider(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     if config.update_on != "auto" or machine.joined:
         return as_given(shape, config, machine, tokens, micro_batches)
     by_host = as_given(shape, dataclasses.replace(config, update_on="host"), machine, tokens, micro_batches)
-    if by_host is None or config.optimizer_tier == "device":
+    if not by_host or config.optimizer_tier == "device":
         return by_host
     assert isinstance(config.dtype, torch.dtype) and isinstance(config.state_dtype, torch.dtype)
     kept, size = state_fields(config.dtype, ("exp_avg", "exp_avg_sq"), config.state_dtype, True).values(), config.dtype.itemsize
     share = best_share(machine.update_rates, sum(dtype.itemsize for dtype in kept), size, config.param_tier in ("device", "auto"))
     split = as_given(shape, dataclasses.replace(config, update_on=share), machine, tokens, micro_batches) if share else None
-    if split is None or split.fits < by_host.fits or split.step.seconds > _WORTH * by_host.step.seconds:
+    if not split or split.fits < by_host.fits or split.step.seconds > _WORTH * by_host.step.seconds:
         return by_host
     return split
 
@@ -198,7 +198,7 @@ def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
     """One choice, with the update on the side that ``config`` says. None if "auto" tiers find no room."""
     if "auto" in (config.param_tier, config.optimizer_tier):
         divided = _divided(shape, config, machine, tokens, micro_batches)
-        if divided is None:
+        if not divided:
             return None
         config, found = divided
     else:
@@ -213,31 +213,29 @@ def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
             ways.append(("backward", *_with_shadows(shape, config, machine, tokens, micro_batches)))
 
     def best(vertical: bool) -> Option:
-        chosen: Option | None = None
-        for overlap_step, sizes, shadows in ways:
-            step = step_of(
-                shape,
+        chosen, *others = (
+            Option(
+                dataclasses.replace(config, overlap_step=overlap_step),
                 sizes,
-                config,
-                machine,
-                tokens,
-                overlap_step,
-                micro_batches,
-                vertical,
-                shadows,
-            )
-            missing = machine.lacks(sizes)
-            if chosen is not None and (step.seconds > _WORTH * chosen.step.seconds or len(missing) > len(chosen.missing)):
-                continue  # not worth it
-            settled = dataclasses.replace(config, overlap_step=overlap_step)
-            chosen = Option(
-                settled,
-                sizes,
-                missing,
-                step,
+                machine.lacks(sizes),
+                step_of(
+                    shape,
+                    sizes,
+                    config,
+                    machine,
+                    tokens,
+                    overlap_step,
+                    micro_batches,
+                    vertical,
+                    shadows,
+                ),
                 vertical=vertical,
             )
-        assert chosen is not None
+            for overlap_step, sizes, shadows in ways
+        )
+        for other in others:
+            if other.step.seconds <= _WORTH * chosen.step.seconds and len(other.missing) <= len(chosen.missing):  # worth it
+                chosen = other
         return chosen
 
     orders = [best(vertical) for vertical in ((True,) if shape.tile else (False, True) if micro_batches > 1 else (False,))]
@@ -252,9 +250,7 @@ def _with_shadows(shape: Shape, config: ZeroConfig, machine: Machine, tokens: in
     """
     found = footprint(shape, dataclasses.replace(config, overlap_step="backward"), machine, tokens, micro_batches)
     whole = found.sizes["host", "shadow"]
-    room = max(0, machine.capacity("host") - found.on("host") + whole) // 2
-    if config.host_budget is not None:
-        room *= 2
+    room = max(0, machine.capacity("host") - found.on("host") + whole) // (2 if config.host_budget is None else 1)
     found.sizes["host", "shadow"] = min(whole, room)
     return found, found.sizes["host", "shadow"] / whole if whole else 1.0
 
@@ -317,8 +313,8 @@ def plan(
     if tokens % micro_batches:
         raise ValueError(f"--accumulate must divide --tokens, those of a step; {tokens} is not divided by {micro_batches}")
     every = configs(machine, dtype, state_dtype, nvme_path, update_on, compute_dtype, shape.optimizer)
-    options = [option for config in every if (option := consider(shape, config, machine, tokens, micro_batches)) is not None]
-    fitting = [option for option in options if option.fits]
+    options = [option for config in every if (option := consider(shape, config, machine, tokens, micro_batches))]
+    fitting = (option for option in options if option.fits)
     # of those that are alike, as all stages are on one rank: parameters that are not moved, and the higher stage
     best = min(fitting, key=lambda option: (option.step.seconds, option.config.stage == 3, -option.config.stage), default=None)
     most: dict[str, tuple[Shape, ZeroConfig]] = {}
@@ -328,14 +324,14 @@ def plan(
             continue  # which no other stage is better than
         name = next(tier for tier in ("nvme", "host", "device") if tier in tiers)
         found = largest(shape, config, machine, tokens, micro_batches)
-        if found is not None and (name not in most or found.num_params > most[name][0].num_params):
+        if found and (name not in most or found.num_params > most[name][0].num_params):
             most[name] = found, config
     return Plan(shape, machine, tokens, micro_batches, options, best, most, update_on)
 
 
 def faster(found: Plan) -> dict[str, float]:
     """Changes that make the best step at least a tenth shorter, with its seconds then: bf16 moments, twice the RAM, a drive that is twice as fast."""
-    assert found.best is not None
+    assert found.best
     config, machine = found.best.config, found.machine
     assert isinstance(config.dtype, torch.dtype)
     path = str(config.nvme_path[0]) if config.nvme_path else "/nvme"  # type: ignore[index]
@@ -348,8 +344,8 @@ def faster(found: Plan) -> dict[str, float]:
     helps: dict[str, float] = {}
     for what, (where, state) in changed.items():
         every = configs(where, config.dtype, state, path, found.update_on, config.compute_dtype, found.shape.optimizer)
-        options = [option for one in every if (option := consider(found.shape, one, where, found.tokens, found.micro_batches)) is not None]
-        shortest = min((option.step.seconds for option in options if option.fits), default=found.best.step.seconds)
+        options = (consider(found.shape, one, where, found.tokens, found.micro_batches) for one in every)
+        shortest = min((option.step.seconds for option in options if option and option.fits), default=found.best.step.seconds)
         if shortest < 0.9 * found.best.step.seconds:
             helps[what] = shortest
     return helps
@@ -413,7 +409,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
             "sent_nbytes": one.step.sent,
             "moved_nbytes": one.step.moved,
             "vertical": one.vertical,
-            "other_order": None if one.other is None else {"step_s": one.other.seconds, "bound": one.other.bound, "moved_nbytes": one.other.moved},
+            "other_order": one.other and {"step_s": one.other.seconds, "bound": one.other.bound, "moved_nbytes": one.other.moved},
         }
 
     return {
@@ -425,6 +421,6 @@ def as_dict(found: Plan) -> dict[str, Any]:
         "sequence": found.shape.sequence,
         "sequence_tiles": found.shape.tile,
         "options": [option(one) for one in found.options],
-        "recommended": None if found.best is None else {**option(found.best), "python": as_python(found.best.config)},
+        "recommended": found.best and {**option(found.best), "python": as_python(found.best.config)},
         "largest": {tier: {**model(shape), "config": shown(config)} for tier, (shape, config) in found.largest.items()},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,14 +71,18 @@ def footprint_of(
     """
     placement = Placement(config, world, rules, groups, joined)
     each = {id(unit): unit for unit in units}
-    placed = placement.tiers_of(units, device) if placed is None else placed
+    are_alone = not any((config.device_budget, config.host_budget, config.streamed_share))  # a tier is the same however many there are
+    if placed is None and are_alone and "auto" not in (config.param_tier, config.optimizer_tier):
+        tiers = dict(zip(each, placement.tiers_of([*each.values()], device), strict=True))
+        placed = [tiers[id(unit)] for unit in units]
+    placed = placed or placement.tiers_of(units, device)
     found = Footprint(joined)
-    alike = [(id(unit), its.param_tier, tuple(its.parts), its.streams) for unit, its in zip(units, placed, strict=True)]
+    alike = list(zip(map(id, units), placed, strict=True))
     settled: dict[Any, Settled] = {}
     drive: Counter[tuple[int, bool, int]] = Counter()  # unit, optimizer state (or else parameters), elements
-    buffers = 0
-    for one, count in Counter(alike).items():
-        key, param_tier, parts, streams = one
+    buffers, trained = 0, Counter[int]()
+    for one, count in (counts := Counter(alike)).items():
+        key, (param_tier, parts, streams) = one
         unit = each[key]
         sizes = _unit_sizes(placement, unit, param_tier, parts, streams, at_least)
         buffers = max(buffers, placement.stream_nbytes(unit, parts) * streams)
@@ -87,6 +91,7 @@ def footprint_of(
             found.sizes[tier, kind] += count * nbytes
             rests["host" if joined and tier == "device" else tier] += nbytes * (kind not in ("grad", "shadow"))
         settled[one] = Settled(placement.layout(unit).numel, rests, placement.partitions(unit, param_tier))
+        trained[settled[one].numel * unit.dtype.itemsize] += count * unit.trained
         if param_tier == "nvme":
             drive[key, False, placement.slice_numel(unit, 1)] += count
         for tier, numel in parts if unit.trained else ():
@@ -94,25 +99,24 @@ def footprint_of(
     found.units = [settled[one] for one in alike]
     away = any(kind == "grad" and (tier == "nvme" or placement.memory_of(tier) != placement.on_device) for tier, kind in found.sizes)
     full = {key: placement.layout(unit).numel * unit.computes.itemsize for key, unit in each.items()}
-    gathered = [(unit, full[id(unit)]) for unit, one in zip(units, found.units, strict=True) if one.gathered]
+    gathered = [(each[key], full[key], count) for (key, its), count in counts.items() if settled[key, its].gathered]
     if gathered and at_least:  # when the last gradient has been made, one unit at least is there; the largest is, at some time
-        found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes in gathered)
+        found.sizes["device", "gathered"] = (max if away else min)(nbytes for _, nbytes, _ in gathered)
     elif gathered:  # what is outside of blocks, the block in use, an expert of it, and units that were asked for
-        rest = sum(nbytes for unit, nbytes in gathered if unit.anchors[0] is model)
-        inside = [(unit, nbytes) for unit, nbytes in gathered if unit.anchors[0] is not model]
-        by_module: dict[nn.Module, Counter[int]] = {}  # bytes of each unit
-        for unit, nbytes in inside:
-            by_module.setdefault(unit.anchors[0], Counter())[id(unit)] = nbytes
+        rest = sum(nbytes * count for unit, nbytes, count in gathered if unit.anchors[0] is model)
+        by_module, others, in_use = defaultdict[nn.Module, Counter[int]](Counter), Counter[int](), 0  # bytes of each unit; units
+        for unit, nbytes, count in gathered:
+            if unit.anchors[0] is not model:
+                by_module[unit.anchors[0]][id(unit)] = nbytes
+                others[id(unit)] += count
         experts = {inner for module in by_module for inner in module.modules() if inner is not module}
-        others, in_use = Counter(id(unit) for unit, _ in inside), 0
         for modules in (by_module.keys() - experts, by_module.keys() & experts):
             most = max((by_module[module] for module in modules), key=lambda one: one.total(), default=Counter[int]())
             others.subtract(dict.fromkeys(most, 1))
             in_use += most.total()
         asked = sorted((full[key] for key in others.elements()), reverse=True)[: config.prefetch]
         found.sizes["device", "gathered"] = rest + in_use + sum(asked)
-    trained = Counter(placement.layout(unit).numel * unit.dtype.itemsize for unit in units if unit.trained)
-    found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, trained, at_least, away)
+    found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, +trained, at_least, away)
     if not at_least:
         fresh = list[tuple[int, int, Unit]]()
         for unit in (unit for unit in each.values() if unit.trained):

@@ -56,12 +56,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     for (*cells, speed, bound), stages, is_best, fits in _folded(plan):
         style = "bold green" if is_best else None if fits else "dim"
         cells += [speed, bound] if has_room else [bound]
-        rows.add_row(_stages(stages, plan.best.config.stage if is_best and plan.best is not None else None), *cells, style=style)
+        rows.add_row(_stages(stages, plan.best.config.stage if is_best and plan.best else None), *cells, style=style)
     console.print(rows)
-    if plan.best is None:
+    if not plan.best:
         console.print("[bold red]Nothing fits.[/] Add memory, ranks or a drive, or train fewer tokens at once.")
         nearest = min(plan.options, key=lambda option: sum(option.missing.values()), default=None)
-        if nearest is not None:
+        if nearest:
             lacks = " and ".join(f"{size(nbytes)} more of {TIERS[tier]}" for tier, nbytes in nearest.missing.items())
             tiers = f"parameters on {nearest.config.param_tier}, optimizer on {nearest.config.optimizer_tier}"
             console.print(f"The least is missing at stage {nearest.config.stage}, {tiers}: {lacks}.", highlight=False)
@@ -126,7 +126,7 @@ def _machine(machine: Machine, tokens: int, sequence: int, tile: int) -> str:
 
 def _orders(console: Console, plan: Plan, best: Option) -> None:
     """Both orders of several micro-batches."""
-    assert best.other is not None
+    assert best.other
     horizontal, vertical = (best.other, best.step) if best.vertical else (best.step, best.other)
     rows = table(f"\n{plan.micro_batches} micro-batches of {plan.tokens // plan.micro_batches:,} tokens", ["order"], ("link", "drive", "step"))
     for order, step in (("one after the other (backward)", horizontal), ("block by block (accumulate)", vertical)):
@@ -136,7 +136,7 @@ def _orders(console: Console, plan: Plan, best: Option) -> None:
 
 
 def _recommend(console: Console, plan: Plan) -> None:
-    assert plan.best is not None
+    assert plan.best
     step, config = plan.best.step, plan.best.config
     rate = plan.tokens * plan.machine.world / plan.machine.tensor / step.seconds
     console.print(f"\n[bold green]Recommended[/]: {seconds(step.seconds)} a step ({rate:,.0f} tokens/s), bound by {step.bound}", highlight=False)
@@ -146,7 +146,7 @@ def _recommend(console: Console, plan: Plan) -> None:
     console.print(f"busy: {busy}; phases: {phases}", highlight=False)
     if helps := faster(plan):
         console.print("faster: " + ", or ".join(f"{what} ({seconds(value)})" for what, value in helps.items()), highlight=False)
-    if plan.best.other is not None:
+    if plan.best.other:
         _orders(console, plan, plan.best)
     if plan.machine.world > 1:
         sources = {"within": "from its machine", "between": "from other machines"}

@@ -185,7 +185,7 @@ class Shape:
     @property
     def num_active(self) -> int:
         """Parameters that a token uses: all of them but for the experts that it does not go to."""
-        return self.num_params - (self.decoder.num_idle if self.decoder is not None else 0)
+        return self.num_params - (self.decoder.num_idle if self.decoder else 0)
 
     @property
     def layers(self) -> int:
@@ -202,7 +202,7 @@ class Shape:
 
     def grown(self, factor: float) -> Shape:
         """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""
-        if self.decoder is not None:
+        if self.decoder:
             return self._of(self.decoder.grown(factor))
         most = max(self.units, key=lambda units: units.count)
         alike = [u.block == most.block and u.rest == most.rest for u in self.units]
