@@ -14,7 +14,7 @@ import torch
 
 from zk import ZeroConfig, memory
 from zk.memory import free_addresses, free_swap, host_memory, ranks_here
-from zk.offload.tiers import Needs, free_nbytes, place
+from zk.offload.tiers import Needs, free_nbytes, place, rooms
 from zk.plan.check import free_memory
 
 GIB = 1 << 30
@@ -85,8 +85,9 @@ def test_ranks_of_a_machine_count_on_their_share_of_what_is_free(monkeypatch: py
     cpu = torch.device("cpu")
     monkeypatch.setattr("zk.offload.tiers.free_nbytes", lambda device: 10_000_000)
     need = [Needs(param_nbytes=0, numel=1_000_000, element_nbytes=8)]
+    config = ZeroConfig(optimizer_tier="auto")
     for ranks, elements in ((1, 1_000_000), (4, 10_000_000 * 0.9 / 4 / 8)):
-        parts = dict(place(ZeroConfig(optimizer_tier="auto"), need, cpu, 0, ranks)[0][1])
+        parts = dict(place(config, need, cpu, 0, rooms(config, cpu, ranks))[0][1])
         assert parts.get("device", 0) + parts.get("host", 0) == pytest.approx(elements, abs=2 * 2048)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert (ranks_here(16), ranks_here(1)) == (8, 1)

@@ -65,7 +65,7 @@ SIZES = {
     # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
     # 2 and 26 for a clock that stands while states are parked
     # 76 and 526 for errors of one rank that all of them raise, which were in checkpoint
-    "core": (15_011, 115_927),
+    "core": (15_008, 115_909),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;

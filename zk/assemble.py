@@ -102,7 +102,7 @@ class Assembly(Placement):
             said = self.comm.exchange(json.dumps(rooms(config, self.device, self.ranks)), "placing the units")
             everywhere = [json.loads(words) for words in said]
             self.room = {name: min(room[name] for room in everywhere) for name in everywhere[0]}
-        placed = self.tiers_of([*others, *units], self.device, room=self.room)[len(others) :]
+        placed = self.tiers_of([*others, *units], self.device, self.room)[len(others) :]
         if "nvme" not in self.tiers and any("nvme" in (param_tier, *(name for name, _ in parts)) for param_tier, parts, _ in placed):
             given = config.nvme_checksum, self.transfer, self.worker, self.handed_over
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, *given)

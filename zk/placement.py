@@ -192,14 +192,12 @@ class Placement:
         params *= self.config.param_tier in ("nvme", "auto")
         return CHUNKS_IN_MEMORY * chunk + self.reads_ahead * params + (GRADIENTS_IN_MEMORY + self.handed_over) * grads
 
-    def tiers_of(
-        self, units: Sequence[Unit], device: torch.device, ranks: int = 1, room: Mapping[str, int] | None = None
-    ) -> list[Place]:
+    def tiers_of(self, units: Sequence[Unit], device: torch.device, room: Mapping[str, int] | None = None) -> list[Place]:
         """The place of each unit, by ``place``. A unit may be there many times: it is counted once."""
         each = {id(unit): unit for unit in units}
         needs = {key: self.needs(unit) for key, unit in each.items()}
         buffers = self.buffer_nbytes(each.values()) if self.config.nvme_path else None
-        placed = place(self.config, [needs[id(unit)] for unit in units], device, buffers, ranks, room)
+        placed = place(self.config, [needs[id(unit)] for unit in units], device, buffers, room)
         streams = self._streams(units, [parts for _, parts in placed])
         return [Place(param_tier, tuple(parts), one) for (param_tier, parts), one in zip(placed, streams, strict=True)]
 

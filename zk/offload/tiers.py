@@ -476,7 +476,6 @@ def place(
     needs: Sequence[Needs],
     device: torch.device,
     buffer_nbytes: int | None,
-    ranks: int = 1,
     room: Mapping[str, int] | None = None,
 ) -> list[tuple[str, list[tuple[str, int]]]]:
     """For each unit, the tier of its parameters, and the tiers of its optimizer state with the elements on each, in order.
@@ -484,13 +483,13 @@ def place(
     "auto" fills the device up to its budget, then the host, then NVMe. What "nvme" is asked for stays in the host's memory as far as a
     host_budget is given. Parameters go first, unit by unit: they are used twice in every step, optimizer state once. That fills what is
     left to the element, so at most one unit is divided between two tiers.
-    ``buffer_nbytes`` is what moving to and from NVMe takes of the host; None where there is no path for it. ``room`` and ``ranks``: as for
-    ``rooms``, which is asked where it is None.
+    ``buffer_nbytes`` is what moving to and from NVMe takes of the host; None where there is no path for it. ``room``: as ``rooms`` gives it,
+    which is asked where it is None.
     Raises ValueError if the state does not fit in the budgets, with what it needs and the remedy.
     """
     param_tier, optimizer_tier, host_budget = config.param_tier, config.optimizer_tier, config.host_budget
     assert not isinstance(host_budget, str)
-    room = dict(room or rooms(config, device, ranks))
+    room = dict(room or rooms(config, device))
     may_spill = buffer_nbytes is not None
     needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.state_nbytes for need in needs)
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
