@@ -79,8 +79,10 @@ class Gate:
 def gated() -> Iterator[Gate]:
     gate = Gate()
     with mock.patch.object(rules, "adam_", gate):
-        yield gate
-        gate.through.release(10_000)
+        try:
+            yield gate
+        finally:
+            gate.through.release(10_000)
 
 
 # ---- the same bits -----------------------------------------------------------------------------------------------------------
@@ -204,14 +206,19 @@ def test_forward_waits_for_the_units_it_has_reached_and_for_no_other() -> None:
         loss.backward()
         optimizer.step()  # returns, though nothing can be updated
         reached.clear()
-        gate.through.release(2)  # what is left over, used first, and the first block
-        thread = threading.Thread(target=lambda: loss_of(model, batch(8)))
-        thread.start()
-        for _ in range(200):
-            if gate.calls == 2 and reached == [0]:
-                break
-            thread.join(0.02)
-        assert (gate.calls, reached) == (2, [0]), "updates in the order of forward: it is in the first block, and waits before the second"
+        second = next(store.underway.done for store in optimizer.held if store.unit.name == "blocks.1" and store.underway is not None)
+        waits, wait = threading.Event(), Ticket.wait
+
+        def noted(ticket: Ticket) -> None:
+            if ticket is second:
+                waits.set()
+            wait(ticket)
+
+        with mock.patch.object(Ticket, "wait", noted):
+            gate.through.release(2)  # what is left over, used first, and the first block
+            thread = threading.Thread(target=lambda: loss_of(model, batch(8)))
+            thread.start()
+            assert waits.wait(20) and gate.calls == 2 and reached == [0], "updates in the order of forward, which waits before the second block"
         gate.through.release(10_000)
         thread.join()
         assert reached == [0, 1, 2]
