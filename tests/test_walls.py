@@ -76,23 +76,13 @@ SIZES = {
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
     # 315 and 2,660 for logits that are computed when they are used, and both in one call
-    # 25 and 135 for waits that are always counted
-    # 5 and 35 for Ctrl-C in commands
-    # 20 and 70 for names of rows for people
-    # 5 and 30 for the rate of host memory
-    # 35 and 330 for arrows from reads to their uses; 30 and 310 for two commands
-    # 30 and 240 for a head that takes the place of another; 5 and 45 for terminals without some characters
-    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 1 and 50 for the precision of compute
-    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans
-    # 20 and 200 for checkpoints that stop before tiles
-    # 30 and 230 for checkpoints that stop before tiles, and limits of both long_context's tiles and logits
-    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan
-    # 3 and 20 for arrows that no viewer leaves out
-    # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them
-    # 2 and 24 for requests that no block keeps once it is written
-    # 1 and 27 for phases on the clock that they are measured with
-    # 6 and 66 for tiles of a sequence, in the options of zk plan
-    # 24 and 168 for a clock that stands while states are parked
+    # 30 and 240 for a head that takes the place of another; 30 and 230 for checkpoints that stop before tiles, and limits of both
+    # 25 and 135 for waits that are always counted; 24 and 168 for a clock that stands while states are parked
+    # 5 and 35 for Ctrl-C in commands; 5 and 45 for terminals without some characters; 30 and 310 for two commands
+    # 20 and 70 for names of rows for people; 5 and 30 for the rate of host memory; 35 and 330 for arrows from reads to their uses
+    # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan;
+    # 1 and 50 for the precision of compute; 6 and 66 for tiles of a sequence, in the options of zk plan
+    # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them, and 2 and 24 for requests that end with a write
     "beside the core": (5_511, 43_060),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
@@ -102,22 +92,16 @@ SIZES = {
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
     "checkpoint": (3_107, 26_130),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
-    # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences
-    # 105 and 1400 for names that people type, rows that are folded, and what would make a step shorter
-    # 25 and 285 for what DeepSpeed's estimator says of the same
-    # 30 and 470 for updates on the device: their bytes, times and share
-    # 17 and 150 for the share of no-offload speed, and either side of the update
+    # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences; 13 and 144 for those in tiles
+    # 105 and 1,400 for names that people type, rows that are folded, and what would make a step shorter; 15 and 135 for the closest name
+    # 25 and 285 for what DeepSpeed's estimator says of the same; 3 and 20 for names of models in an error
+    # 30 and 470 for updates on the device: their bytes, times and share; 87 and 595 for those that begin in backward, both ways of the link
+    # 17 and 150 for the share of no-offload speed, and either side of the update; 3 and 20 for what is kept of whole parameters
     # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
-    # 3 and 20 for names of models in an error; 12 and 134 for units that are gathered in fp32; 3 and 20 for what is kept of whole parameters
-    # 15 and 135 for the closest name
-    # 87 and 595 for updates that begin in backward, and both directions of the link
-    # 13 and 144 for sequences in tiles
-    "plan": (2_261, 20_593),  # 45 and 500 for mixtures of experts, also with experts that travel alone; 5 and 50 for what lies in the user's files
-    # 10 and 55 for 8-bit state where it makes a model fit
-    # 25 and 285 for what DeepSpeed's estimator says of the same; 5 and 30 for words that name only memory that there is
-    # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences
-    # 30 and 230 for rates in logs
-    # 10 and 50 for what to resume from
+    # 12 and 134 for units that are gathered in fp32; 10 and 55 for 8-bit state where it makes a model fit
+    # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences; 5 and 30 for words that name only memory that there is
+    "plan": (2_261, 20_593),
+    # 30 and 230 for rates in logs; 10 and 50 for what to resume from
     # 265 and 1820 for DeepSpeed's monitors, and names of its engine
     # 125 and 990 for DeepSpeed's JSON under the Trainer and accelerate
     # 35 and 345 for callbacks that write traces
