@@ -280,6 +280,16 @@ def test_compiled_blocks_train_the_same() -> None:
         assert step(model, optimizer, seed) == pytest.approx(step(other, plain, seed), rel=1e-5)
 
 
+def test_a_compiled_model_of_many_units_trains_and_hooks_are_not_compiled_one_by_one() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=9)  # more than there may be versions of one function
+    other, optimizer = copy.deepcopy(model), wrap(model, stage=3, param_tier="host")
+    compiled, plain = torch.compile(model, backend="eager"), adamw(other.parameters())
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for seed in range(2):
+            assert step(compiled, optimizer, seed) == pytest.approx(step(other, plain, seed), rel=1e-5)
+
+
 # ---- precision -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,9 @@ class Hook:
     """Calls ``call``; its copies call nothing."""
 
     def __init__(self, call: Callable[..., Any] | None) -> None:
-        self.call = torch.compiler.disable(call) if call is not None else None
+        self.call = call
 
+    @torch._compile._disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs) if self.call is not None else None
 

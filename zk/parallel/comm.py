@@ -560,7 +560,6 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 # torch names a group by its ranks, and a rank that has not destroyed the last one would meet at another name.
 _LEFT: weakref.WeakValueDictionary[tuple[str, str, tuple[int, ...], timedelta], Any] = weakref.WeakValueDictionary()
 
-
 _TRIED: Counter[tuple[int, ...]] = Counter()  # how often the same ranks have begun to make an optimizer
 
 
