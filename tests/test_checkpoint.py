@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 import zk
 from tests.models import DEVICE, GPT, batch, loss_of
@@ -34,6 +35,7 @@ from zk.checkpoint import files, save
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
 from zk.checkpoint.manifest import _unpacked, random_state, set_random_state
+from zk.monitor.stop import line
 from zk.offload import nvme, spill
 from zk.offload.snapshot import Snapshot, Unread
 
@@ -556,6 +558,40 @@ def test_a_manifest_that_is_not_one_is_refused(spoil: Any, match: str, saved: Pa
     spoil(folder / "manifest.json")
     with pytest.raises(CheckpointError, match=match):
         victim[1].load_checkpoint(tmp_path)
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_named_and_no_older_one_taken_for_it(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("2-host-overlapped", tmp_path)
+    train(model, optimizer, scheduler, 0, 1)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    train(model, optimizer, scheduler, 1, 2)
+    newest = optimizer.save_checkpoint(tmp_path / "saved")
+    (newest / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="step-00000002 has lost its manifest"):
+        optimizer.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is gone"):
+        optimizer.load_checkpoint(newest)
+    assert "there is no checkpoint to resume from" in line(optimizer)  # which Ctrl-C prints
+    shutil.rmtree(newest)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert optimizer.counters["steps"] == 1
+
+
+def test_a_scheduler_of_schedulers_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    def scheduled() -> Made:
+        model, optimizer, _ = make("2-host-overlapped", tmp_path)
+        warmup, drops = LinearLR(optimizer, total_iters=2), MultiStepLR(optimizer, [1, 2], gamma=0.5)
+        return model, optimizer, SequentialLR(optimizer, [warmup, drops], [3])
+
+    model, optimizer, scheduler = scheduled()
+    train(model, optimizer, scheduler, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "saved", scheduler=scheduler)
+    train(model, optimizer, scheduler, 2, 6)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    model, optimizer, scheduler = scheduled()
+    optimizer.load_checkpoint(tmp_path / "saved", scheduler=scheduler)
+    train(model, optimizer, scheduler, 2, 6)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
 
 
 def test_another_model_other_groups_or_another_optimizer_are_refused(saved: Path, tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ SIZES = {
     # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
     # 2 and 26 for a clock that stands while states are parked
     # 76 and 526 for errors of one rank that all of them raise, which were in checkpoint
-    "core": (15_008, 115_909),
+    # 23 and 155 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
+    # that is compiled, and for states that are copied, or gone
+    "core": (15_031, 116_064),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -83,14 +85,16 @@ SIZES = {
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan;
     # 1 and 50 for the precision of compute; 6 and 66 for tiles of a sequence, in the options of zk plan
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them, and 2 and 24 for requests that end with a write
-    "beside the core": (5_511, 43_060),
+    # 8 and 65 for graphs that are made within zk.gather
+    "beside the core": (5_519, 43_125),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
     # 215 and 2,130 for state dicts and for the begin of a save, which were in the core
     # 13 tokens for the digest of a base that is computed with in fp32
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
-    "checkpoint": (3_107, 26_130),
+    # 27 and 196 for schedulers of schedulers, for manifests that are gone, and for an optimizer whose state is gone
+    "checkpoint": (3_134, 26_326),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences; 13 and 144 for those in tiles
     # 105 and 1,400 for names that people type, rows that are folded, and what would make a step shorter; 15 and 135 for the closest name
@@ -126,7 +130,8 @@ SIZES = {
     # 26 and 195 for drives that are nearly full, losses that are none, and profiles that end in any order
     # 12 and 95 for a floor by the rates that training sees; 14 and 108 for the processor time that I/O takes from work
     # 17 and 97 for traces that cannot be written, reports without a step, time that is parked, and lines of their own
-    "monitor": (1_711, 14_350),  # summaries, and what is said at the start; rates, and progress
+    # 3 lines for a damaged checkpoint that Ctrl-C does not name
+    "monitor": (1_714, 14_350),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zk.checkpoint.files import Written, check_regular, sync_folder, write_durably
+from zk.checkpoint.files import CheckpointError, Written, check_regular, sync_folder, write_durably
 from zk.logs import rank_log
 
 LATEST = "latest"
@@ -121,12 +121,15 @@ def whole(root: Path) -> list[Path]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in ``root``, or None."""
+    """The newest whole checkpoint in ``root``, or None. CheckpointError where that has lost its manifest: no crash of a save does that."""
+    name = ""
     with contextlib.suppress(OSError, ValueError):
         check_regular(root / LATEST)
         name = (root / LATEST).read_text().strip()
-        if name.startswith("step-") and name == Path(name).name and (root / name / MANIFEST).exists():
-            return root / name
+    if name.startswith("step-") and name == Path(name).name and (root / name).exists():
+        if not (root / name / MANIFEST).exists():
+            raise CheckpointError(f"{root / name} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from the one before it")
+        return root / name
     return next(reversed(whole(root)), None)
 
 

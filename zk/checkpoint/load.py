@@ -48,8 +48,11 @@ def find(path: Path) -> Path:
     """The same as ``folders.find``; CheckpointError where there is none."""
     found = folders.find(path)
     if found is None:
-        weights = path.is_dir() and any(path.glob("*.safetensors*"))
-        hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there" if weights else ""
+        hint = ""
+        if path.is_dir() and any(path.glob("rank-*.safetensors")):
+            hint = "; its manifest.json is gone: copy the checkpoint once more, or load an earlier one"
+        elif path.is_dir() and any(path.glob("*.safetensors*")):
+            hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
         raise CheckpointError(f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}")
     return found
 
@@ -87,7 +90,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
         optimizer.counters.update(manifest.head["counters"])
         if scheduler is not None:
-            scheduler.load_state_dict(revived(manifest.head["scheduler"]))
+            scheduler.load_state_dict(_as_here(revived(manifest.head["scheduler"]), scheduler.state_dict()))
         if random is not None:
             set_random_state(random, optimizer.device)
     return revived(manifest.head["extra"])
@@ -104,14 +107,23 @@ def load_model(optimizer: Training, path: Path) -> None:
 
 
 def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, as they were; JSON has made lists of tuples, and numbers of tensors."""
+    """The options of a group, as they were."""
+    return {key: _as_here(revived(value), group.get(key)) for key, value in saved.items() if key != "params"}
 
-    def as_here(value: Any, here: Any) -> Any:
-        if isinstance(here, Tensor) and isinstance(value, (int, float)):  # a learning rate: its own step() computes with it in its precision
-            return torch.full_like(here, value)
-        return tuple(value) if isinstance(value, list) and isinstance(here, tuple) else value
 
-    return {key: as_here(revived(value), group.get(key)) for key, value in saved.items() if key != "params"}
+def _as_here(value: Any, here: Any) -> Any:
+    """``value`` in the types of what is in its place now; JSON has made lists of tuples, dicts of Counters, and numbers of tensors."""
+    if isinstance(here, Tensor) and isinstance(value, (int, float)):  # a learning rate: its own step() computes with it in its precision
+        return torch.full_like(here, value)
+    if isinstance(value, list) and isinstance(here, (list, tuple)):
+        items = [_as_here(item, there) for item, there in itertools.zip_longest(value, here[: len(value)])]
+        return tuple(items) if isinstance(here, tuple) else items
+    if isinstance(value, dict) and isinstance(here, dict):
+        made = here.copy()
+        made.clear()
+        made.update({key: _as_here(item, here.get(key)) for key, item in value.items()})
+        return made
+    return value
 
 
 # ---- what is checked first -----------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ It is ``sys.excepthook`` that prints it, so whatever a script does with Keyboard
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
 from types import TracebackType
 from typing import Any
 
-from zk.checkpoint.folders import MANIFEST, latest
+from zk.checkpoint import folders
 from zk.monitor.runfile import close_all
 from zk.monitor.start import say_always
 
@@ -50,7 +51,9 @@ def line(optimizer: Any) -> str:
     """The step after which an optimizer is, and the checkpoint to resume from: the newest one that is whole."""
     steps = optimizer.counters["steps"] + optimizer.counters["skipped_steps"]
     root = optimizer.saved_to
-    found = None if root is None else root if (root / MANIFEST).exists() else latest(root) if root.is_dir() else None
+    found = None
+    with contextlib.suppress(ValueError):  # it is damaged
+        found = None if root is None else folders.find(root)
     if found is None:
         return f"stopped after step {steps}; there is no checkpoint to resume from"
     return f"stopped after step {steps}; resume from {optimizer.resume_from or root}, which is of step {int(found.name.removeprefix('step-'))}"
