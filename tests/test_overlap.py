@@ -270,6 +270,22 @@ def test_whoever_uses_a_parameter_sees_it_updated(use: str) -> None:
         assert result == expected and result.startswith("Parameter containing")
 
 
+def test_a_state_dict_that_somebody_holds_neither_changes_nor_is_written_through() -> None:
+    model, optimizer = make()
+    train(model, optimizer)
+    state = optimizer.state_dict()
+    moments = [kept["exp_avg"] for kept in state["state"].values()]
+    before = [moment.clone() for moment in moments]
+    train(model, optimizer, start=1)
+    optimizer.synchronize()
+    assert all(map(torch.equal, moments, before))
+    for moment in moments:
+        moment.fill_(math.nan)
+    train(model, optimizer, start=2)
+    assert not any(value.isnan().any() for value in values(model))
+    optimizer.close()
+
+
 def test_step_waits_for_a_unit_whose_memory_somebody_holds() -> None:
     """A background update cannot make a tensor wait that was taken before it."""
     model, optimizer = make(dtype="fp32")

@@ -420,6 +420,24 @@ def test_gradients_that_are_handed_over_are_not_written(name: str, tmp_path: Pat
     assert kept - handed_over >= STEPS * 2 * numel and read_less < read
 
 
+@pytest.mark.parametrize("keep_gradients", (True, False))
+def test_options_that_there_is_no_room_for_are_named_in_backward_and_training_goes_on(keep_gradients: bool, tmp_path: Path) -> None:
+    model = GPT()
+    inner, options = torch.optim.AdamW(model.parameters()), {"keep_gradients": keep_gradients, **place("2 nvme", tmp_path)}
+    with small_pieces(), zk.ZeroOptimizer(model, inner, stage=2, overlap_step="backward", clip_grad_norm=None, **options) as optimizer:
+        for step in range(4):
+            if step == 3:
+                optimizer.param_groups[0]["amsgrad"] = True
+                with pytest.raises(ValueError, match="ask for max_exp_avg_sq"):
+                    backward(model, optimizer, step)
+                optimizer.param_groups[0]["amsgrad"] = False
+                optimizer.zero_grad()
+            backward(model, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.counters["steps"] == 4
+
+
 def test_no_more_gradients_wait_in_memory_for_their_updates_than_is_said(tmp_path: Path) -> None:
     """Updates that take long hold backward up."""
     waiting, run, hands_over = list[int](), Attempt.run, Speculation.hands_over

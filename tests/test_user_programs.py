@@ -23,8 +23,8 @@ ALONE = (
     *(Case(stage) for stage in range(4)),
     Case(2, tier="host"),
     Case(2, tier="host", overlap_step=True),
-    Case(2, tier="nvme"),
     Case(3, tier="nvme"),
+    Case(2, tier="nvme"),
     Case(2, sgd=True),
     Case(3, tier="nvme", sgd=True),
     Case(2, tier="host", loss_scale=128.0, sgd=True),
@@ -172,6 +172,60 @@ def test_two_threads_add_up_their_gradients_or_are_refused(stage: int) -> None:
             plain(x).square().mean().backward()
         for got, want in zip((p for p in model.parameters()), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_thread_that_evaluates_does_not_disturb_one_that_trains(tmp_path: Path) -> None:
+    """Forward without a graph begins in the middle of a block's backward."""
+    torch.manual_seed(0)
+    model = Net()
+    plain, batches = copy.deepcopy(model), torch.randn(3, 4, 8)
+    options = {"optimizer_tier": "nvme", "nvme_path": tmp_path, "overlap_step": "backward", "keep_gradients": False}
+
+    def evaluate(_: object) -> None:
+        if not torch.is_grad_enabled():
+            thread = threading.Thread(target=torch.no_grad()(model), args=(batches[0],))
+            thread.start()
+            thread.join()
+
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, **options) as optimizer:
+        model.blocks[1].up.register_forward_hook(lambda module, given, hidden: hidden.requires_grad and hidden.register_hook(evaluate) and None)
+        for x in batches:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    inner = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in batches:
+        plain(x).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+def test_an_optimizer_whose_state_is_gone_does_not_begin_without_it() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    inner = torch.optim.AdamW(model.parameters())
+    with zk.ZeroOptimizer(model, inner, stage=3) as optimizer:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state_dict()
+        optimizer.close(gather=True)
+    model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) what state_dict\(\) gave"):
+        inner.step()
+    inner.load_state_dict(state)
+    inner.step()
+    assert {kept["step"].item() for kept in inner.state.values()} == {2}
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("name", ("", "head"))
+def test_compiled_scripts_are_refused_before_anything_is_changed(name: str, stage: int) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model = torch.jit.script(model) if not name else nn.ModuleDict({"body": nn.Linear(8, 8), name: torch.jit.script(model)})
+    with pytest.raises(TypeError, match="module 'head' is a ScriptModule" if name else "the model is a ScriptModule"):
+        zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 def test_looking_at_gradients_takes_no_more_memory_with_every_step() -> None:

@@ -379,6 +379,21 @@ def sharpness_aware(run: Run) -> None:
     run.finish()
 
 
+@program()
+def sharpness_aware_through_data(run: Run) -> None:
+    run.backward()
+    with zk.gather(run.params, write=True):
+        before = [param.data.clone() for param in run.params]
+        for param in run.params:
+            param.data = param.data + 0.1 * param.grad
+    run.optimizer.zero_grad()
+    run.backward()
+    with zk.gather(run.params, write=True):
+        for param, values in zip(run.params, before, strict=True):
+            param.data = values
+    run.finish()
+
+
 @program(lambda case: "must be of floating point, shape")
 def a_gradient_of_another_shape(run: Run) -> None:
     run.backward()
@@ -806,6 +821,23 @@ def write_data_of_what_is_gathered_to_be_read(run: Run) -> None:
     with zk.gather(run.params):
         run.model.head.weight.data.mul_(0.5)
     run.backward()
+    run.finish()
+
+
+@program()
+def penalize_what_is_gathered(run: Run) -> None:
+    weight = run.model.blocks[0].up.weight
+    with zk.gather(run.params):
+        penalty = (weight @ weight.T - torch.eye(16)).square().mean() + sum(param.square().sum() for param in run.params)
+    run.descend(run.loss() + penalty)
+    run.finish()
+
+
+@program(lambda case: "moved or converted")
+def resize_what_is_gathered(run: Run) -> None:
+    run.backward()
+    with zk.gather(run.params, write=True):
+        run.model.head.bias.data = torch.zeros(7)
     run.finish()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from zk.owners import holder_of, inner_tensors, owner_of
@@ -48,6 +50,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     wanted = [tensor for param in given for _, tensor in inner_tensors(param)]
     held: dict[int, tuple[UnitStore, list[int]]] = {}
+    owners: dict[Any, None] = {}  # with memory that goes
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
@@ -56,6 +59,8 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
                 owner._end_save()  # which may read what is written here
                 owner.updates.wait()  # which publishes on the same ranks
             unit, index = owner.units[param]
+            if owner.partition.by_storage:
+                owners[owner] = None
             held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[UnitStore] = []
     try:
@@ -63,7 +68,10 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             unit.arrive()
             unit.pin()
             entered.append(unit)
-        yield
+        with contextlib.ExitStack() as saving:
+            for owner in owners if torch.is_grad_enabled() else ():
+                saving.enter_context(owner.partition.saving())
+            yield
         if write:
             for unit, indices in held.values():
                 unit.keep_written(indices)

@@ -72,6 +72,12 @@ def check_params(
 
     All parameters are on one device, if they are not moved to ``device``.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise TypeError(
+                f"{f'module {name!r}' if name else 'the model'} is a ScriptModule, which takes no hooks: wrap the model as it was before torch.jit, "
+                "and script or trace a copy of it for inference (copy.deepcopy(model), within zk.gather(model.parameters()) at stage 3)"
+            )
     names = {param: name for name, param in model.named_parameters()}
     for index, group in enumerate(groups):
         for param in group["params"]:

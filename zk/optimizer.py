@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from zk import holding, kernels, numa
@@ -25,7 +26,7 @@ from zk.accumulation.schedule import accumulate
 from zk.assemble import Assembly
 from zk.checkpoint import load, save, state_dicts
 from zk.checkpoint.folders import Claim
-from zk.checkpoint.shown import Shown
+from zk.checkpoint.shown import Gone, Shown
 from zk.checks import (
     check_aliases,
     check_arguments,
@@ -319,6 +320,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- the training loop ---------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # in a function that is compiled, too
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` with the loss scale applied. Needed where a loss scale is on (fp16); the same as loss.backward() elsewhere.
 
@@ -375,6 +377,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             kept = 0 if keep_activations == 0 else parse_nbytes(keep_activations, "keep_activations")
             return accumulate(self, list(batches), loss_fn, kept)
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Reduce what is left, clip, update, and make the updated parameters available. Returns the closure's loss, or None.
@@ -448,6 +451,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "loss.backward() first, and zero_grad() after step(), not before it"
         )
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those on their way; or make zeros of them, as torch does.
 
@@ -860,7 +864,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._finalizer()
         self.partition.closed = self.closed = True
         for one in (self, *self.inners):
-            one.state = defaultdict(dict)
+            one.state = Gone() if any(held.steps for held in self.held) else defaultdict(dict)
         self.updates.join()
         for held in self.held:
             held.let_be()
@@ -918,7 +922,7 @@ def _forward_begins(grads: GradReducer, model: nn.Module, *_: Any) -> None:
             "the model was wrapped in DistributedDataParallel after ZeroOptimizer was made, and would reduce gradients a second time; use the "
             "model itself (with accelerate: zk.integrations.accelerate.ZeroAccelerator, with the Trainer of transformers: ZeroTrainer)"
         )
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
         grads.begin()
 
 

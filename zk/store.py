@@ -597,6 +597,8 @@ class UnitStore:
         self.digests = None
         if self.shard is not None:
             self.shard.drop_attempt()
+        if self.is_partitioned:
+            self._written()  # a new ``data``, say
         self.comm.broadcast(self.index, self.full)
         if self.is_partitioned:
             self._write_home()
@@ -659,8 +661,10 @@ class UnitStore:
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------------
 
-    def export_state(self, own_part: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
+    def export_state(self, own_part: bool, copies: bool = False) -> dict[nn.Parameter, dict[str, Tensor]]:
         """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``.
+
+        Without ``copies`` it may be the memory in which states rest.
 
         That of a DTensor is one, cut as it is, with all elements that data parallel ranks hold.
         """
@@ -673,7 +677,7 @@ class UnitStore:
         for index in sorted(self.steps):
             state[self.unit.user(index)] = self._counts(index)
         for name in names:
-            read = functools.partial(self.shard.get_state, name)
+            read = functools.partial(self.shard.get_state, name, copies=copies)
             full = self.whole_of(read) if not own_part or self.unit.around else None
             for index in sorted(self.steps):
                 is_part = full is None or (own_part and index not in self.unit.around)

@@ -153,3 +153,13 @@ class Shown(defaultdict[Any, Any]):
 
     def __repr__(self) -> str:
         return f"<state of {len(self)} parameters>"
+
+
+class Gone(defaultdict[Any, Any]):
+    """The state of an optimizer whose ZeroOptimizer had it, and is closed: nothing trains on from no state without having been told to."""
+
+    def __missing__(self, param: Any) -> Any:
+        raise RuntimeError(
+            "this optimizer was given to a ZeroOptimizer, which had its state and is closed: load_state_dict() what state_dict() gave before "
+            "close(), or make a new optimizer of the same class, to begin without state"
+        )

@@ -32,10 +32,12 @@ def export(optimizer: Any) -> dict[str, Any]:
         for held in optimizer._trained:
             held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
     shown, optimizer.state = optimizer.state, defaultdict(dict)
+    # what user code has is not to change while an update goes on beside it
+    own_part, copies = optimizer.config.stage == 3 and optimizer.comm.shards > 1, bool(optimizer.config.overlap_step)
     try:
         if any(held.steps for held in optimizer.held):
             for held in optimizer.held:
-                optimizer.state.update(held.export_state(own_part=optimizer.config.stage == 3 and optimizer.comm.shards > 1))  # type: ignore[arg-type]
+                optimizer.state.update(held.export_state(own_part, copies))  # type: ignore[arg-type]
         plain = torch.optim.Optimizer.state_dict(optimizer)
     finally:
         optimizer.state = shown

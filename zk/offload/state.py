@@ -76,9 +76,10 @@ class OptimizerShard:
             if start < stop:
                 yield index, slice(start - chunk.start, stop - chunk.start), slice(start - part.start, stop - part.start)
 
-    def _read(self, part: slice, read: Callable[[Opened, slice], Tensor]) -> Tensor:
-        """Read ``part`` by ``read(fields, slice of the chunk)``; a view where one chunk holds all and rests in memory."""
-        whole = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident and part.stop > part.start
+    def _read(self, part: slice, read: Callable[[Opened, slice], Tensor], copies: bool = False) -> Tensor:
+        """Read ``part`` by ``read(fields, slice of the chunk)``; a view where one chunk holds all and rests in memory, unless it ``copies``."""
+        rests = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident
+        whole = rests and not copies and part.stop > part.start
         pieces = []
         for index, here, _ in self._overlap(part):
             with self.opened(index) as fields:
@@ -274,9 +275,9 @@ class OptimizerShard:
                     codec.write(part_of(fields, here), {"master": torch.where(held == written, master, written.float())})
         self.upload()
 
-    def get_state(self, name: str, part: slice) -> Tensor:
-        """The "master" of ``part``, or a state by name, in fp32; a view where that is what is stored."""
-        return self._read(part, lambda fields, here: codec.read(part_of(fields, here), name).float())
+    def get_state(self, name: str, part: slice, copies: bool = False) -> Tensor:
+        """The "master" of ``part``, or a state by name, in fp32; a view where that is what is stored, unless it ``copies``."""
+        return self._read(part, lambda fields, here: codec.read(part_of(fields, here), name).float(), copies)
 
     def set_state(self, name: str, part: slice, values: Tensor) -> None:
         """Overwrite the "master" of ``part``, with the parameter, or a state by name, by (n,) ``values``; the others keep their value."""

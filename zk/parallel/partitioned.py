@@ -185,7 +185,6 @@ class Partition:
         self.frames: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
         self.repeated = Counter[int]()
         self.saved_hooks: contextlib.AbstractContextManager[Any] | None = None
-        self.below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None  # the hooks on saved tensors around them
         self.closed = self.reads = False
 
     # ---- wiring --------------------------------------------------------------------------------------------------------------
@@ -228,8 +227,8 @@ class Partition:
     @contextlib.contextmanager
     def apart(self, progress: dict[str, Any]) -> Iterator[None]:
         """Context: the forwards in progress are those of ``progress``, another thread's, which is kept up to date."""
-        outside = {name: getattr(self, name) for name in ("entered", "thread", "saved_hooks", "below")}
-        vars(self).update(progress or {"entered": [], "thread": 0, "saved_hooks": None, "below": None})
+        outside = {name: getattr(self, name) for name in ("entered", "thread", "saved_hooks")}
+        vars(self).update(progress or {"entered": [], "thread": 0, "saved_hooks": None})
         try:
             yield
         finally:
@@ -285,6 +284,12 @@ class Partition:
     def _fetch(self, index: int) -> None:
         self.by_index[index].fetch()
 
+    def saving(self) -> contextlib.AbstractContextManager[Any]:
+        """Context: parameters that autograd saves for backward are gathered for it again."""
+        around = self.hooks_around()
+        below = around if is_of_checkpoint(around) else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, below), self._unpack)
+
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -305,8 +310,7 @@ class Partition:
                 self.prefetcher.begin(mode)
             _refuse_transforms()
             if self.by_storage:  # there is memory that goes
-                self.below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                self.saved_hooks = self.saving()
                 self.saved_hooks.__enter__()
         self.entered.append(module)
         units = self.by_module[module]
@@ -352,7 +356,7 @@ class Partition:
                 store.release()
         if not self.entered and not in_backward:
             if self.saved_hooks is not None:
-                hooks, self.saved_hooks, self.below = self.saved_hooks, None, None
+                hooks, self.saved_hooks = self.saved_hooks, None
                 hooks.__exit__(None, None, None)
             if not torch.is_grad_enabled():
                 self.prefetcher.end()
@@ -460,7 +464,9 @@ class Partition:
     def hooks_around(self) -> Any:
         """The hooks on saved tensors that there are in this thread, without those of this class; None if there are no others."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return self.below if hooks is not None and hooks[0] == self._pack else hooks
+        while hooks is not None and getattr(getattr(hooks[0], "func", None), "__func__", None) is Partition._pack:
+            (hooks,) = hooks[0].args
+        return hooks
 
     def _stores_of(self, tensor: Tensor) -> list[UnitStore]:
         """The stores in whose full parameters a tensor lies, or those that it is a wrapper around."""
@@ -471,11 +477,11 @@ class Partition:
         store = self.by_storage.get(tensor.untyped_storage()._cdata)
         return [store] if store is not None else []
 
-    def _pack(self, tensor: Tensor) -> tuple[Any, Any, int]:
+    def _pack(self, below: Any, tensor: Tensor) -> tuple[Any, Any, int]:
         known = self._stores_of(tensor)
         # torch asks the innermost hooks only: what is no parameter goes on to those around, and all of it to a checkpoint, which counts them
-        if self.below is not None and (not known or is_of_checkpoint(self.below)):
-            pack, unpack = self.below
+        if below is not None and (not known or is_of_checkpoint(below)):
+            pack, unpack = below
             return unpack, pack(tensor), -1
         # (an output that is kept with its graph, which keeps what it saved, would never be freed)
         return known, tensor if tensor.is_leaf else tensor.detach(), tensor._version
