@@ -148,6 +148,11 @@ def test_zk_plan_takes_the_link_s_slower_direction_where_there_is_a_gpu() -> Non
         assert (found["link_gbps"], found["cpu_adam"]) == (gbps, 1.5)
 
 
+def test_more_than_there_is_memory_for_is_one_line() -> None:
+    done = run("adam", "--numel", str(10**14))
+    assert done.exit_code == 2 and "can't allocate memory" in done.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ("link", "kernels"))
 def test_without_a_gpu_its_benchmarks_say_so(command: str) -> None:

@@ -126,6 +126,11 @@ def test_other_options_run(options: list[str], tmp_path: Path) -> None:
     assert "validation loss" in run("-m", "zk", "train", *SMALL, *options, "--out", str(tmp_path))
 
 
+def test_a_run_that_diverges_ends_with_its_report_and_what_to_do(tmp_path: Path) -> None:
+    shown = here(tmp_path, "--lr", "1e20", "--dtype", "fp32")
+    assert re.search(r"-> nan nats per byte: try a lower --lr", shown) and (tmp_path / "report.html").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     (

@@ -473,8 +473,9 @@ def test_the_command_plans_the_side_that_it_is_told() -> None:
         options = [one for one in json.loads(done.stdout)["options"] if one["config"].get("optimizer_tier") == "host"]
         assert options and {one["config"].get("update_on") for one in options} == {side}
         assert all(one["of_no_offload"] == pytest.approx(one["busy_s"]["compute"] / one["step_s"]) for one in options)
-    done = CliRunner().invoke(app, [*command, "gpu"])
-    assert done.exit_code and "update_on must be 'host', 'device', 'auto' or a number from 0 to 1; got 'gpu'" in " ".join(done.output.split())
+    for asked in ([*command, "gpu"], ["plan", "gpt:1b", "--update-on", "gpu"]):  # also on a machine without a GPU
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code and "update_on must be 'host', 'device', 'auto' or a number from 0 to 1; got 'gpu'" in " ".join(done.output.split())
 
 
 def test_the_guide_shows_what_is_planned() -> None:

@@ -201,6 +201,12 @@ def test_a_thread_that_evaluates_does_not_disturb_one_that_trains(tmp_path: Path
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
+def test_names_are_no_parameters() -> None:
+    for wrong in ("head.weight", ["head.weight"]):
+        with pytest.raises(TypeError, match=r"takes parameters, such as model.parameters\(\)"), zk.gather(wrong):  # type: ignore[arg-type]
+            pass
+
+
 def test_an_optimizer_whose_state_is_gone_does_not_begin_without_it() -> None:
     model, x = Net(), torch.randn(4, 8)
     inner = torch.optim.AdamW(model.parameters())

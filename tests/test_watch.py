@@ -30,7 +30,7 @@ from zk import ZeroOptimizer
 from zk.cli import app
 from zk.monitor import advice, measured, report, runfile, watch
 from zk.monitor.rates import USES, Rates
-from zk.monitor.runfile import COLUMNS, FILE, RunFile, read, state_of
+from zk.monitor.runfile import COLUMNS, FILE, FORMAT, RunFile, read, state_of
 from zk.monitor.words import seconds, size
 
 
@@ -208,9 +208,10 @@ def test_commands_say_what_is_missing(tmp_path: Path) -> None:
     for command in ("watch", "report"):
         done = CliRunner().invoke(app, [command, str(tmp_path)])
         assert done.exit_code == 2 and "zk.Progress(optimizer, run=FOLDER)" in " ".join(done.output.split())
-    (tmp_path / FILE).write_text(json.dumps({"columns": []}))
-    done = CliRunner().invoke(app, ["watch", str(tmp_path)])
-    assert done.exit_code == 2 and "is not the file of a run" in " ".join(done.output.split())
+    for content in ({"columns": []}, {"format": FORMAT, "rows": []}):
+        (tmp_path / FILE).write_text(json.dumps(content))
+        done = CliRunner().invoke(app, ["watch", str(tmp_path)])
+        assert done.exit_code == 2 and "is not the file of a run" in " ".join(done.output.split())
     with wrapped(stage=2) as optimizer, RunFile(optimizer, tmp_path):  # before the first step
         shown = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"], catch_exceptions=False).output
     assert "step 0 | running" in shown

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zk.owners import holder_of, inner_tensors, owner_of
 from zk.store import State, UnitStore
@@ -48,6 +48,8 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     Memory: the units that the parameters belong to, in full, on every rank, until the context ends.
     """
     given = [params] if isinstance(params, nn.Parameter) else list(params)
+    if not all(isinstance(param, Tensor) for param in given):
+        raise TypeError(f"zk.gather takes parameters, such as model.parameters(); got {params!r}")
     wanted = [tensor for param in given for _, tensor in inner_tensors(param)]
     held: dict[int, tuple[UnitStore, list[int]]] = {}
     owners: dict[Any, None] = {}  # with memory that goes

@@ -63,14 +63,14 @@ def train(
     state_dtype: Annotated[str, typer.Option(help="Adam's moments: fp32; bf16, which halves them; or 8bit.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32.")] = None,
     compute_dtype: Annotated[str | None, typer.Option(help="fp32, with --dtype bf16 at stage 3: for hardware that does not multiply bf16.")] = None,
-    clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.")] = 1.0,
+    clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 for no clipping.", min=0.0)] = 1.0,
     prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
     overlap_step: Annotated[bool, typer.Option("--overlap-step", help="Update in the background, in the order of the next forward.")] = False,
     overlap_backward: Annotated[bool, typer.Option("--overlap-backward", help="Update in the background of backward too; changes no bit.")] = False,
     delay_update: Annotated[
         int | None, typer.Option(min=0, help="Steps before each update begins to count one step later, which hides it and changes numbers.")
     ] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints in OUT/checkpoints, written in the background; 0 for none.")] = 0,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from zk.options import is_count, parse_device, parse_dtype, parse_modules, parse_nbytes, parse_paths
+from zk.options import DTYPES, is_count, parse_device, parse_dtype, parse_modules, parse_nbytes, parse_paths
 from zk.precision import DynamicLossScale
 
 if TYPE_CHECKING:
@@ -150,12 +150,11 @@ class ZeroConfig:
             self._check_computes()
         if self.device is not None:
             normalize("device", parse_device(self.device))
-        if self.state_dtype in ("8bit", torch.uint8):
-            normalize("state_dtype", torch.uint8)
-        else:
-            normalize("state_dtype", parse_dtype(self.state_dtype, "state_dtype"))
+        asked = self.state_dtype
+        if isinstance(asked, str):
+            normalize("state_dtype", {**DTYPES, "8bit": torch.uint8}.get(asked.lower().removeprefix("torch.")))
         if self.state_dtype not in (torch.float32, torch.bfloat16, torch.uint8):
-            raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit' (fp16 cannot hold second moments); got {self.state_dtype!r}")
+            raise ValueError(f"state_dtype must be 'fp32', 'bf16' or '8bit' (fp16 cannot hold second moments); got {asked!r}")
         normalize("grad_accum_dtype", parse_dtype(self.grad_accum_dtype, "grad_accum_dtype"))
         if self.grad_accum_dtype not in (torch.float32, self.dtype):
             raise ValueError(

@@ -24,7 +24,9 @@ def mendable(command: str) -> Iterator[None]:
     """Turn what the user can mend into one line and exit code 2, and Ctrl-C while training into one line."""
     try:
         yield
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # as torch says it
+            raise
         typer.secho(f"zk {command}: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -30,6 +30,8 @@ COLUMNS = ("step", "steps", "seconds", "tokens", "moved_nbytes", "floor_s", "los
 """Of a row: the number of its last step, how many there are, and of all of them seconds, tokens (of all ranks), bytes to and from the drive,
 seconds if waits were hidden, the last loss, and the seconds of each use of the time."""
 _LOSS = COLUMNS.index("loss")
+_KEYS = {"heading", "process", "started", "total", "capacity", "budgets", "planned", "traffic", "zero", "about", "advice", "state", "updated", "done"}
+_KEYS |= {"skipped", "rates", "rows", "memory"}
 _MOST = 400  # rows, and readings of memory; more are joined two by two
 _ROW_S, _WRITE_S, _QUIET_S = 0.05, 1.0, 60.0
 _SHARE = 1e-3  # of the time may go into writing, unless nothing would be seen for ten seconds
@@ -217,7 +219,7 @@ def read(path: Path) -> dict[str, Any]:
     found: Any = None
     with contextlib.suppress(ValueError):
         found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.keys() >= _KEYS:
         raise ValueError(f"{path} is not the file of a run, or one of another version of zk")
     return found
 

@@ -155,6 +155,7 @@ def configs(
 ) -> list[ZeroConfig]:
     """Every sensible choice, the simplest first. ``update_on``: of state that rests in other memory than a GPU's."""
     said: dict[str, Any] = {"elementwise": True} if optimizer == "lion" else {}  # torch has none
+    ZeroConfig(optimizer_tier="host", update_on=update_on)  # which refuses another word, also where there is no GPU
     found = []
     for stage, param_tier, optimizer_tier in _CHOICES:
         tiers: Any = {"param_tier": param_tier, "optimizer_tier": optimizer_tier}

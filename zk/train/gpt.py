@@ -90,8 +90,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids: Tensor, num_new: int, temperature: float = 0.8, generator: torch.Generator | None = None) -> Tensor:
-        """Append ``num_new`` sampled tokens to ``ids`` (1, time)."""
+        """Append ``num_new`` sampled tokens to ``ids`` (1, time), or fewer, where the model's output is not finite."""
         for _ in range(num_new):
             logits = self(ids[:, -self.config.context :])[:, -1].float() / temperature
+            if not logits.isfinite().all():
+                break
             ids = torch.cat([ids, torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).to(ids.device)], dim=1)
         return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 
 from rich.console import Console
@@ -62,7 +63,7 @@ def print_sample(console: Console, when: str, text: str) -> None:
 def print_summary(console: Console, record: Record, metrics: dict[str, float], device_peak: str | None, saved: str) -> None:
     """Losses, times, use of the drive, peaks of memory, and files, a line each."""
     first, *_, last = record.valid.values()
-    lines = {"validation loss": f"{first:.4f} -> [bold]{last:.4f}[/bold] nats per byte"}
+    lines = {"validation loss": f"{first:.4f} -> [bold]{last:.4f}[/bold] nats per byte{'' if math.isfinite(last) else ': try a lower --lr'}"}
     if record.step_ms:
         skipped = f"{int(metrics['skipped_steps'])} of {max(record.valid)} steps skipped"
         lines["step"] = f"{statistics.median_high(record.step_ms):.0f} ms (median); {skipped}"
