@@ -201,6 +201,15 @@ def test_a_thread_that_evaluates_does_not_disturb_one_that_trains(tmp_path: Path
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
+def test_torch_func_within_gather_is_told_what_to_do(tmp_path: Path) -> None:
+    model = Net()
+    tiers = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **tiers):
+        with pytest.raises(RuntimeError, match="saved tensor hooks") as caught, zk.gather(model.parameters()):
+            torch.func.grad(torch.sum)(model.head.bias)
+        assert "needs torch.no_grad() around that" in caught.value.__notes__[0]
+
+
 def test_names_are_no_parameters() -> None:
     for wrong in ("head.weight", ["head.weight"]):
         with pytest.raises(TypeError, match=r"takes parameters, such as model.parameters\(\)"), zk.gather(wrong):  # type: ignore[arg-type]

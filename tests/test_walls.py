@@ -85,8 +85,8 @@ SIZES = {
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan;
     # 1 and 50 for the precision of compute; 6 and 66 for tiles of a sequence, in the options of zk plan
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them, and 2 and 24 for requests that end with a write
-    # 12 and 122 for graphs that are made within zk.gather, for names that are given to it, and for memory that cannot be had
-    "beside the core": (5_523, 43_182),
+    # 17 and 147 for graphs that are made within zk.gather, for names that are given to it, and for memory that cannot be had
+    "beside the core": (5_528, 43_207),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter

@@ -833,6 +833,26 @@ def penalize_what_is_gathered(run: Run) -> None:
     run.finish()
 
 
+def _norm(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+@program()
+def transform_what_is_gathered(run: Run) -> None:
+    with torch.no_grad(), zk.gather(run.params):
+        run.see(torch.func.grad(_norm)(run.model.head.weight).sum())
+    run.backward()
+    run.finish()
+
+
+@program(lambda case: "saved tensor hooks" if case.stage == 3 and (case.world > 1 or case.tier == "nvme") else None)
+def transform_what_is_gathered_with_a_graph(run: Run) -> None:
+    with zk.gather(run.params):
+        run.see(torch.func.grad(_norm)(run.model.head.weight).sum())
+    run.backward()
+    run.finish()
+
+
 @program(lambda case: "moved or converted")
 def resize_what_is_gathered(run: Run) -> None:
     run.backward()

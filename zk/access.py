@@ -70,10 +70,15 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             unit.arrive()
             unit.pin()
             entered.append(unit)
-        with contextlib.ExitStack() as saving:
-            for owner in owners if torch.is_grad_enabled() else ():
-                saving.enter_context(owner.partition.saving())
-            yield
+        try:
+            with contextlib.ExitStack() as saving:
+                for owner in owners if torch.is_grad_enabled() else ():
+                    saving.enter_context(owner.partition.saving())
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                error.add_note("zk: torch.func within zk.gather(params) needs torch.no_grad() around that, as no graph outside needs params then")
+            raise
         if write:
             for unit, indices in held.values():
                 unit.keep_written(indices)

@@ -70,7 +70,7 @@ def train(
     delay_update: Annotated[
         int | None, typer.Option(min=0, help="Steps before each update begins to count one step later, which hides it and changes numbers.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**62), max=2**62)] = 0,
     sample: Annotated[int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")] = 240,
     check: Annotated[bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints in OUT/checkpoints, written in the background; 0 for none.")] = 0,
