@@ -75,8 +75,8 @@ def check_params(
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise TypeError(
-                f"{f'module {name!r}' if name else 'the model'} is a ScriptModule, which takes no hooks: wrap the model as it was before torch.jit, "
-                "and script or trace a copy of it for inference (copy.deepcopy(model), within zk.gather(model.parameters()) at stage 3)"
+                f"{f'module {name!r}' if name else 'the model'} is a ScriptModule, which takes no hooks: wrap the model as it was before torch.jit; "
+                "for inference, make another one, give it model.state_dict(), and script that"
             )
     names = {param: name for name, param in model.named_parameters()}
     for index, group in enumerate(groups):
