@@ -65,9 +65,9 @@ SIZES = {
     # 16 and 127 for the processor time of threads that read and write, and for transfers that are counted in two calls, a third of the time
     # 2 and 26 for a clock that stands while states are parked
     # 76 and 526 for errors of one rank that all of them raise, which were in checkpoint
-    # 22 and 163 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
+    # 21 and 163 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
     # that is compiled, for states that are copied, or gone, and for the 8-bit state in an error
-    "core": (15_030, 116_072),
+    "core": (15_029, 116_072),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -85,8 +85,8 @@ SIZES = {
     # 32 and 360 for NUMA nodes in the doctor, and the side of the update in plans; 4 and 30 for the optimizer of a plan;
     # 1 and 50 for the precision of compute; 6 and 66 for tiles of a sequence, in the options of zk plan
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them, and 2 and 24 for requests that end with a write
-    # 17 and 147 for graphs that are made within zk.gather, for names that are given to it, and for memory that cannot be had
-    "beside the core": (5_528, 43_207),
+    # 14 and 141 for graphs that are made within zk.gather, for names that are given to it, and for memory that cannot be had
+    "beside the core": (5_525, 43_201),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,6 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
         raise TypeError(f"zk.gather takes parameters, such as model.parameters(); got {params!r}")
     wanted = [tensor for param in given for _, tensor in inner_tensors(param)]
     held: dict[int, tuple[UnitStore, list[int]]] = {}
-    owners: dict[Any, None] = {}  # with memory that goes
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
@@ -61,8 +59,6 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
                 owner._end_save()  # which may read what is written here
                 owner.updates.wait()  # which publishes on the same ranks
             unit, index = owner.units[param]
-            if owner.partition.by_storage:
-                owners[owner] = None
             held.setdefault(id(unit), (unit, []))[1].append(index)
     entered: list[UnitStore] = []
     try:
@@ -72,8 +68,9 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
             entered.append(unit)
         try:
             with contextlib.ExitStack() as saving:
-                for owner in owners if torch.is_grad_enabled() else ():
-                    saving.enter_context(owner.partition.saving())
+                for owner in dict.fromkeys(map(owner_of, wanted)) if torch.is_grad_enabled() else ():
+                    if owner is not None and owner.partition.by_storage:  # there is memory that goes
+                        saving.enter_context(owner.partition.saving())
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):

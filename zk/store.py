@@ -664,9 +664,8 @@ class UnitStore:
     def export_state(self, own_part: bool, copies: bool = False) -> dict[nn.Parameter, dict[str, Tensor]]:
         """torch's state of each parameter that was updated, in fp32, with the ``master`` of 16-bit ones. A collective unless ``own_part``.
 
-        Without ``copies`` it may be the memory in which states rest.
-
-        That of a DTensor is one, cut as it is, with all elements that data parallel ranks hold.
+        Without ``copies`` it may be the memory in which states rest. That of a DTensor is one, cut as it is, with all elements that data parallel
+        ranks hold.
         """
         state: dict[nn.Parameter, dict[str, Tensor]] = {}
         if self.shard is None:
