@@ -465,7 +465,7 @@ def test_the_built_in_gpt_is_counted_parameter_by_parameter() -> None:
         assert counted.ffn == (real.ffn if config is not MIXTURE else 8 * 2 * MIXTURE.inner)
 
 
-@pytest.mark.parametrize(("spec", "num_params"), (("gpt:125m", 125e6), ("gpt:1.3B", 1.3e9), ("gpt:10b", 10e9), ("gpt:175b", 175e9), ("gpt:1t", 1e12)))
+@pytest.mark.parametrize(("spec", "num_params"), (("gpt:125m", 125e6), ("gpt:1.3B", 1.3e9), ("GPT:10B", 10e9), ("gpt:175b", 175e9), ("gpt:1t", 1e12)))
 def test_built_in_sizes_have_about_that_many_parameters(spec: str, num_params: float) -> None:
     assert shape_of(spec).num_params == pytest.approx(num_params, rel=0.06)
 

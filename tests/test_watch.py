@@ -178,6 +178,7 @@ def test_the_report_is_one_file_with_all_series_and_their_limits(optimizer: Zero
     path = tmp_path / "a <run>" / "report.html"
     assert done.exit_code == 0 and done.output.replace("\n", "") == str(path)
     assert report.write(path.parent, tmp_path / "new" / "x.html").exists() and report.write(path.parent, tmp_path).name == "report.html"
+    assert report.write(path.parent, tmp_path / "folder") == tmp_path / "folder" / "report.html"
     text = path.read_text()
     page = Page(text)
     assert {"training", "compute", "waiting for the drive", "floor", "parameters", "moments", "buffers", "all of the process"} <= page.series.keys()
@@ -212,6 +213,8 @@ def test_commands_say_what_is_missing(tmp_path: Path) -> None:
         (tmp_path / FILE).write_text(json.dumps(content))
         done = CliRunner().invoke(app, ["watch", str(tmp_path)])
         assert done.exit_code == 2 and "is not the file of a run" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["train", "--out", str(tmp_path / FILE)])
+    assert done.exit_code == 2 and "zk_run.json: File exists" in done.output.replace("\n", "") and "Errno" not in done.output
     with wrapped(stage=2) as optimizer, RunFile(optimizer, tmp_path):  # before the first step
         shown = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"], catch_exceptions=False).output
     assert "step 0 | running" in shown

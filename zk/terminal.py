@@ -27,7 +27,8 @@ def mendable(command: str) -> Iterator[None]:
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # as torch says it
             raise
-        typer.secho(f"zk {command}: {error}", err=True, fg="red")
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename and error.strerror else error
+        typer.secho(f"zk {command}: {said}", err=True, fg="red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         stop = sys.modules.get("zk.monitor.stop")

@@ -175,7 +175,8 @@ def write(run: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run, given its file or folder, to a file or into a folder; returns its path. Raises as ``find`` and ``read`` do."""
     path = find(run)
     content, target = read(path), path.parent if out is None else Path(out)
-    target = target / FILE if target.is_dir() else target
+    if target.is_dir() or not target.suffix:
+        target /= FILE
     folder_for(target)
     replace_text(target, html(content, state_of(content), path.parent.resolve().name))
     return target

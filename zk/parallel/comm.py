@@ -659,7 +659,7 @@ def giving_up(process_group: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         if dist.is_available() and dist.is_initialized() and isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
-            ranks = _ranks_of(process_group)
+            ranks = ranks_of(process_group)
             fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), why(ranks.index(dist.get_rank()), error))
         raise
 
@@ -689,11 +689,13 @@ def _meeting_place() -> dict[str, Any]:
     return {"store": dist.distributed_c10d.PrefixStore(f"zk/attempt/{attempt}", store), "rank": rank, "world_size": world}
 
 
-def _ranks_of(process_group: Ranks) -> list[int]:
-    """The ranks, in order, that train together."""
-    if isinstance(process_group, DeviceMesh):
-        return process_group.mesh.flatten().tolist()  # type: ignore[no-any-return]
-    return dist.get_process_group_ranks(process_group or dist.distributed_c10d._get_default_group())
+def ranks_of(group: Ranks, option: str = "process_group") -> list[int]:
+    """The ranks of a group, in order; TypeError, which names the option, for anything else."""
+    if isinstance(group, DeviceMesh):
+        return group.mesh.flatten().tolist()  # type: ignore[no-any-return]
+    if not isinstance(group, (dist.ProcessGroup, type(None))) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(f"{option} must be a group, as torch.distributed.new_group() makes it, a DeviceMesh or None; got {group!r}")
+    return dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
 
 
 def _dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int] | None, dist.ProcessGroup | None]:
@@ -711,13 +713,13 @@ def _dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int] | None, 
             f"process_group is a mesh of {sizes[0]} replicas of one rank each, and no state would be partitioned; give its first dimension alone, "
             "with stage=0, or another mesh"
         )
-    return mesh.get_group(1), _ranks_of(mesh), mesh.get_group(0)
+    return mesh.get_group(1), ranks_of(mesh), mesh.get_group(0)
 
 
 def world_to_join(process_group: Ranks) -> int:
     """How many ranks ``connect`` would find."""
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return len(_ranks_of(process_group))
+        return len(ranks_of(process_group))
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -729,7 +731,7 @@ def connect(process_group: Ranks, overlap: bool, device: torch.device, exact: bo
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
     if process_group is None and not (available and dist.is_initialized()):
         return Comm()
-    ranks = _ranks_of(process_group)
+    ranks = ranks_of(process_group)
     if dist.get_rank() not in ranks:
         raise ValueError(f"this rank, {dist.get_rank()}, is not in process_group, which has ranks {ranks}; give each rank the group that it is in")
     if len(ranks) == 1:

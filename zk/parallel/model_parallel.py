@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zk.owners import is_dtensor, rebuilt
-from zk.parallel.comm import Comm, Group
+from zk.parallel.comm import Comm, Group, ranks_of
 from zk.tiles import Piece, pieces_of
 
 
@@ -59,7 +59,7 @@ def connect_parts(comm: Comm, group: dist.ProcessGroup | DeviceMesh | None, repl
     meshes = meshes_of(model, comm.ranks)
     if group is not None:
         carrier = _only_dimension(group) if isinstance(group, DeviceMesh) else group
-        ranks = dist.get_process_group_ranks(carrier)
+        ranks = ranks_of(carrier, "model_parallel_group")
     elif meshes:
         over = max(meshes, key=len)
         ranks, carrier = list(over), meshes[over].get_group(0)

@@ -219,7 +219,7 @@ def shape_of(spec: str) -> Shape:
     """
     if (config := families.named(spec)) is not None:
         return Shape.of(decoder_of(config, spec), spec)
-    if spec.startswith(tuple(f"{family}:" for family in FAMILIES)):
+    if re.match(f"({'|'.join(FAMILIES)}):", spec.lower()):
         return Shape.of(gpt_decoder(config_of(spec, 1024)), spec)
     path = Path(spec)
     if spec and path.is_dir():

@@ -35,10 +35,10 @@ def config_of(spec: str, context: int, sizes: Mapping[str, int] | None = None) -
         context: where the spec does not say it.
         sizes: by name, instead of those of the spec.
     """
-    family, _, text = spec.partition(":")
+    family, _, text = spec.lower().partition(":")
     if family not in FAMILIES or not text:
         raise ValueError(f"a model is gpt:SIZE or moe:SIZE (gpt:10b, moe:100m), or sizes by name (moe:layers=8,width=256,experts=128); got {spec!r}")
-    found = _KNOWN.get(spec.lower()) or _sized(family, text) or _named(family, text)
+    found = _KNOWN.get(f"{family}:{text}") or _sized(family, text) or _named(family, text)
     try:
         return FAMILIES[family](**{"context": context, **found, **(sizes or {})})
     except ValueError as error:
@@ -52,7 +52,7 @@ def model_of(config: GPTConfig) -> GPT:
 
 def _sized(family: str, text: str) -> dict[str, int] | None:
     """Sizes of about as many parameters as ``text``, such as 10b; None for other text."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)([mbt])", text.lower())
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([mbt])", text)
     if size is None:
         return None
     block, aspect = _PROPORTIONS[family]
