@@ -186,15 +186,17 @@ class UnitStore:
         if self.state is not State.RELEASED:
             return
         self.arrive()
-        source = self.home.whole()
-        if self.lease is not None:
-            self.lease.allocate()
-            try:
+        try:
+            if self.is_borrowed:
+                self._free()  # which was interrupted
+            self.state = State.GATHERING
+            source = self.home.whole()
+            if self.lease is not None:
+                self.lease.allocate()
                 self._fill(source)
-            except BaseException:  # other ranks are elsewhere, or gone
-                self._undo()
-                raise
-        self.state = State.GATHERING
+        except BaseException:  # Ctrl-C; or other ranks are elsewhere, or gone
+            self._undo()
+            raise
 
     def _fill(self, source: Tensor) -> None:
         full = self.full if not self.unit.is_widened else self.full.view(self.unit.dtype)[self.layout.numel :]
@@ -218,21 +220,21 @@ class UnitStore:
         """Any state -> GATHERED, waiting for the collective."""
         self.prefetch()
         if self.state is State.GATHERING:
-            if self.uploads is not None:
-                self.uploads.follow(self.uploaded)
-            pending, self.pending = self.pending, None
-            if pending is not None:
-                try:
-                    pending.wait()
-                except BaseException:
-                    self._undo()
-                    raise
-            self.home.release(self.uploaded)
-            if self.unit.is_widened:
-                widen_(self.full, self.unit.dtype)
-            stand_in(self.unit.objects, Watched)
-            self.note_versions()
-            self.state = State.GATHERED
+            try:
+                if self.uploads is not None:
+                    self.uploads.follow(self.uploaded)
+                if self.pending is not None:
+                    self.pending.wait()
+                    self.pending = None
+                self.home.release(self.uploaded)
+                if self.unit.is_widened:
+                    widen_(self.full, self.unit.dtype)
+                stand_in(self.unit.objects, Watched)
+                self.note_versions()
+                self.state = State.GATHERED
+            except BaseException:
+                self._undo()
+                raise
 
     def settle(self) -> None:
         """GATHERING -> GATHERED: nobody reads the shard any more, so it may be written."""
@@ -250,17 +252,18 @@ class UnitStore:
         self._free()
 
     def _free(self) -> None:
+        self.state = State.RELEASED  # first: Ctrl-C may come after any line
         if self.is_borrowed and self.lease is not None:  # the memory goes with the borrower
-            self.lease, self.is_borrowed = Lease(self.layout.numel, self.unit.computes, self.unit.device), False
+            self.lease = Lease(self.layout.numel, self.unit.computes, self.unit.device)
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
             stand_in(self.unit.objects, Watched)  # a released parameter would be gathered before it gets its new memory
             self._view()
+        self.is_borrowed = False
+        stand_in(self.unit.objects, Released)
         if self.lease is not None:
             self.lease.free()
-        stand_in(self.unit.objects, Released)
-        self.state = State.RELEASED
 
     def pin(self) -> None:
         """Gather and keep until ``unpin``."""
@@ -276,11 +279,9 @@ class UnitStore:
     def refresh(self) -> None:
         """The shard was updated: a full copy that somebody holds is made current."""
         if self.is_partitioned and self.state is not State.RELEASED:
-            pins, self.pins = self.pins, 0
             self.gather()
             self._free()
-            self.pins = pins
-            if pins:
+            if self.pins:
                 self.gather()
 
     def use(self) -> None:

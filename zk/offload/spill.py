@@ -217,13 +217,18 @@ class Buffers:
         self.spill, self.nbytes, self.count, self.memory, self.caches = spill, round_up(nbytes), count, memory, caches
         self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
         self.free: list[Tensor] = []
-        self.made = self.largest = 0
+        self.largest = 0
         spill.buffers.append(self)
 
     @property
     def touched(self) -> int:
         """Bytes of host memory in use."""
         return self.made * self.largest
+
+    @property
+    def made(self) -> int:
+        """How many buffers there are."""
+        return len(self.slots) + len(self.free)
 
     # ---- buffers -------------------------------------------------------------------------------------------------------------
 
@@ -268,7 +273,6 @@ class Buffers:
         if self.free:
             return self.free.pop()
         if self.made < self.count:
-            self.made += 1
             return self.memory(self.nbytes)
         for offset, slot in self.slots.items():
             if slot.state is State.CACHED:
@@ -304,7 +308,7 @@ class Buffers:
         slot = _Slot(piece, buffer, State.FETCHING)
         try:
             slot.request = self.spill.read(buffer[: piece.nbytes], piece.offset)
-        except BaseException:
+        except Exception:  # and not Ctrl-C: the drive may be filling it
             self.free.append(buffer)
             raise
         self.slots[piece.offset] = slot
@@ -342,7 +346,8 @@ class Buffers:
             try:
                 self.spill.stall(slot.request)
             except BaseException:
-                self._free(piece.offset)
+                if slot.request.done:
+                    self._free(piece.offset)
                 raise
         slot.piece, slot.state, slot.request, slot.users = piece, State.OPEN, None, 1  # a gradient that is added to becomes longer
         self.slots[piece.offset] = self.slots.pop(piece.offset)
@@ -351,10 +356,12 @@ class Buffers:
     @_locked
     def evict(self, piece: Piece, changed: bool, after: Event = COMPLETED) -> None:
         """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it, once ``after`` is past."""
-        slot = self.slots[piece.offset]
-        slot.users -= slot.state is State.OPEN
-        if slot.users:
+        slot = self.slots.get(piece.offset)
+        if slot is None or slot.state not in (State.OPEN, State.KEPT):  # Ctrl-C came before it was open, or after it was put back
+            return
+        if slot.users > 1:
             assert not changed and after.done, f"{piece} is changed while somebody else reads it"
+            slot.users -= 1
             return
         if not changed and not slot.dirty:
             if after.done:
@@ -377,7 +384,8 @@ class Buffers:
                 try:
                     self.spill.stall(slot.request)
                 finally:
-                    self._free(offset)
+                    if slot.request.done:
+                        self._free(offset)
 
     @_locked
     def copy_cached(self, buffer: Tensor, offset: int) -> bool:

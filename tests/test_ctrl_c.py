@@ -1,0 +1,90 @@
+"""Ctrl-C at each line that gathers, releases or moves parameters: training that goes on after it is right."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zk
+from zk.offload.spill import Buffers, FileParams
+from zk.parallel.released import stand_in
+from zk.store import UnitStore
+
+OF_STORES = (UnitStore.prefetch, UnitStore._fill, UnitStore.gather, UnitStore.release, UnitStore._free, stand_in)
+OF_FILES = tuple(
+    inspect.unwrap(method)
+    for method in (Buffers.fetch, Buffers.open, Buffers.evict, Buffers._read, Buffers._take, Buffers._rest, FileParams.whole, FileParams.release)
+)
+
+
+def lines_of(function: Any) -> Iterator[tuple[types.CodeType, int]]:
+    """The lines of a function where Python looks for signals: not those of ``try`` and ``with``, which are come to once more as they are left."""
+    code = function.__code__
+    for line in sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
+        if not linecache.getline(code.co_filename, line).lstrip().startswith(("try:", "with ", "@", "def ")):
+            yield code, line
+
+
+class CtrlC:
+    """Interrupts the calling thread as it comes to a line for the first time."""
+
+    def __init__(self, code: types.CodeType, line: int) -> None:
+        self.code, self.line, self.came = code, line, False
+
+    def __call__(self, frame: types.FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not self.code:
+            return None
+        if event == "line" and frame.f_lineno == self.line:
+            self.came = True
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self
+
+
+def test_training_that_goes_on_is_that_of_plain_torch(tmp_path: Path, one_thread: None, torch_engine: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
+    plain = copy.deepcopy(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    optimizer = zk.ZeroOptimizer(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path
+    )
+    came, outer = 0, sys.gettrace()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        forward_and_backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward_and_backward(model: nn.Module, seed: int) -> None:
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+    with optimizer:
+        step(model, optimizer, 0)
+        step(plain, reference, 0)
+        for seed, (code, line) in enumerate((place for function in OF_STORES + OF_FILES for place in lines_of(function)), 1):
+            trace = CtrlC(code, line)
+            sys.settrace(trace)
+            try:
+                forward_and_backward(model, seed)
+            except KeyboardInterrupt:
+                came += 1
+            finally:
+                sys.settrace(outer)
+            optimizer.zero_grad()
+            if not trace.came:
+                continue
+            step(model, optimizer, seed)
+            step(plain, reference, seed)
+            for (name, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+                assert torch.equal(value, other), f"{name} after Ctrl-C at {code.co_qualname}, line {line}"
+    assert came > 30
