@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zk
 from zk.offload.spill import Buffers, FileParams
 from zk.parallel.released import stand_in
-from zk.store import UnitStore
+from zk.store import State, UnitStore
 
 OF_STORES = (UnitStore.prefetch, UnitStore._fill, UnitStore.gather, UnitStore.release, UnitStore._free, stand_in)
 OF_FILES = tuple(
@@ -48,6 +49,28 @@ class CtrlC:
             sys.settrace(None)
             raise KeyboardInterrupt
         return self
+
+
+class Interrupted(nn.Module):
+    """Ctrl-C, once."""
+
+    came = False
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.came:
+            return value
+        self.came = True
+        raise KeyboardInterrupt
+
+
+def test_a_part_that_is_called_by_itself_is_still_cast() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Interrupted())
+    values = torch.ones(1, 4)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, dtype="bf16"):
+        with pytest.raises(KeyboardInterrupt):
+            model(values)
+        model(values)
+        assert model[0](values).dtype == torch.bfloat16
 
 
 def test_training_that_goes_on_is_that_of_plain_torch(tmp_path: Path, one_thread: None, torch_engine: None) -> None:
@@ -85,6 +108,8 @@ def test_training_that_goes_on_is_that_of_plain_torch(tmp_path: Path, one_thread
                 continue
             step(model, optimizer, seed)
             step(plain, reference, seed)
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+            assert hooks is None and not any(store.depth or store.state is not State.RELEASED for store in optimizer.held), code.co_qualname
             for (name, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
                 assert torch.equal(value, other), f"{name} after Ctrl-C at {code.co_qualname}, line {line}"
     assert came > 30

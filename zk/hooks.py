@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,6 +65,16 @@ class CastInputs:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
 
+def calls_of(module: nn.Module) -> int:
+    """How many calls of ``module`` this thread is in, by its frames: one that Ctrl-C has ended was told to no hook."""
+    frame: types.FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls
+
+
 class Calls(threading.local):
     """Counter of the model's calls in progress, in each thread. A copy begins anew.
 
@@ -79,9 +90,9 @@ class Calls(threading.local):
     def __reduce__(self) -> tuple[type[Calls], tuple[set[int]]]:
         return Calls, (set(),)
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, module: nn.Module, *_: Any) -> None:
         """Count a call that begins."""
-        self.depth += 1
+        self.depth = self.depth + 1 if not self.depth or calls_of(module) > 1 else 1
         self.alone.clear()
 
     def end(self, *_: Any) -> None:

@@ -862,6 +862,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _end(self) -> None:
         """Let go of everything, whatever is in progress."""
         self._finalizer()
+        self.partition.abandon()
         self.partition.closed = self.closed = True
         for one in (self, *self.inners):
             one.state = Gone() if any(held.steps for held in self.held) else defaultdict(dict)

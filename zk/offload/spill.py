@@ -223,12 +223,7 @@ class Buffers:
     @property
     def touched(self) -> int:
         """Bytes of host memory in use."""
-        return self.made * self.largest
-
-    @property
-    def made(self) -> int:
-        """How many buffers there are."""
-        return len(self.slots) + len(self.free)
+        return (len(self.slots) + len(self.free)) * self.largest
 
     # ---- buffers -------------------------------------------------------------------------------------------------------------
 
@@ -272,7 +267,7 @@ class Buffers:
         self._settle()
         if self.free:
             return self.free.pop()
-        if self.made < self.count:
+        if len(self.slots) < self.count:
             return self.memory(self.nbytes)
         for offset, slot in self.slots.items():
             if slot.state is State.CACHED:

@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zk.hooks import Hook, weakly
+from zk.hooks import Hook, calls_of, weakly
 from zk.owners import inner_tensors, is_wrapper, rebuilt
 from zk.parallel.comm import Comm
 from zk.parallel.experts import Experts, passed_through
@@ -57,6 +57,12 @@ def _on_grads(tensors: Sequence[Tensor], call: Callable[..., None]) -> None:
 def is_of_checkpoint(hooks: Any) -> bool:
     """Tell if hooks on saved tensors, or None, are those of torch.utils.checkpoint."""
     return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
+def _partition_of(hooks: Any) -> Partition | None:
+    """The Partition whose hooks on saved tensors these are."""
+    owner = getattr(getattr(hooks[0], "func", None), "__self__", None)
+    return owner if isinstance(owner, Partition) else None
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -244,6 +250,22 @@ class Partition:
         finally:
             self.prefetcher = outside
 
+    def abandon(self) -> None:
+        """Forget a forward that Ctrl-C has ended."""
+        if self.saved_hooks is not None:  # the user may have entered others since
+            stack, above = torch._C._autograd, list[Any]()
+            while (hooks := stack._top_saved_tensors_default_hooks(True)) is not None and _partition_of(hooks) is not self:
+                stack._pop_saved_tensors_default_hooks()
+                above.append(hooks)
+            if hooks is not None:  # (this may be another thread)
+                stack._pop_saved_tensors_default_hooks()
+            for pack, unpack in reversed(above):
+                stack._push_saved_tensors_default_hooks(pack, unpack)
+        self.saved_hooks = None
+        self.entered.clear()
+        for store in self.stores:
+            store.depth = 0
+
     def detach(self) -> None:
         """Remove all hooks."""
         for handle in self.handles:
@@ -294,6 +316,8 @@ class Partition:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
+        if module is self.model and module in self.entered and not in_backward and calls_of(module) == 1:
+            self.abandon()
         if not self.entered:
             self.thread = threading.get_ident()
         elif self.thread != threading.get_ident():
@@ -464,7 +488,7 @@ class Partition:
     def hooks_around(self) -> Any:
         """The hooks on saved tensors that there are in this thread, without those of this class; None if there are no others."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        while hooks is not None and getattr(getattr(hooks[0], "func", None), "__func__", None) is Partition._pack:
+        while hooks is not None and _partition_of(hooks) is not None:
             (hooks,) = hooks[0].args
         return hooks
 
