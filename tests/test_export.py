@@ -198,3 +198,18 @@ def test_what_modules_add_is_compared_where_it_belongs_to_a_frozen_weight(tmp_pa
         optimizer.load_checkpoint(tmp_path / "saved")  # what is trained comes from the checkpoint
         assert torch.equal(model[1].weight, built(1)[1].weight)
     assert export(tmp_path / "saved", tmp_path / "out").entries == ["0.weight.largest"]
+
+
+def test_a_folder_that_is_there_and_empty_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the caller is, and behind a link: neither may be replaced."""
+    saved("3-host", tmp_path)
+    folder, link = tmp_path / "here", tmp_path / "link"
+    (folder / ".partial").mkdir(parents=True)  # of an export that was killed
+    link.symlink_to(folder)
+    monkeypatch.chdir(folder)
+    assert export(tmp_path / "saved", Path()).files == [Path("model.safetensors")]
+    assert [path.name for path in Path().iterdir()] == ["model.safetensors"]
+    Path("model.safetensors").unlink()
+    export(tmp_path / "saved", link, shard_nbytes=1000)
+    found = sorted(path.name for path in Path().iterdir())
+    assert found[-1] == "model.safetensors.index.json" and len(found) > 2

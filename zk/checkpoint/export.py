@@ -38,17 +38,17 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
 
     Args:
         checkpoint: what ``save_checkpoint`` was given (the latest one is taken), or the folder of one step.
-        out: must not exist, or be empty.
+        out: must not exist, or be empty (but for hidden files).
         dtype: of all parameters (masters are rounded once); None keeps each in the precision it was trained in. Buffers stay as they are.
         shard_nbytes: a file is closed before it gets larger than this, if it has more than one tensor.
 
     A tied weight is written once; the header of its file says which other names it has. Frozen parameters that the checkpoint was saved
     without are not there. Raises CheckpointError for a checkpoint that is not whole, ValueError if ``out`` is in use or a value does not fit
-    in ``dtype``; nothing is left of ``out`` then.
+    in ``dtype``; nothing is left in ``out`` then.
     """
     if shard_nbytes < 1:
         raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.glob("[!.]*"))):
         raise ValueError(f"{out} exists and is not an empty folder; name a new one")
     manifest = Manifest.read(find(checkpoint))
     for written in manifest.files:
@@ -56,14 +56,12 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     all_weights = manifest.weights()
     weights = {name: weight for name, weight in all_weights.items() if not any(part.sha256 for part in weight.parts)}
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    with undone(shutil.rmtree, beside, ignore_errors=True), Contents(manifest) as contents:
+    beside, is_new = out / ".partial", not out.exists()
+    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+    beside.mkdir(parents=True)
+    with undone(shutil.rmtree, out if is_new else beside, ignore_errors=True), Contents(manifest) as contents:
         entries = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
-        found = {name: contents.buffer_entry(name) for name in contents.buffers}
-        entries += [dataclasses.replace(entry, key=name) for name, entry in found.items() if entry is not None]
+        entries += [dataclasses.replace(entry, key=name) for name in contents.buffers if (entry := contents.buffer_entry(name)) is not None]
         files = shards(entries, shard_nbytes)
         for name, shard in files.items():
             own = {entry.key for entry in shard}
@@ -84,10 +82,10 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
             write_durably(beside / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
         if manifest.head["model_config"]:
             write_durably(beside / "config.json", manifest.head["model_config"].encode())
-        sync_folder(beside)
-        if out.exists():
-            out.rmdir()
-        beside.rename(out)
+        for path in sorted(beside.iterdir()):  # the index last
+            path.rename(out / path.name)
+        beside.rmdir()
+        sync_folder(out)
         sync_folder(out.parent)
     left_out = list(manifest.head.get("entries", ()))
     return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), left_out)
