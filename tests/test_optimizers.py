@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import zk
 from tests.models import DEVICE, GPT, batch, loss_of, train
 from tests.parity import PARAMETERWISE, WITH_OTHERS, Blocks, Case, Lion, Several, flattened, make_optimizer, run_case, with_others
-from tests.world import run_world
+from tests.world import call, run_world
 from zk.offload import spill
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
@@ -38,21 +39,10 @@ def test_an_elementwise_optimizer_trains_what_plain_torch_trains(case: Case) -> 
     assert run_case(case) == ""
 
 
-@pytest.mark.device
-def test_where_its_state_is_and_when_it_is_updated_change_no_bit() -> None:
-    table = run_world(1, run_case, ELSEWHERE)
-    assert {str(case): rows for case, rows in zip(ELSEWHERE, table, strict=True) if rows != [""]} == {}
-
-
 RANKS = [
     Case(stage=1, dtype="bf16", optimizer="NAdam", model="sometimes", steps=3),
     Case(stage=3, optimizer="Lion", accumulation=2, steps=3),
 ]
-
-
-def test_ranks_that_update_slices_change_no_bit() -> None:
-    table = run_world(2, run_case, RANKS)
-    assert {str(case): rows for case, rows in zip(RANKS, table, strict=True) if rows != ["", ""]} == {}
 
 
 def wrapped(name: str, **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
@@ -247,7 +237,7 @@ def train_several(stage: int) -> str:
 
 
 def test_a_list_of_optimizers_trains_what_each_of_them_trains() -> None:
-    assert run_world(2, train_several, [2, 3]) == [["", ""]] * 2
+    assert results(2)[-4:-2] == [["", ""]] * 2
     model = GPT()
     mine = several(model)
     with zk.ZeroOptimizer(model, mine) as optimizer:
@@ -289,17 +279,31 @@ ADAFACTOR = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.device), 3])
-def test_optimizers_over_whole_parameters_train_what_plain_torch_trains(world: int) -> None:
-    near = DEVICE.type == "cpu"
-    chosen = [case for case in (*MUON, *ADAFACTOR) if near or case.optimizer != "Blocks"]  # whose state is in host memory
-    if world == 3:  # of which some have no parameter of a unit: each optimizer, with and without slices of parameters
-        chosen = [case for case in chosen if case.model in ("unfreezing", "experts") or case.stage == 1 or case.optimizer == "Blocks"]
-    if not near:
-        chosen = [case for case in chosen if case.stage == 3 or (case.stage == 1 and case.dtype != "fp32")]
-    cases = [case if near or case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in chosen]
-    table = run_world(world, run_case, cases)
-    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
+# each with one process or with two; of three some have no parameter of a unit: each optimizer, with and without slices of parameters
+WHOLE = {1: [*MUON[2:5], ADAFACTOR[0], *ADAFACTOR[4:6]], 2: [*MUON[:2], MUON[5], *ADAFACTOR[1:4], ADAFACTOR[6]]}
+WHOLE[3] = [MUON[4], ADAFACTOR[1], *ADAFACTOR[4:6]]
+ON_A_DEVICE = [MUON[0], MUON[5], ADAFACTOR[3]]
+
+
+def cases_of(world: int) -> list[Case]:
+    if DEVICE.type == "cpu":
+        return {1: ELSEWHERE, 2: RANKS}.get(world, []) + WHOLE[world]
+    return ELSEWHERE if world == 1 else [case if case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in ON_A_DEVICE]
+
+
+@functools.cache
+def results(world: int) -> list[list[Any]]:
+    """All that a world of so many ranks is asked."""
+    jobs: list[Any] = [(run_case, case) for case in cases_of(world)]
+    if world == 2 and DEVICE.type == "cpu":
+        jobs += [(train_several, 2), (train_several, 3), (parts, "Adafactor"), (parts, "Blocks")]
+    return run_world(world, call, jobs)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.device), pytest.param(2, marks=pytest.mark.device), 3])
+def test_where_state_is_when_it_is_updated_and_how_many_ranks_have_it_change_no_bit(world: int) -> None:
+    cases = cases_of(world)
+    assert {str(case): rows for case, rows in zip(cases, results(world), strict=False) if rows != [""] * world} == {}
 
 
 def wide(optimizers: str, **options: Any) -> tuple[nn.Module, Any]:
@@ -326,27 +330,29 @@ def resume(case: tuple[str, str, list[Tensor]]) -> str:
 
 
 @pytest.mark.usefixtures("one_thread")  # as ranks have: the last bits of sums depend on it
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Blocks"])
-def test_whole_matrices_go_between_world_sizes_and_tiers(name: str, tmp_path: Path) -> None:
-    plain, theirs = wide(name)
-    wanted = []
-    for step in range(4):
-        loss_of(plain, batch(step)).backward()
-        theirs.step()
-        plain.zero_grad()
-        wanted.append([param.detach().clone() for param in plain.parameters()])
-    model, optimizer = wide(name, stage=2)
-    train(model, optimizer, 2)
-    optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
-    train(model, optimizer, 1, start=2)
-    theirs.optimizers[0].load_state_dict(optimizer.inners[0].state_dict())
-    optimizer.close()
-    assert run_world(2, resume, [(name, str(tmp_path), wanted[2])]) == [["", ""]]
-    model, optimizer = wide(name, stage=1)
-    optimizer.load_checkpoint(tmp_path / "saved")
-    train(model, optimizer, 1, start=3)
-    assert [torch.equal(param, want) for param, want in zip(model.parameters(), wanted[3], strict=True)] == [True] * len(wanted[3])
-    optimizer.close()
+def test_whole_matrices_go_between_world_sizes_and_tiers(tmp_path: Path) -> None:
+    wanted = dict[str, list[list[Tensor]]]()
+    for name in ("Muon", "Adafactor", "Blocks"):
+        plain, theirs = wide(name)
+        wanted[name] = []
+        for step in range(4):
+            loss_of(plain, batch(step)).backward()
+            theirs.step()
+            plain.zero_grad()
+            wanted[name].append([param.detach().clone() for param in plain.parameters()])
+        model, optimizer = wide(name, stage=2)
+        train(model, optimizer, 2)
+        optimizer.save_checkpoint(tmp_path / name / "saved", async_save=True)
+        train(model, optimizer, 1, start=2)
+        theirs.optimizers[0].load_state_dict(optimizer.inners[0].state_dict())
+        optimizer.close()
+    assert run_world(2, resume, [(name, str(tmp_path / name), want[2]) for name, want in wanted.items()]) == [["", ""]] * len(wanted)
+    for name, want in wanted.items():
+        model, optimizer = wide(name, stage=1)
+        optimizer.load_checkpoint(tmp_path / name / "saved")
+        train(model, optimizer, 1, start=3)
+        assert [torch.equal(param, other) for param, other in zip(model.parameters(), want[3], strict=True)] == [True] * len(want[3]), name
+        optimizer.close()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
@@ -476,4 +482,4 @@ def parts(name: str) -> str:
 
 
 def test_states_of_whole_parameters_go_through_parts_and_back() -> None:
-    assert run_world(2, parts, ["Adafactor", "Blocks"]) == [["", ""]] * 2
+    assert results(2)[-2:] == [["", ""]] * 2
