@@ -34,13 +34,13 @@ TIED, FROZEN, ELSEWHERE, EXPERTS = (dataclasses.replace(FIRST, model=model) for 
 UNFREEZING = dataclasses.replace(FIRST, model="unfreezing", tier="nvme", steps=5)  # (whose reference has no gradient on some ranks)
 HOST = {
     1: [*TIERS, FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, DELAYED, TIED, FROZEN, ELSEWHERE, EXPERTS, UNFREEZING],
-    2: [*TIERS, FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, DELAYED, ELSEWHERE, EXPERTS],
-    3: [*TIERS[1:], FP16, LATE],
+    2: [FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, ELSEWHERE, EXPERTS],
+    3: [TIERS[1], LATE],
 }
-# precision, drive and loop: each with one process or with two
+# what lies between a tier and the device's memory: each with one process or with two
 SOFTWARE_GPU = {
-    1: [*TIERS, FP16, VERTICAL, OVERLAPPED, IN_BACKWARD, ON_THE_DEVICE, DELAYED, TIED, FROZEN, ELSEWHERE, EXPERTS, UNFREEZING],
-    2: [*TIERS, LATE, OVERLAPPED, IN_BACKWARD, ON_THE_DEVICE, DELAYED, ELSEWHERE, EXPERTS],
+    1: [TIERS[0], FP16, VERTICAL, IN_BACKWARD, ON_THE_DEVICE, ELSEWHERE, UNFREEZING],
+    2: [TIERS[1], LATE, OVERLAPPED, DELAYED, EXPERTS],
 }
 
 

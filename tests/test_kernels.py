@@ -29,7 +29,7 @@ from zk.offload.cpu_adam import adam_
 cross_entropy = importlib.import_module("zk.kernels.cross_entropy")
 flatten_module = importlib.import_module("zk.kernels.flatten")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = (0, 1, 31, 1009, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17)
+SIZES = (0, 1, 1009, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +73,8 @@ def agree(stats: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("source_dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("out_dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("scale", (1.0, 0.3))
-def test_cast_rounds_every_value_as_torch_does_and_measures_what_it_wrote(numel, source_dtype, out_dtype, scale):
-    source = values(numel, source_dtype)
+def test_cast_rounds_every_value_as_torch_does_and_measures_what_it_wrote(numel, source_dtype, out_dtype):
+    source, scale = values(numel, source_dtype), 0.3 if numel % 2 else 1.0
     out, want = poisoned(numel, dtype=out_dtype), poisoned(numel, dtype=out_dtype)
     stats, expected = new_stats(), new_stats()
     launch_reduce(source[None], out, stats, scale)
@@ -86,8 +85,7 @@ def test_cast_rounds_every_value_as_torch_does_and_measures_what_it_wrote(numel,
     assert expected[1] == (~out.isfinite()).sum()
 
 
-@pytest.mark.parametrize("rows", (2, 3, 8))
-@pytest.mark.parametrize("numel", (0, 1, 31, BLOCK, BLOCK + 1, 2 * BLOCK + 17))
+@pytest.mark.parametrize(("rows", "numel"), ((2, 0), (2, 1), (3, BLOCK), (3, 2 * BLOCK + 17), (8, 31), (8, BLOCK + 1)))
 @pytest.mark.parametrize(("rows_dtype", "out_dtype"), ((BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, BF16)))
 def test_reduce_adds_rows_in_their_order_in_fp32_and_rounds_their_mean_once(rows, numel, rows_dtype, out_dtype):
     given = torch.stack([values(numel, rows_dtype, seed) for seed in range(rows)])
@@ -195,9 +193,10 @@ def layout(numels: list[int], align: int) -> tuple[list[int], int]:
     return offsets, end + 2 * align
 
 
-@pytest.mark.parametrize("tensor_dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("flat_dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("align", (1, 32))
+@pytest.mark.parametrize(
+    ("tensor_dtype", "flat_dtype", "align"),
+    [*((here, there, 32) for here, there in itertools.product((F32, BF16, F16), repeat=2)), (F32, BF16, 1), (BF16, BF16, 1)],
+)
 def test_flatten_and_back(tensor_dtype, flat_dtype, align):
     numels = [1, 0, 31, BLOCK - 1, BLOCK, 7, BLOCK + 1, 2 * BLOCK + 17, 64]
     offsets, numel = layout(numels, align)
@@ -298,13 +297,12 @@ def adam_state(layout: str, numel: int, state_dtype: torch.dtype) -> list[Tensor
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("state_dtype", (F32, BF16))
-@pytest.mark.parametrize("grad_dtype", (F32, BF16, F16))
 @pytest.mark.parametrize(
-    "scalars",
+    ("grad_dtype", "scalars"),
     [
-        {"weight_decay": 0.1, "decoupled": True},
-        {"weight_decay": 0.1, "decoupled": False, "maximize": True},
-        {"weight_decay": 0.0, "decoupled": True, "beta1": 0.3, "grad_scale": 0.37},
+        (F32, {"weight_decay": 0.1, "decoupled": True}),
+        (BF16, {"weight_decay": 0.1, "decoupled": False, "maximize": True}),
+        (F16, {"weight_decay": 0.0, "decoupled": True, "beta1": 0.3, "grad_scale": 0.37}),
     ],
 )
 def test_adam_gives_the_bits_of_the_cpu_kernel(layout, state_dtype, grad_dtype, scalars):
@@ -312,7 +310,7 @@ def test_adam_gives_the_bits_of_the_cpu_kernel(layout, state_dtype, grad_dtype, 
     settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **scalars}
     here, there = adam_state(layout, numel, state_dtype), [None if t is None else t.cpu() for t in adam_state(layout, numel, state_dtype)]
     draws = torch.Generator().manual_seed(1)
-    for number in range(1, 5):
+    for number in range(1, 4):
         grad = (torch.randn(numel, generator=draws) * 10 ** torch.empty(numel).uniform_(-5, 1, generator=draws)).to(grad_dtype)
         grad[::11] = 0
         step = AdamStep(step=number, **settings)

@@ -108,19 +108,15 @@ class Case:
 CASES = [
     Case("GPipe", stage=1, optimizer="SGD", micro_batches=2),
     Case(stage=0),
-    Case(tier="nvme", overlap_step=True, steps=3),
     Case(stage=3, gather=True),
-    Case("GPipe", stage=3, tier="nvme", overlap_step=True, micro_batches=2, steps=3),
     Case(dtype="bf16", scale_grads=False, tier="device"),
-    Case(pp=1, clip=0.05),
     Case("GPipe", pp=1, stage=3, clip=0.05, tier="nvme", micro_batches=2),
-    Case(clip=0.05, is_together=True, tolerance=5e-6),  # squares are added in another order
-    Case(pp=4, stage=3, clip=0.05, is_together=True, tolerance=5e-6),
+    Case(stage=3, clip=0.05, is_together=True, tolerance=5e-6),  # squares are added in another order
     Case("InterleavedZeroBubble", dtype="bf16", stage=3, gather=True),
     Case("ZBVZeroBubble", stage=1, overlap_step=True, steps=3),
     Case("DualPipeV"),
-    Case(overlap_step=True, saves=True, steps=3),
-    Case("Interleaved1F1B", stage=3, tier="nvme", overlap_step=True, saves=True, steps=3),
+    Case(tier="nvme", overlap_step=True, saves=True, steps=3),
+    Case("Interleaved1F1B", stage=3, overlap_step=True, saves=True, steps=3),
     Case(pp=4, stage=1, clip=0.05, is_together=True, saves=True, tolerance=5e-6),
     Case(micro_batches=3, optimizer="SGD", tolerance=5e-6),  # a third is no fp32 number: torch divides, zk multiplies
     Case("Interleaved1F1B", optimizer="SGD", is_one=True, tolerance=5e-6),  # gradients of one stage are read before those of the other have come
@@ -343,7 +339,7 @@ def the_norm_is_that_of_divided_gradients(case: Case) -> str:
     """clip_grad_norm_ and the norm it returns, a look before and after, several schedules in one step, against torch's own pipeline."""
     with pipeline(case) as own:
         plain = Pipeline(case, "", is_wrapped=False)
-        for step in range(3):
+        for step in (1, 2):
             norms, looks = [], []
             for one in (own, plain):
                 model, optimizer = one.modules[0], one.optimizers[0]
@@ -362,7 +358,7 @@ def the_norm_is_that_of_divided_gradients(case: Case) -> str:
                 looks.append(seen)
                 optimizer.zero_grad()
             assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-            assert len(looks[0]) == len(looks[1]) == (0, 2, 1)[step]
+            assert len(looks[0]) == len(looks[1]) == {1: 2, 2: 1}[step]
             for got, want in zip(*looks, strict=True):
                 torch.testing.assert_close(got, want)
         with zk.gather(own.modules[0].parameters()):
@@ -411,15 +407,14 @@ def zero_bubbles_at_stage_3_are_refused(case: Case) -> str:
     return said
 
 
-LOOKS = [Case("GPipe", pp=1, stage=stage, micro_batches=2) for stage in (1, 2, 3)]
-OVERFLOWS = [Case(stage=2, is_together=True), Case("GPipe", pp=4, stage=3, is_together=True, clip=0.05, micro_batches=2)]
+LOOKS = [Case("GPipe", pp=1, stage=stage, micro_batches=2) for stage in (1, 3)]
 
 
 WORK: list[tuple[Callable[[Any], str], Any]] = [
     (imported_after_the_optimizer, None),
     *((trains_as_one_process, case) for case in CASES),
     *((the_norm_is_that_of_divided_gradients, case) for case in LOOKS),
-    *((a_gradient_that_overflows_skips_a_step_of_all_stages, case) for case in OVERFLOWS),
+    (a_gradient_that_overflows_skips_a_step_of_all_stages, Case(is_together=True)),
 ]
 
 
@@ -431,9 +426,10 @@ def results() -> list[list[Any]]:
 
 @pytest.mark.device_only
 def test_stages_are_as_one_process_where_the_link_is_late() -> None:
-    cases = [Case(), Case("Interleaved1F1B", stage=3, overlap_step=True, steps=3), Case("GPipe", pp=4, stage=3, tier="nvme")]
-    assert run_world(4, trains_as_one_process, cases, timeout=60) == [[""] * 4] * len(cases)
-    said = "".join(map(str, run_world(4, trains_as_one_process, [Case(overlap_step=True)], timeout=60)[0]))  # the others hear that one has gone
+    cases = [Case(), Case("Interleaved1F1B", stage=3, overlap_step=True, steps=3), Case(overlap_step=True)]
+    *trained, refused = run_world(4, trains_as_one_process, cases, timeout=60)
+    assert trained == [[""] * 4] * 2
+    said = "".join(map(str, refused))  # the others hear that one has gone
     assert "overlap_step=True at stage 2" in said and "while stages of a pipeline use NCCL in forward" in said
 
 
