@@ -73,8 +73,7 @@ def own_link() -> Iterator[Link]:
 
 @pytest.mark.parametrize(
     ("variant", "inside"),
-    [(variant, False) for variant in ("plain", "tied", "frozen", "elsewhere", "checkpointed", "checkpointed_reentrant")]
-    + [("plain", True), ("checkpointed_reentrant", True)],
+    [(variant, False) for variant in ("plain", "elsewhere", "checkpointed", "checkpointed_reentrant")] + [("checkpointed_reentrant", True)],
 )
 def test_losses_and_gradients_are_those_without(variant: str, inside: bool) -> None:
     wanted = losses_and_grads(make(variant), None)
@@ -85,7 +84,7 @@ def test_losses_and_gradients_are_those_without(variant: str, inside: bool) -> N
     assert nothing_left(offload)
 
 
-@pytest.mark.parametrize("keep_last", [0, 1, 700, 8 * KiB, 1 << 30])
+@pytest.mark.parametrize("keep_last", [1, 700, 1 << 30])
 def test_any_window_is_right(keep_last: int) -> None:
     wanted = losses_and_grads(make(), None)
     offload = small(keep_last=keep_last)
@@ -93,7 +92,7 @@ def test_any_window_is_right(keep_last: int) -> None:
     assert (offload.num_offloaded == 0) == (keep_last == 1 << 30)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float64, "autocast"])
 def test_other_precisions(dtype: torch.dtype | str) -> None:
     def run(offload: ActivationOffload | None) -> list[Tensor]:
         model = make("checkpointed") if dtype == "autocast" else make().to(dtype)  # type: ignore[arg-type]
@@ -105,8 +104,8 @@ def test_other_precisions(dtype: torch.dtype | str) -> None:
     assert same(run(offload), wanted) and offload.num_offloaded
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_dropout_is_recomputed_as_it_was(reentrant: bool | None) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_is_recomputed_as_it_was(reentrant: bool) -> None:
     torch.manual_seed(3)
     layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh()) for _ in range(5)).to(DEVICE)
 
@@ -116,7 +115,7 @@ def test_dropout_is_recomputed_as_it_was(reentrant: bool | None) -> None:
         with offload or contextlib.nullcontext():
             x = randn(8, 16, requires_grad=True) * 1
             for layer in layers:
-                x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+                x = checkpoint(layer, x, use_reentrant=reentrant)
         x.sum().backward()
         return [x.detach(), *[param.grad.clone() for param in layers.parameters()]]
 
@@ -146,8 +145,9 @@ def test_nothing_is_saved_under_no_grad() -> None:
 # ---- any order -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep_last", [0, 2 * KiB])
-@pytest.mark.parametrize("order", ["first graph first", "together", "retained", "parts", "twice"])
+@pytest.mark.parametrize(
+    ("order", "keep_last"), [*((order, 0) for order in ("first graph first", "together", "retained", "parts", "twice")), ("parts", 2 * KiB)]
+)
 def test_other_orders_of_backward_are_right(order: str, keep_last: int) -> None:
     wanted = in_order(order, None)
     offload = small(keep_last=keep_last)
@@ -386,7 +386,7 @@ def test_contexts_nest() -> None:
     assert outer.num_offloaded and inner.num_offloaded and nothing_left(outer) and nothing_left(inner)
 
 
-@pytest.mark.parametrize(("stage", "variant"), [(2, "plain"), (3, "plain"), (3, "checkpointed"), (3, "checkpointed_reentrant")])
+@pytest.mark.parametrize(("stage", "variant"), [(2, "plain"), (3, "checkpointed")])
 def test_training_with_zero_is_the_same_with_both_over_one_link(stage: int, variant: str) -> None:
     options = STAGES[stage - 2]
     wanted = train(make(variant), contextlib.nullcontext(), **options)
@@ -400,8 +400,7 @@ def test_training_with_zero_is_the_same_with_both_over_one_link(stage: int, vari
 # ---- files -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep_last", [0, 4 * KiB])
-@pytest.mark.parametrize("drive", ["prompt", "late"])
+@pytest.mark.parametrize(("drive", "keep_last"), [("prompt", 0), ("prompt", 4 * KiB), ("late", 0)])
 def test_files_hold_what_memory_does_not(drive: str, keep_last: int, tmp_path: Path) -> None:
     with adversarial_drive() if drive == "late" else contextlib.nullcontext():
         check_files(keep_last, tmp_path)
