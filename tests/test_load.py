@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.models import GPT, batch, loss_of, train
-from tests.world import run_world
+from tests.world import call, run_world
 from zk.checkpoint import files, folders
 from zk.checkpoint.files import CheckpointError, Written
 from zk.offload import nvme, spill
@@ -164,7 +164,7 @@ def test_any_entry_that_is_missing_or_of_another_kind_is_a_checkpoint_error_or_d
     before = everything(model, optimizer)
     draw, tried = random.Random(0), 0
     places = [(0, path) for path in paths_in(head)] + [(1, path) for path in paths_in(said) if path[0] != "random" or len(path) < 3]
-    for which, path in draw.sample(places, 120):
+    for which, path in draw.sample(places, 60):
         spoil = draw.choice((None, "text", -3, [], {}, [None], "take away"))
 
         def change(
@@ -194,7 +194,7 @@ def test_any_entry_that_is_missing_or_of_another_kind_is_a_checkpoint_error_or_d
                 file.write_bytes(data)
             optimizer.load_checkpoint(copied, scheduler=scheduler)
             before = everything(model, optimizer)
-    assert tried > 80
+    assert tried > 40
     optimizer.close()
 
 
@@ -390,8 +390,15 @@ def deep(folder: str) -> dict[str, str]:
     return found
 
 
-def test_ranks_go_on_together_after_one_of_them_has_failed_anywhere(tmp_path: Path) -> None:
-    ours, theirs = run_world(2, deep, [str(tmp_path)], timeout=60)[0]
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """What each of two ranks says of what fails on one of them, one after the other in one world."""
+    jobs = [(job, str(tmp_path_factory.mktemp("ranks"))) for job in (deep, drive_of_a_rank, on_ranks)]
+    return dict(zip((deep, drive_of_a_rank, on_ranks), run_world(2, call, jobs, timeout=60), strict=True))
+
+
+def test_ranks_go_on_together_after_one_of_them_has_failed_anywhere(two_ranks: dict[Any, list[Any]]) -> None:
+    ours, theirs = two_ranks[deep]
     assert "rank 1 failed: OSError: [Errno 5] the drive of the second rank" in ours["publishing 0"] and "OSError" in theirs["publishing 0"]
     assert "rank 1 failed: KeyboardInterrupt" in ours["publishing 1"]
     assert "rank 1 failed: RuntimeError: an earlier step() ended half-way (ArithmeticError: of the second rank)" in ours["a torn step"]
@@ -423,8 +430,8 @@ def drive_of_a_rank(folder: str) -> list[str]:
     return found
 
 
-def test_a_load_has_not_come_to_its_end_before_the_drive_has_taken_it(tmp_path: Path) -> None:
-    for found in run_world(2, drive_of_a_rank, [str(tmp_path)], timeout=60)[0]:
+def test_a_load_has_not_come_to_its_end_before_the_drive_has_taken_it(two_ranks: dict[Any, list[Any]]) -> None:
+    for found in two_ranks[drive_of_a_rank]:
         assert "Input/output error" in found[0] and "the model's forward is refused" in found[1], found
 
 
@@ -496,8 +503,8 @@ def test_a_state_that_is_wrong_is_found_before_anything_changes(name: str) -> No
     optimizer.close()
 
 
-def test_what_fails_on_one_rank_is_heard_by_name_on_all(tmp_path: Path) -> None:
-    ours, theirs = run_world(2, on_ranks, [str(tmp_path)], timeout=60)[0]
+def test_what_fails_on_one_rank_is_heard_by_name_on_all(two_ranks: dict[Any, list[Any]]) -> None:
+    ours, theirs = two_ranks[on_ranks]
     for found in (ours, theirs):
         assert "is another checkpoint on rank 1 than on rank 0" in found["other folders"]
         assert found["a folder that is not there"].startswith("CheckpointError") and "nothing" in found["a folder that is not there"]

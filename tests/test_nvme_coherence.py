@@ -69,7 +69,7 @@ def one_step(model: nn.Module, optimizer: zk.ZeroOptimizer, seed: int) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_what_a_user_may_do_gives_the_same_bits_on_the_drive(seed, tmp_path):
     """Steps, reads, writes, loads, validation passes without no_grad, single blocks, skipped blocks: a random walk."""
 
@@ -106,7 +106,7 @@ def test_any_order_of_what_a_user_may_do_gives_the_same_bits_on_the_drive(seed, 
     assert walk("host") == walk("nvme")
 
 
-@pytest.mark.parametrize("prefetch", (1, 2, 5))
+@pytest.mark.parametrize("prefetch", (1, 5))
 def test_a_pass_that_leaves_out_what_was_asked_for_ahead_costs_time_only(prefetch, tmp_path):
     found = {}
     for tier in ("host", "nvme"):
@@ -210,7 +210,7 @@ def test_paths_that_are_none_are_refused(path, error, says):
         zk.ZeroConfig(stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=path)
 
 
-@pytest.mark.parametrize("prefetch", (0, 1, 2, 5))
+@pytest.mark.parametrize("prefetch", (0, 1, 5))
 def test_every_byte_is_read_as_often_as_it_is_needed_and_no_more(prefetch, tmp_path):
     torch.manual_seed(0)
     model = Blocks(12, 16)

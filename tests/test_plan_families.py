@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -64,6 +65,7 @@ def test_a_name_of_the_hub_is_read_from_the_local_cache(tmp_path: Path, monkeypa
     assert shape_of("org/tiny-1.5").layers in (2, 3)
 
 
+@functools.cache
 def printed(spec: str, **options: Any) -> tuple[str, Any]:
     file, found = io.StringIO(), plan(shape_of(spec), machine(**options), 2048)
     report.print_plan(Console(file=file, width=140), found)
