@@ -57,9 +57,7 @@ REAL = [
     (0, "device", "nvme", SMALL, "bf16", "fp32", False),
     (1, "device", "host", WIDE, "fp16", "fp32", False),
     (2, "device", "host", SMALL, "bf16", "bf16", False),
-    (2, "device", "nvme", WIDE, "bf16", "fp32", False),
     (3, "device", "device", WIDE, "fp32", "fp32", False),
-    (3, "host", "host", WIDE, "bf16", "fp32", False),
     (3, "host", "nvme", SMALL, "fp16", "bf16", False),
     (3, "host", "nvme", SMALL, "bf16", "8bit", False),
     (3, "nvme", "nvme", WIDE, "bf16", "fp32", False),
@@ -69,9 +67,7 @@ REAL = [
     (2, "device", "nvme", WIDE, "bf16", "fp32", True),
     (3, "host", "host", WIDE, "bf16", "bf16", True),
     (3, "host", "nvme", WIDE, "bf16", "fp32", True),
-    (2, "device", "host", MIXTURE, "bf16", "fp32", False),
     (3, "nvme", "nvme", MIXTURE, "bf16", "fp32", False),
-    (3, "host", "host", MIXTURE, "bf16", "fp32", True),
 ]
 
 
@@ -119,7 +115,7 @@ def test_bytes_are_those_of_real_optimizers(
 
 @pytest.mark.parametrize(
     ("param_tier", "optimizer_tier", "apart"),
-    (("device", "host", True), ("host", "host", True), ("device", "nvme", False), ("nvme", "nvme", False), ("nvme", "host", False)),
+    (("device", "host", True), ("host", "host", True), ("nvme", "nvme", False)),
 )
 def test_bytes_of_updates_in_backward_are_those_of_real_optimizers(param_tier: str, optimizer_tier: str, apart: bool, tmp_path: Path) -> None:
     drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
@@ -127,7 +123,7 @@ def test_bytes_of_updates_in_backward_are_those_of_real_optimizers(param_tier: s
     are_real(zk.ZeroConfig(stage=stage, dtype="bf16", overlap_step="backward", **tiers, **drive), WIDE, apart, tmp_path)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("tier", "apart"), (("device", True), ("host", False), ("host", True), ("nvme", False)))
+@pytest.mark.parametrize(("tier", "apart"), (("device", True), ("host", True), ("nvme", False)))
 def test_bytes_of_what_computes_in_fp32_are_those_of_real_optimizers(tier: str, apart: bool, tmp_path: Path) -> None:
     drive = {"nvme_path": tmp_path} if tier == "nvme" else {}
     where: dict[str, Any] = {"param_tier": tier, "optimizer_tier": tier, **drive}
@@ -146,10 +142,8 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("optimizer", "stage", "param_tier", "optimizer_tier", "dtype"),
     [
-        ("adafactor", 2, "device", "host", "bf16"),
         ("adafactor", 3, "nvme", "nvme", "fp16"),
         ("muon", 2, "device", "host", "bf16"),
-        ("muon", 2, "device", "nvme", "fp32"),
     ],
 )
 def test_bytes_of_whole_parameters_are_those_of_real_optimizers(
@@ -260,7 +254,7 @@ def on_two_ranks(case: tuple[int, str, str]) -> tuple[dict[str, float], int]:
 
 
 def test_bytes_of_each_of_two_ranks_are_those_of_real_optimizers() -> None:
-    cases = [(0, "device", "host"), (1, "device", "device"), (2, "device", "host"), (3, "device", "device"), (3, "host", "host")]
+    cases = [(0, "device", "host"), (1, "device", "device"), (3, "device", "device"), (3, "host", "host")]
     for case, ranks in zip(cases, run_world(2, on_two_ranks, cases), strict=True):
         config = zk.ZeroConfig(stage=case[0], param_tier=case[1], optimizer_tier=case[2], dtype="bf16")  # type: ignore[arg-type]
         want = footprint(Shape.of(gpt_decoder(WIDE), "gpt"), config, machine(gpu_nbytes=None, world=2, per_machine=2))
@@ -398,11 +392,12 @@ def test_configs_of_known_models_have_their_number_of_parameters(name: str, tmp_
     assert shape_of(str(tmp_path)).num_params == shape_of(str(tmp_path / "config.json")).num_params == num_params
 
 
-@pytest.mark.parametrize(("name", "active"), (("mixtral-8x7b", 12_879_925_248), ("qwen3-30b-a3b", 3_353_032_704)))
-def test_of_experts_a_token_uses_a_few(name: str, active: int, tmp_path: Path) -> None:
+def test_of_experts_a_token_uses_a_few(tmp_path: Path) -> None:
+    name, active = "qwen3-30b-a3b", 3_353_032_704
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name][1]))
     shape = shape_of(str(tmp_path))
     assert shape.num_active == active and shape_of("gpt:125m").num_active == shape_of("gpt:125m").num_params
+    assert Shape.of(decoder_of(CONFIGS["mixtral-8x7b"][1]), "mixtral").num_active == 12_879_925_248
     done = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu", "80GiB", "--ram", "512GiB", "--nvme", "2TiB", "--json"])
     found = json.loads(done.stdout)
     assert found["model"]["num_active"] == active < found["model"]["num_params"] == CONFIGS[name][0]
@@ -603,8 +598,8 @@ def test_the_largest_model_fits_and_one_larger_does_not() -> None:
 
 
 def test_more_memory_is_never_worse() -> None:
-    sizes = [plan(shape_of("gpt:1b"), machine(ram_nbytes=ram * GIB), 2048).largest["host"][0].num_params for ram in (32, 64, 128)]
-    assert sizes == sorted(sizes) and sizes[2] > 3 * sizes[0]
+    sizes = [plan(shape_of("gpt:1b"), machine(ram_nbytes=ram * GIB), 2048).largest["host"][0].num_params for ram in (32, 128)]
+    assert sizes[1] > 3 * sizes[0]
 
 
 @pytest.mark.parametrize(
@@ -809,8 +804,8 @@ def test_pictures_are_left_out_without_matplotlib(tmp_path: Path, monkeypatch: p
 
 
 def test_everything_is_json_for_decoders_of_any_kind() -> None:
-    for _, config in CONFIGS.values():
-        shape = Shape.of(decoder_of(config), "x")
+    for name in ("gpt2", "gemma-2b", "qwen3-30b-a3b"):
+        shape = Shape.of(decoder_of(CONFIGS[name][1]), "x")
         assert isinstance(shape.decoder, Decoder)
         json.dumps(as_dict(plan(shape, machine(nvme_nbytes=0), 512)))
 
