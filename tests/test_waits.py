@@ -389,12 +389,22 @@ def check(scenario: Scenario, kind: str, tier: str, dtype: str | None, path: Any
         assert torch.equal(mine.cpu(), theirs.cpu()), f"value {index} of {len(want)} differs"
 
 
+# of what stands alone in the other one of step and background, too (what removing each wait has shown)
+BOTH = (GPTS[0], a_state_loaded_right_after_a_step, checkpoints_right_after_steps, a_gather_that_is_held_over_a_step)
+
+
 def cases(scenarios: Sequence[Scenario]) -> Iterator[Any]:
-    for scenario, tier, overlap_step in itertools.product(scenarios, TIERS, (False, True)):
-        if (tier == "nvme" and not overlap_step) or (tier == "divided" and overlap_step and scenario not in (*GPTS[:2], *scenarios[:1])):
-            continue  # shows nothing more, and takes its time
-        name = f"{scenario.__name__}-{tier}-{'beside' if overlap_step else 'in step'}"
-        yield pytest.param(scenario, tier, overlap_step, id=name)
+    """Each scenario in step or in the background, in turns; on the drive in the background, where more is on its way."""
+    for number, scenario in enumerate(scenarios):
+        for tier, overlap_step in itertools.product(TIERS, (False, True)):
+            if tier == "nvme" and not overlap_step:
+                continue
+            if tier == "divided" and scenario not in (*GPTS[:2], *scenarios[:1]):
+                continue
+            in_turn = (tier == "partitioned") ^ overlap_step ^ (number % 2 == 1)
+            if tier in ("host", "partitioned") and scenario not in (*BOTH, *scenarios[:1]) and not in_turn:
+                continue
+            yield pytest.param(scenario, tier, overlap_step, id=f"{scenario.__name__}-{tier}-{'beside' if overlap_step else 'in step'}")
 
 
 @pytest.mark.parametrize(("scenario", "tier", "overlap_step"), list(cases(GPTS)))
