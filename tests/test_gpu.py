@@ -273,14 +273,16 @@ def place(stage: int, tier: str, folder: Path) -> dict[str, object]:
     return options | ({"nvme_path": folder} if tier == "nvme" else {})
 
 
-@pytest.mark.parametrize("overlap_step", (False, True), ids=("", "overlap_step"))
-@pytest.mark.parametrize("tier", ("device", "host", "nvme", "divided"))
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize(
+    ("stage", "tier", "overlap_step"),
+    (
+        *((0, "device", False), (0, "nvme", True), (1, "host", True), (1, "divided", False), (2, "nvme", False), (2, "divided", True)),
+        *((3, "device", False), (3, "host", False), (3, "nvme", True), (3, "divided", True)),
+    ),
+)
 def test_every_stage_and_tier_has_the_bits_of_the_device_tier(
     stage: int, tier: str, overlap_step: bool, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
 ) -> None:
-    if overlap_step and tier == "device":
-        pytest.skip("nothing to overlap: refused, as tests/test_optimizer.py shows")
     got = Trained(**place(stage, tier, tmp_path), overlap_step=overlap_step)  # type: ignore[arg-type]
     assert not got.differs(reference(on_the_device))
     if tier == "divided":
@@ -289,25 +291,15 @@ def test_every_stage_and_tier_has_the_bits_of_the_device_tier(
         assert got.resting == (tier, tier)
 
 
-@pytest.mark.parametrize("overlap_step", (False, True), ids=("", "overlap_step"))
-@pytest.mark.parametrize("tier", ("host", "nvme"))
+@pytest.mark.parametrize(("stage", "tier", "overlap_step"), ((2, "host", True), (2, "nvme", False), (3, "nvme", True)))
 def test_gradients_added_up_over_micro_batches_have_the_bits_of_the_device_tier(
-    tier: str, overlap_step: bool, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
+    stage: int, tier: str, overlap_step: bool, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
 ) -> None:
-    for stage in (2, 3):
-        got = Trained(accumulation=3, **place(stage, tier, tmp_path), overlap_step=overlap_step)  # type: ignore[arg-type]
-        assert not got.differs(reference(on_the_device, accumulation=3)), f"stage {stage}"
+    got = Trained(accumulation=3, steps=3, **place(stage, tier, tmp_path), overlap_step=overlap_step)  # type: ignore[arg-type]
+    assert not got.differs(reference(on_the_device, accumulation=3, steps=3))
 
 
-@pytest.mark.parametrize("variant", ("tied", "checkpointed", "checkpointed_reentrant", "frozen", "unused", "elsewhere"))
-def test_models_of_every_kind_have_the_bits_of_the_device_tier(variant: str, small_pieces: None, on_the_device: dict[str, Trained]) -> None:
-    for stage, params in ((2, "device"), (3, "host")):
-        got = Trained(variant, stage=stage, param_tier=params, optimizer_tier="host", overlap_step=stage == 3)
-        assert not got.differs(reference(on_the_device, variant=variant)), f"stage {stage}"
-
-
-@pytest.mark.parametrize("prefetch", (0, 1, 3))
-@pytest.mark.parametrize("overlap_step", (False, True), ids=("", "overlap_step"))
+@pytest.mark.parametrize(("prefetch", "overlap_step"), ((0, False), (1, True), (3, True)))
 def test_copies_wait_for_compute_that_is_late(prefetch: int, overlap_step: bool, small_pieces: None, on_the_device: dict[str, Trained]) -> None:
     how = {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "prefetch": prefetch, "overlap_step": overlap_step}
     got = Trained(slow=True, **how)  # type: ignore[arg-type]
@@ -316,16 +308,15 @@ def test_copies_wait_for_compute_that_is_late(prefetch: int, overlap_step: bool,
         assert got.metrics["prefetch_hits"] > got.metrics["gathers"] / 2
 
 
-@pytest.mark.parametrize("tier", ("host", "nvme"))
+@pytest.mark.parametrize(("stage", "tier"), ((2, "host"), (3, "nvme")))
 def test_fp16_skips_the_same_steps_and_has_the_bits_of_the_device_tier(
-    tier: str, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
+    stage: int, tier: str, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
 ) -> None:
     how = {"dtype": "fp16", "loss_scale": zk.DynamicLossScale(init=2.0**24, hysteresis=1), "steps": 12}
     want = reference(on_the_device, **how)
     assert want.metrics["skipped_steps"] > 0 and want.metrics["steps"] > 0
-    for stage in (2, 3):
-        got = Trained(**place(stage, tier, tmp_path), **how)  # type: ignore[arg-type]
-        assert got.metrics["skipped_steps"] == want.metrics["skipped_steps"] and not got.differs(want), f"stage {stage}"
+    got = Trained(**place(stage, tier, tmp_path), **how)  # type: ignore[arg-type]
+    assert got.metrics["skipped_steps"] == want.metrics["skipped_steps"] and not got.differs(want)
 
 
 def test_clipping_by_a_norm_that_was_taken_on_either_side_is_the_same(small_pieces: None, on_the_device: dict[str, Trained]) -> None:
@@ -336,59 +327,54 @@ def test_clipping_by_a_norm_that_was_taken_on_either_side_is_the_same(small_piec
     assert got.losses == pytest.approx(want.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("tier", ("device", "host", "nvme", "divided"))
-def test_one_inf_among_the_gradients_skips_the_step_and_changes_nothing(tier: str, tmp_path: Path, small_pieces: None) -> None:
-    for stage in (2, 3):
-        torch.manual_seed(0)
-        model = GPT(width=96, layers=3).to(DEVICE)
-        bad = model.blocks[1].up.weight
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with zk.ZeroOptimizer(model, inner, dtype="bf16", clip_grad_norm=0.1, **place(stage, tier, tmp_path)) as optimizer:  # type: ignore[arg-type]
-            losses(model, optimizer, steps=1)
-            with zk.gather(model.parameters()):
-                before = [param.detach().cpu().clone() for param in model.parameters()]
-            state = copy.deepcopy(optimizer.state_dict()["state"])
-            mark = torch.zeros(bad.shape, device=DEVICE)
-            mark[3, 5] = float("inf")
-            hook = bad.register_hook(lambda grad, mark=mark: grad + mark.to(grad.dtype))
-            losses(model, optimizer, steps=1)
-            hook.remove()
-            found = optimizer.metrics()
-            assert (found["steps"], found["skipped_steps"], found["grad_norm"]) == (1, 1, float("inf")), f"stage {stage}"
-            with zk.gather(model.parameters()):
-                assert all(torch.equal(param.detach().cpu(), old) for param, old in zip(model.parameters(), before, strict=True)), f"stage {stage}"
-            for key, values in optimizer.state_dict()["state"].items():
-                assert all(torch.equal(value, state[key][name]) for name, value in values.items()), f"stage {stage}, parameter {key}"
-            assert math.isfinite(losses(model, optimizer, steps=1)[0]) and optimizer.metrics()["steps"] == 2
+@pytest.mark.parametrize(("stage", "tier"), ((2, "device"), (2, "divided"), (3, "host"), (3, "nvme")))
+def test_one_inf_among_the_gradients_skips_the_step_and_changes_nothing(stage: int, tier: str, tmp_path: Path, small_pieces: None) -> None:
+    torch.manual_seed(0)
+    model = GPT(width=96, layers=3).to(DEVICE)
+    bad = model.blocks[1].up.weight
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with zk.ZeroOptimizer(model, inner, dtype="bf16", clip_grad_norm=0.1, **place(stage, tier, tmp_path)) as optimizer:  # type: ignore[arg-type]
+        losses(model, optimizer, steps=1)
+        with zk.gather(model.parameters()):
+            before = [param.detach().cpu().clone() for param in model.parameters()]
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+        mark = torch.zeros(bad.shape, device=DEVICE)
+        mark[3, 5] = float("inf")
+        hook = bad.register_hook(lambda grad: grad + mark.to(grad.dtype))
+        losses(model, optimizer, steps=1)
+        hook.remove()
+        found = optimizer.metrics()
+        assert (found["steps"], found["skipped_steps"], found["grad_norm"]) == (1, 1, float("inf"))
+        with zk.gather(model.parameters()):
+            assert all(torch.equal(param.detach().cpu(), old) for param, old in zip(model.parameters(), before, strict=True))
+        for key, values in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, state[key][name]) for name, value in values.items()), f"parameter {key}"
+        assert math.isfinite(losses(model, optimizer, steps=1)[0]) and optimizer.metrics()["steps"] == 2
 
 
-@pytest.mark.parametrize("variant", ("plain", "checkpointed", "checkpointed_reentrant"))
-def test_activations_that_were_on_the_host_come_back_as_they_were(variant: str, small_pieces: None, on_the_device: dict[str, Trained]) -> None:
-    for stage, params in ((2, "device"), (3, "host")):
-        got = Trained(variant, stage=stage, param_tier=params, optimizer_tier="host", activations=True, slow=True)
-        assert not got.differs(reference(on_the_device, variant=variant)), f"stage {stage}"
+@pytest.mark.parametrize(("variant", "stage", "params"), (("plain", 3, "host"), ("checkpointed", 2, "device"), ("checkpointed_reentrant", 3, "host")))
+def test_activations_that_were_on_the_host_come_back_as_they_were(
+    variant: str, stage: int, params: str, small_pieces: None, on_the_device: dict[str, Trained]
+) -> None:
+    got = Trained(variant, stage=stage, param_tier=params, optimizer_tier="host", activations=True, slow=True)
+    assert not got.differs(reference(on_the_device, variant=variant))
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("tier", ("device", "host", "nvme"))
-def test_every_tier_trains_what_plain_torch_trains(stage: int, tier: str, tmp_path: object) -> None:
-    if tier == "nvme" and stage != 3:
-        pytest.skip("the same as host below stage 3")
+def test_the_device_tier_trains_what_plain_torch_trains() -> None:
+    """And with it all that have its bits."""
     torch.manual_seed(0)
     model = GPT()
     plain = copy.deepcopy(model)
     want = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    where = {"param_tier": tier if stage == 3 else "device", "optimizer_tier": tier, **({"nvme_path": tmp_path} if tier == "nvme" else {})}
-    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=stage, **where) as optimizer:
-        got = losses(model, optimizer)
-    assert got == pytest.approx(want, rel=1e-4)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=2, optimizer_tier="device") as optimizer:
+        assert losses(model, optimizer) == pytest.approx(want, rel=1e-4)
 
 
 def test_a_model_in_host_memory_goes_to_its_tiers_and_never_whole_to_the_device() -> None:
     torch.manual_seed(0)
-    wide = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))  # 64 MiB
+    wide = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))  # 16 MiB
     plain = copy.deepcopy(wide).cuda()
-    x = torch.randn(4, 1024, device="cuda")
+    x = torch.randn(4, 512, device="cuda")
     want = plain(x)
     del plain
     torch.cuda.empty_cache()
@@ -399,12 +385,12 @@ def test_a_model_in_host_memory_goes_to_its_tiers_and_never_whole_to_the_device(
         torch.testing.assert_close(wide(x), want)
         wide(x).square().mean().backward()
         optimizer.step()
-        assert torch.cuda.max_memory_allocated() - before < 40 << 20, "some layers, with their gradients"
+        assert torch.cuda.max_memory_allocated() - before < 10 << 20, "some layers, with their gradients"
 
 
 def test_device_memory_is_given_back_in_the_end() -> None:
     def taken_after_one_more() -> int:
-        Trained(stage=3, param_tier="host", optimizer_tier="host", overlap_step=True)
+        Trained(steps=2, stage=3, param_tier="host", optimizer_tier="host", overlap_step=True)
         gc.collect()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
