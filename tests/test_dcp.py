@@ -121,16 +121,12 @@ def load(job: Job, path: Path | str, want: tuple[dict[str, Any], list[float], di
 # ---- one process -------------------------------------------------------------------------------------------------------------
 
 
-ON_DEVICE = ((0, "device"), (1, "host"), (2, "nvme"), (3, "host"))
-
-
 @pytest.mark.parametrize(
     ("stage", "tier"),
-    [
-        pytest.param(stage, tier, marks=[pytest.mark.device] * ((stage, tier) in ON_DEVICE))
-        for stage in range(4)
-        for tier in ("device", "host", "nvme")
-    ],
+    (
+        *((0, "device"), (1, "host"), (3, "nvme")),
+        *(pytest.param(stage, tier, marks=pytest.mark.device) for stage, tier in ((2, "nvme"), (3, "host"))),
+    ),
 )
 def test_a_stage_loads_what_another_saved(stage: int, tier: str, tmp_path: Path) -> None:
     job = Job(stage, "frozen" if stage % 2 else "tied", "fp32" if tier == "device" else "bf16", tier, str(tmp_path))
@@ -155,26 +151,24 @@ def in_world(cases: list[Callable[[], None]], backend: str = "") -> None:
             assert said == "", f"{case.args[:-1]}, rank {rank}:\n{said}"  # type: ignore[attr-defined]
 
 
+ON_DRIVE = Job(3, "plain", "fp32", "nvme")
+
+
 @pytest.mark.parametrize(
-    "job",
-    (Job(0), Job(3, "tied"), Job(3, "frozen"), pytest.param(Job(3, "plain", "fp32", "nvme"), marks=pytest.mark.device)),
-    ids=str,
+    "jobs", ((Job(0), Job(2), Job(3, "tied"), Job(3, "frozen")), pytest.param((ON_DRIVE,), marks=pytest.mark.device)), ids=("host", "nvme")
 )
-def test_the_number_of_ranks_may_change(job: Job, tmp_path: Path) -> None:
-    job = dataclasses.replace(job, folder=str(tmp_path))
-    other = dataclasses.replace(job, stage=1, tier="host")
-    want = finished(job)
-    save(other, tmp_path / "one")
-    in_world([partial(load, job, tmp_path / "one", want), partial(save, job, tmp_path / "two"), partial(load, other, tmp_path / "two", want)])
-    load(other, tmp_path / "two", want)
-
-
-def test_every_stage_saves_on_two_ranks_and_loads_at_stage_2(tmp_path: Path) -> None:
-    want = finished(Job(0))
+def test_the_number_of_ranks_may_change(jobs: tuple[Job, ...], tmp_path: Path) -> None:
     cases: list[Callable[[], None]] = []
-    for stage in (1, 2, 3):
-        cases += [partial(save, Job(stage), tmp_path / str(stage)), partial(load, Job(2), tmp_path / str(stage), want)]
-    in_world([*cases, partial(load, Job(3), tmp_path / "2", want)])
+    after: list[Callable[[], None]] = []
+    for number, job in enumerate(dataclasses.replace(job, folder=str(tmp_path)) for job in jobs):
+        other = dataclasses.replace(job, stage=1, tier="host")
+        want, one, two = finished(job), tmp_path / f"{number} of one", tmp_path / f"{number} of two"
+        save(other, one)
+        cases += [partial(load, job, one, want), partial(save, job, two), partial(load, other, two, want)]
+        after += [partial(load, other, two, want)]
+    in_world(cases)
+    for case in after:
+        case()
 
 
 def hand_over(job: Job, other: Job, options: StateDictOptions, back: StateDictOptions, want: Any) -> None:
@@ -210,19 +204,24 @@ ALIKE = (StateDictOptions(), StateDictOptions(cpu_offload=True), FULL, FULL_ON_C
 WAYS = (*((options, options) for options in ALIKE), (FULL_ON_CPU, BROADCAST))
 
 
-@pytest.mark.parametrize("stage", (1, pytest.param(3, marks=pytest.mark.device)))  # full on every rank, and not
-def test_options_of_get_and_set(stage: int) -> None:
-    job = Job(stage, "tied")
-    want = finished(job)
-    in_world([partial(hand_over, job, job, options, back, want) for options, back in WAYS])
-    for options, back in WAYS:
-        if stage == 1 and not back.broadcast_from_rank0:  # torch needs a process group for that
-            hand_over(job, dataclasses.replace(job, stage=3), options, back, want)
+ON_DEVICE = (WAYS[1], WAYS[2], WAYS[-1])  # what comes to the host, what does not, and what comes back from one rank
+
+
+@pytest.mark.device
+def test_options_of_get_and_set() -> None:
+    """Each where state is in shards and parameters too; those that torch takes apart otherwise where parameters are full on every rank."""
+    parted, full = Job(3, "tied"), Job(1, "tied")
+    want = finished(parted)
+    on_host = not torch.cuda.is_available()
+    cases = [partial(hand_over, parted, parted, options, back, want) for options, back in (WAYS if on_host else ON_DEVICE)]
+    in_world(cases + [partial(hand_over, full, full, options, back, want) for options, back in (WAYS[0], *WAYS[3:]) * on_host])
+    for options, back in (WAYS[0], *WAYS[3:5]) * on_host:  # torch needs a process group for others
+        hand_over(full, parted, options, back, want)
 
 
 def test_what_torch_asks_for_changes_nothing() -> None:
     """Without state, torch would make a step with zero gradients."""
-    for stage in range(4):
+    for stage in (1, 3):
         model, optimizer = Job(stage).build(0)
         other_model, other = Job(stage).build(0)
         assert optimizer.state_dict()["state"] == {}
@@ -307,10 +306,9 @@ def there_and_back(stage: int, options: StateDictOptions | None) -> None:
 
 @pytest.mark.usefixtures("torch_engine")
 def test_state_goes_from_adamw_to_zk_and_back() -> None:
-    ways = [(stage, options) for stage in range(4) for options in (None, FULL)]
-    for stage, options in ways:
+    for stage, options in ((0, None), (1, FULL), (3, None), (3, FULL)):
         there_and_back(stage, options)
-    in_world([partial(there_and_back, stage, options) for stage, options in ways if (stage, options) != (3, None)])
+    in_world([partial(there_and_back, stage, options) for stage, options in ((1, None), (2, FULL), (3, FULL))])
 
 
 # ---- a rank's part of a tensor -----------------------------------------------------------------------------------------------
