@@ -123,9 +123,10 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 # ---- the layer alone -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("nbytes", (1, PAIR, 3 * PAIR // 2 + 5))
-@pytest.mark.parametrize("wrap", (0, 1, 2))
+@pytest.mark.parametrize(
+    ("nbytes", "dtype", "wrap"),
+    ((1, torch.float32, 1), (PAIR, torch.float32, 0), (PAIR, torch.bfloat16, 2), (3 * PAIR // 2 + 5, torch.bfloat16, 1)),
+)
 def test_a_tiled_model_trains_in_plain_torch_to_the_bits_of_the_whole_one(nbytes: int, dtype: torch.dtype, wrap: int) -> None:
     plain, tiled = make(dtype=dtype), make(nbytes, dtype)
     one, other = adamw(plain), adamw(tiled)
@@ -159,7 +160,7 @@ def test_models_of_transformers_train_as_the_whole_ones(family: str, tmp_path: P
     torch.manual_seed(0)
     whole = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes, **heads))
     whole.eval()
-    for implementation, dtype in (("eager", torch.bfloat16), ("eager", torch.float32), ("grouped_mm", torch.float32), ("batched_mm", torch.float32)):
+    for implementation, dtype in (("eager", torch.bfloat16), ("grouped_mm", torch.float32), ("batched_mm", torch.float32)):
         plain = copy.deepcopy(whole).to(dtype)
         plain.set_experts_implementation(implementation)
         tiled = copy.deepcopy(plain)
@@ -169,7 +170,7 @@ def test_models_of_transformers_train_as_the_whole_ones(family: str, tmp_path: P
         grads = {}
         for model in (plain, tiled):
             optimizer = adamw(model)
-            for seed in range(3):
+            for seed in range(2):
                 ids = torch.randint(0, 64, (2, 4), generator=torch.Generator().manual_seed(seed))
                 loss = model(input_ids=ids, labels=ids, output_router_logits=True).loss
                 loss.backward()
@@ -300,16 +301,13 @@ def test_parameters_of_the_whole_layer_can_be_read_and_written() -> None:
 # ---- held by zk ------------------------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "0": {"stage": 0},
-    "1": {"stage": 1},
     "2-beside": {"stage": 2, "overlap_step": True, "optimizer_tier": "host"},
     "2-nvme": {"stage": 2, "optimizer_tier": "nvme"},
-    "3-device": {"stage": 3},
     "3-host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
     "3-nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
     "3-nvme-far": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "prefetch": 3},
 }
-ON_DEVICE = ("2-beside", "3-host", "3-nvme-far")
+ON_DEVICE = ("2-beside", "3-nvme-far")
 
 
 def wrapped(model: nn.Module, setting: str, folder: Path | str, **more: Any) -> zk.ZeroOptimizer:
@@ -326,7 +324,7 @@ def test_tiled_experts_train_as_the_whole_ones_in_plain_torch(setting: str, tmp_
         for start, experts in enumerate((range(NUM), (0, 5), (2, 3, 7), range(NUM))):
             for each in (model, plain):
                 each.set(open=list(experts), wrap=start % 3)
-            assert train(model, optimizer, 2, 2 * start) == train(plain, other, 2, 2 * start)
+            assert train(model, optimizer, 1, start) == train(plain, other, 1, start)
             x = batch(99, 4, model)
             with torch.no_grad():
                 assert torch.equal(model.eval()(x), plain.eval()(x))
@@ -358,8 +356,7 @@ def test_16_bit_experts_train_as_the_whole_ones_under_zk(tmp_path: Path) -> None
         assert_equal(one.consolidated_state_dict("fp32"), other.consolidated_state_dict("fp32"))
 
 
-@pytest.mark.parametrize("rest", (False, True))
-@pytest.mark.parametrize("setting", ("3-nvme", "3-nvme-far"))
+@pytest.mark.parametrize(("setting", "rest"), (("3-nvme", True), ("3-nvme-far", False)))
 def test_only_groups_in_use_are_fetched(setting: str, rest: bool, tmp_path: Path) -> None:
     """Bytes of a step with one group of two experts in each block, another one in each step; the update takes all groups, but for those that rest."""
     model, draw = make(PAIR, rest=rest), random.Random(0)
@@ -434,8 +431,8 @@ def ranks(case: tuple[str, bool, str]) -> str:
 
 
 def test_ranks_with_other_experts_train_as_the_whole_model_does(tmp_path: Path) -> None:
-    cases = [(setting, False, str(tmp_path)) for setting in ("1", "2-beside", "3-device", "3-host", "3-nvme-far")]
-    cases += [(setting, True, str(tmp_path)) for setting in ("2-beside", "3-host", "3-nvme-far")]
+    cases = [(setting, False, str(tmp_path)) for setting in ("3-host", "3-nvme-far")]
+    cases += [(setting, True, str(tmp_path)) for setting in ("2-beside", "3-host")]
     for results in run_world(2, ranks, cases):
         assert results == ["", ""], "\n".join(map(str, results))
 
