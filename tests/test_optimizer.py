@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import math
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -75,16 +72,15 @@ def test_it_is_an_optimizer_and_its_groups_are_the_users() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "on"),
     (
-        lambda o: LambdaLR(o, lambda t: 1 / (t + 1)),
-        lambda o: CosineAnnealingLR(o, 5),
-        lambda o: OneCycleLR(o, 0.1, total_steps=10),
-        lambda o: ReduceLROnPlateau(o, patience=0),
+        (lambda o: LambdaLR(o, lambda t: 1 / (t + 1)), "inner"),
+        (lambda o: CosineAnnealingLR(o, 5), "zk"),
+        (lambda o: OneCycleLR(o, 0.1, total_steps=10), "zk"),
+        (lambda o: ReduceLROnPlateau(o, patience=0), "inner"),
     ),
     ids=("lambda", "cosine", "onecycle", "plateau"),
 )
-@pytest.mark.parametrize("on", ("zk", "inner"))
 def test_schedulers_drive_it_from_either_optimizer(make: Callable[..., object], on: str, recwarn: pytest.WarningsRecorder) -> None:
     model, other = pair()
     inner, plain = adamw(model.parameters()), adamw(other.parameters())
@@ -361,18 +357,16 @@ def bad_gradients_change_nothing(case: tuple[int, str, float]) -> str:
     return ""
 
 
-BAD = [
-    (stage, dtype, value)
-    for (stage, (number, dtype)), value in itertools.product(
-        itertools.product((0, 1, 2, 3), enumerate(("fp32", "bf16", "fp16"))), (float("inf"), float("nan"))
-    )
-    if math.isnan(value) == (stage + number) % 2 or dtype == "fp16"
-]
+INF, NAN = math.inf, math.nan
+BAD = {
+    1: [(0, "fp32", NAN), (2, "fp16", INF), (3, "bf16", NAN), (3, "fp16", INF)],
+    2: [(0, "fp16", NAN), (1, "bf16", INF), (2, "fp32", NAN), (2, "fp16", INF), (3, "fp32", INF), (3, "fp16", NAN)],
+}
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", BAD)
 def test_nan_and_inf_never_reach_the_optimizer(world: int) -> None:
-    assert [line for row in run_world(world, bad_gradients_change_nothing, BAD) for line in row if line] == []
+    assert [line for row in run_world(world, bad_gradients_change_nothing, BAD[world]) for line in row if line] == []
 
 
 def test_loss_backward_with_a_loss_scale_is_an_error_that_says_what_to_call() -> None:
@@ -723,12 +717,6 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
         optimizer.load_state_dict(good)
 
 
-def test_import_starts_nothing() -> None:
-    program = "import sys, torch, zk; print([m for m in ('numba', 'triton', 'cupy', 'matplotlib') if m in sys.modules], torch.cuda.is_initialized())"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown.strip() == "[] False"
-
-
 # ---- precisions that the CPU is slow in --------------------------------------------------------------------------------------
 
 
@@ -769,12 +757,12 @@ def test_torch_says_which_precisions_the_cpu_is_slow_in() -> None:
 
 
 def grad_nbytes_of_steps(case: tuple[int, str, int]) -> list[float]:
-    """Bytes of gradients, and of room for them, after each of six steps."""
+    """Bytes of gradients, and of room for them, after each of five steps."""
     stage, tier, accumulate = case
     model = GPT()
     optimizer = zk.ZeroOptimizer(model, adamw(model.parameters()), stage=stage, dtype="bf16", optimizer_tier=tier, overlap_step=tier == "host")
     found = []
-    for number in range(6):
+    for number in range(5):
         for micro in range(accumulate):
             loss_of(model, batch(10 * number + micro)).backward()
         optimizer.step()
@@ -786,12 +774,12 @@ def grad_nbytes_of_steps(case: tuple[int, str, int]) -> list[float]:
 
 
 def test_room_for_gradients_does_not_grow_from_step_to_step() -> None:
-    cases = [(stage, tier, accumulate) for stage in (0, 1, 2, 3) for tier in ("device", "host") for accumulate in (1, 2)]
-    alone = [case for case in cases if case[0] in (0, 3)]  # where stages 0 to 2 do the same
+    alone = [(2, "host", 2), (3, "host", 1), (3, "device", 2)]
+    cases = [(0, "host", 1), (1, "device", 2), (1, "host", 2), (2, "host", 1), (2, "device", 2), (3, "host", 2), (3, "device", 1)]
     found = [[grad_nbytes_of_steps(case)] for case in alone] + run_world(2, grad_nbytes_of_steps, cases)
     for case, ranks in zip(alone + cases, found, strict=True):
         for rank in ranks:
-            assert isinstance(rank, list) and rank[0] > 0 and max(rank[4:]) <= max(rank[:4]), (case, rank)
+            assert isinstance(rank, list) and rank[0] > 0 and max(rank[3:]) <= max(rank[:3]), (case, rank)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
