@@ -42,12 +42,16 @@ def weight_grad(tiled: TiledLinear) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (23, 29), (29, 23)])
-@pytest.mark.parametrize("splits", list(itertools.product((1, 2, 3, 4), repeat=2)))
-@pytest.mark.parametrize("bias", (True, False))
-@pytest.mark.parametrize("leading", [(5,), (2, 3)])
-def test_outputs_and_all_gradients_are_those_of_the_whole_layer(shape, splits, bias, leading):
-    compare(shape, splits, bias, leading)
+# each number of tiles; features that they divide, and that they do not
+SHAPES = [
+    *((shape, (2, 4)) for shape in ((32, 32), (29, 23))),
+    *(((23, 29), splits) for splits in itertools.product((1, 2, 3, 4), repeat=2)),
+]
+
+
+@pytest.mark.parametrize(("shape", "splits"), SHAPES)
+def test_outputs_and_all_gradients_are_those_of_the_whole_layer(shape, splits):
+    compare(shape, splits, bias=sum(splits) % 2 == 0, leading=(2, 3) if splits[0] % 2 else (5,))
 
 
 @pytest.mark.device_only
@@ -382,17 +386,16 @@ def tiers(case: tuple[int, str, str]) -> str:
     return "" if worst < 1e-5 else f"parameters differ by {worst}"
 
 
-CASES = ((0, "host"), (0, "nvme"), (2, "host"), (2, "nvme"))
+CASES = ((0, "host"), (2, "nvme"))
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.device] * (case in CASES[1:3])) for case in CASES])
+@pytest.mark.parametrize("case", (CASES[0], pytest.param(CASES[1], marks=pytest.mark.device)))
 def test_tiles_train_at_stage_3_as_the_plain_model_does(case, tmp_path):
     assert tiers((*case, str(tmp_path))) == ""
 
 
-@pytest.mark.device
 def test_tiles_train_over_two_ranks_as_the_plain_model_does(tmp_path):
-    cases = [(*case, str(tmp_path)) for case in (CASES if DEVICE.type == "cpu" else CASES[2:3])]
+    cases = [(*case, str(tmp_path)) for case in CASES]
     for case, results in zip(cases, run_world(2, tiers, cases), strict=True):
         assert results == ["", ""], case
 
