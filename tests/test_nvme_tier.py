@@ -103,20 +103,20 @@ def test_copies_of_parameters_on_a_device_are_in_host_memory_and_in_its_budget(t
 def test_a_host_budget_keeps_what_fits_parameters_first(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT(width=96, layers=8)
-    others = [copy.deepcopy(model) for _ in range(3)]
+    others = [copy.deepcopy(model) for _ in range(2)]
     num_params = sum(param.numel() for param in model.parameters())
     losses, where = [], []
     buffers = 850_000  # of these small chunks and units
-    for other, budget in zip((model, *others), (None, f"{buffers + 4 * num_params}B", f"{buffers + 7 * num_params}B", "1GiB"), strict=True):
+    for other, budget in zip((model, *others), (None, f"{buffers + 4 * num_params}B", "1GiB"), strict=True):
         with wrap(other, tmp_path, host_budget=budget) as optimizer:
             where.append((optimizer.resting("param"), optimizer.resting("optimizer")))
-            losses.append([step(other, optimizer, seed) for seed in range(3)])
+            losses.append([step(other, optimizer, seed) for seed in range(2)])
             metrics = optimizer.metrics()
             kept = metrics.get("host_moments_nbytes", 0) + metrics.get("host_master_nbytes", 0) + metrics.get("host_param_nbytes", 0)
             if budget not in (None, "1GiB"):
                 assert kept + metrics["host_buffer_nbytes"] <= int(budget[:-1])
-    assert where == [("nvme", "nvme"), ("host", "host+nvme"), ("host", "host+nvme"), ("host", "host")]
-    assert losses[1:] == losses[:1] * 3
+    assert where == [("nvme", "nvme"), ("host", "host+nvme"), ("host", "host")]
+    assert losses[1:] == losses[:1] * 2
 
 
 def test_auto_fills_device_then_host_then_drive(tmp_path: Path) -> None:
