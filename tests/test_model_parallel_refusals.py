@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zk
 from tests.megatron import batch, cut_model, loss_of, whole_model
-from tests.world import run_world
+from tests.world import call, run_world
 
 SOON_S = 45  # a fraction of the timeout, on a machine that is busy with others
 TIMEOUT_S = 240
@@ -109,14 +109,6 @@ REFUSED = {
 }
 
 
-def test_what_is_no_grid_of_parts_is_refused_on_every_rank() -> None:
-    for found in run_world(4, grids, [None], timeout=TIMEOUT_S)[0]:
-        assert isinstance(found, dict), found
-        for name, said in REFUSED.items():
-            with pytest.raises(ValueError, match=said):
-                raise ValueError(found[name])
-
-
 # ---- ranks that leave each other -----------------------------------------------------------------------------------------------
 
 
@@ -202,14 +194,29 @@ SAID = {
 }
 
 
-def told(cases: list[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], int, Any]]:
-    for case, ranks in zip(cases, run_world(4, leave, cases, timeout=TIMEOUT_S), strict=True):
-        yield from ((case, rank, result) for rank, result in enumerate(ranks))
+# what all hear of leaves a world of ranks, so the last case only may end one
+CASES = (("no gradient", 2), ("no gradient", 3), ("another clip", 2), ("an error", 2), ("an error", 3), ("killed", 2))
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[Any]]:
+    """Of one world: what is refused, and what ranks hear in each of the cases."""
+    return run_world(4, call, [(grids, None), *((leave, case) for case in CASES)], timeout=TIMEOUT_S)
+
+
+def test_what_is_no_grid_of_parts_is_refused_on_every_rank(found: list[list[Any]]) -> None:
+    for errors in found[0]:
+        assert isinstance(errors, dict), errors
+        for name, said in REFUSED.items():
+            with pytest.raises(ValueError, match=said):
+                raise ValueError(errors[name])
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_ranks_whose_steps_differ_hear_of_it_soon(name: str) -> None:
-    for case, rank, result in told([(name, 2)] if name == "killed" else [(name, 2), (name, 3)]):
+def test_ranks_whose_steps_differ_hear_of_it_soon(name: str, found: list[list[Any]]) -> None:
+    results = [(case, rank, result) for case, ranks in zip(CASES, found[1:], strict=True) for rank, result in enumerate(ranks) if case[0] == name]
+    assert results
+    for case, rank, result in results:
         if name == "killed" and rank == 3:
             assert isinstance(result, RuntimeError)
             continue
