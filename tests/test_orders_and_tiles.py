@@ -103,8 +103,7 @@ def test_an_order_is_that_of_memory_and_goes_both_ways() -> None:
     assert shaped_of(flat_of(thin, order_of(thin)), thin.shape, order_of(thin)).stride() == thin.stride()
 
 
-@pytest.mark.parametrize("tier", ("device", "host", "nvme"))
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize(("stage", "tier"), ((0, "device"), (1, "host"), (2, "nvme"), (3, "device"), (3, "host"), (3, "nvme")))
 def test_formats_of_parameters_gradients_and_state_are_those_of_torch(stage: int, tier: str, tmp_path: Path) -> None:
     plain, model = build(), build()
     want = train(plain, inner := adamw(plain), 0, 3)
@@ -174,7 +173,7 @@ def between_ranks(case: tuple[int, str]) -> str:
     optimizer.save_checkpoint(folder)
     weights, state = torch_state.get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
-    for memory_format in (ROWS, LAST):
+    for memory_format in (ROWS, LAST) if stage == 3 else (ROWS,):
         other = wrap(build(memory_format, 1), 3)
         other.load_checkpoint(folder)
         assert_equal(exact(other), have)
@@ -257,7 +256,7 @@ def without_tiles(optimizer: zk.ZeroOptimizer) -> dict[str, Tensor]:
     return found
 
 
-HOWS = ("whole", "turned", "fine", "coarse", "odd")
+HOWS = ("whole", "turned", "fine", "coarse", "odd")  # each is loaded into two others: any two of them meet
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -269,7 +268,7 @@ def test_a_checkpoint_loads_into_the_same_weights_cut_in_another_way(how: str, t
         optimizer.step()
     optimizer.save_checkpoint(tmp_path / "saved")
     want = without_tiles(optimizer)
-    for other in HOWS:
+    for other in (HOWS * 2)[HOWS.index(how) + 1 :][:2]:
         second = hold(cut(other), 3)
         second.load_checkpoint(tmp_path / "saved")
         assert_equal(without_tiles(second), want)
