@@ -188,7 +188,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
 # ---- faults ----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("short", (0.5, 0.3, 0.001))
+@pytest.mark.parametrize("short", (0.4, 0.02))  # the last bytes one by one
 def test_short_transfers_are_resumed(short: float, tmp_path: Path, engine: Engine, faults: Faults) -> None:
     data = pattern(5 * ALIGN + 77)
     faults.short = short

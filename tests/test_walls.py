@@ -189,11 +189,17 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def code_tokens(source: str) -> int:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """A module as it is parsed."""
+    return ast.parse(path.read_text())
+
+
+def code_tokens(path: Path, source: str) -> int:
     """Number of Python's tokens, without layout, comments and docstrings."""
     docstrings = {
         node.body[0].lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None
     }
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
@@ -209,7 +215,7 @@ def sizes() -> dict[str, tuple[int, int]]:
     found = dict.fromkeys(SIZES, (0, 0))
     for path in files():
         source, room = path.read_text(), room_of(path)
-        found[room] = (found[room][0] + source.count("\n"), found[room][1] + code_tokens(source))
+        found[room] = (found[room][0] + source.count("\n"), found[room][1] + code_tokens(path, source))
     return found
 
 
@@ -220,7 +226,7 @@ def imports() -> dict[str, set[str]]:
     for path in files():
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         graph[own] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 graph[own] |= {alias.name for alias in node.names} & names
             elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -306,7 +312,7 @@ def objects(stage: int) -> tuple[int, int]:
 
 def classes() -> int:
     """Classes in the rooms of tiers and ranks."""
-    trees = (ast.parse(path.read_text()) for room in ("offload", "parallel") for path in (PACKAGE / room).glob("*.py"))
+    trees = (tree_of(path) for room in ("offload", "parallel") for path in (PACKAGE / room).glob("*.py"))
     return sum(isinstance(node, ast.ClassDef) for tree in trees for node in ast.walk(tree))
 
 
