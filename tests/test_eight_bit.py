@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,22 +153,21 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("dtype", ("bf16", None))
-def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks(dtype: str | None, tmp_path: Path) -> None:
-    want = trained((dtype, 0, PLACES[0], "", {}))
-    assert any("exp_avg_sq" in name for name in want)
-    cases = [(dtype, stage, place, str(tmp_path), {}) for stage, place in ((1, PLACES[1]), (3, PLACES[2]), (3, PLACES[3]))]
-    cases.append((dtype, 2, ("device", "host"), "", {"overlap_step": "backward"}))
-    for case in cases:
-        assert same(trained(case), want), case
-    threads = torch.get_num_threads()
+def test_bits_are_the_same_on_every_tier_stage_and_number_of_ranks(tmp_path: Path) -> None:
+    threads, folder = torch.get_num_threads(), str(tmp_path)
     torch.set_num_threads(1)  # as ranks have: torch's own sums depend on it
     try:
-        want = trained((dtype, 0, PLACES[0], "", {}))
+        want = {dtype: trained((dtype, 0, PLACES[0], "", {})) for dtype in ("bf16", None)}
+        assert all(any("exp_avg_sq" in name for name in found) for found in want.values())
+        cases: list[Any] = [("bf16", 1, PLACES[1], folder, {}), (None, 3, PLACES[2], folder, {})]
+        over_ranks: list[Any] = [(dtype, 3, PLACES[3], folder, {}) for dtype in want]
+        over_ranks += [("bf16", 3, PLACES[2], folder, {}), *((dtype, 2, ("device", "host"), "", {"overlap_step": "backward"}) for dtype in want)]
+        for case in cases + over_ranks:
+            assert same(trained(case), want[case[0]]), case
     finally:
         torch.set_num_threads(threads)
-    for case, found in zip(cases[1:], run_world(2, trained, cases[1:]), strict=True):
-        assert all(same(each, want) for each in found), case
+    for case, found in zip(over_ranks, run_world(2, trained, over_ranks), strict=True):
+        assert all(same(each, want[case[0]]) for each in found), case
 
 
 def saved(case: tuple[str, str]) -> bool:

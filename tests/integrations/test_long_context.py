@@ -125,12 +125,12 @@ def test_memory_grows_by_ten_tensors_as_wide_as_the_model_and_by_checkpoints() -
     zk.long_context(model)
     found = []
     with mock.patch.object(token_tiles, "TOKENS", 32):
-        for tokens in (100, 1536, 3072):  # (the first one: modules are tried)
+        for tokens in (100, 1536, 2048):  # (the first one: modules are tried)
             ids = torch.randint(3, 71, (1, tokens))
             with Alive(lambda tensor: tensor.device.type != "meta") as alive:
                 model(ids, labels=ids).loss.backward()
             found.append(alive.most)
-    assert (found[2] - found[1]) / (1536 * 64 * 4) == pytest.approx(10 + 2 + 1, rel=0.01)
+    assert (found[2] - found[1]) / (512 * 64 * 4) == pytest.approx(10 + 2 + 1, rel=0.01)
 
 
 def test_logits_that_are_used_are_those_of_the_model(computed: list[Any]) -> None:
@@ -264,7 +264,7 @@ def trained(case: tuple[str, dict[str, Any], str]) -> str:
         adam = torch.optim.AdamW(trains, lr=1e-2, eps=1e-4)
         inner = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, eps=1e-4)
         with zk.ZeroOptimizer(model, inner, **options) as optimizer:
-            for step in range(3):
+            for step in range(2):
                 parts = [ids_of(2 * step + number) for number in (0, 1)]
                 count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
                 sum(plain(**part, num_items_in_batch=count).loss for part in parts).backward()
