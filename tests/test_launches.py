@@ -35,17 +35,17 @@ def launches(case: Case) -> tuple[dict[str, int], int, float]:
     micro_batches = options.pop("micro_batches", 1)
     reads = {"side_effect": AssertionError("a gradient is read again")} if micro_batches == 1 else {"wraps": sum_of_squares}
     with (
-        mock.patch.object(interpreter, "ALWAYS", True),
         mock.patch("zk.offload.tiers.sum_of_squares", **reads),
         zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), clip_grad_norm=0.1, **options) as optimizer,
     ):
         for step in range(3):
             if step == 2:
                 streams.profiles.append(seen)
-            for part in range(micro_batches):
-                loss_of(model, batch(8 * step + 2 * part + rank).to(device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            with mock.patch.object(interpreter, "ALWAYS", step == 2):
+                for part in range(micro_batches):
+                    loss_of(model, batch(8 * step + 2 * part + rank).to(device)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
         streams.profiles.remove(seen)
         counts = collections.Counter(name for kind, name, *_ in seen if kind == "kernel" and name.endswith("_kernel"))
         return dict(counts), sum(held.shard is not None for held in optimizer.held), optimizer.metrics()["grad_norm"]
@@ -55,11 +55,9 @@ def launches(case: Case) -> tuple[dict[str, int], int, float]:
     ("case", "adam"),
     [
         ({"stage": 2, **HOST}, 0),
-        ({"stage": 1, **HOST}, 0),
         ({"stage": 3, "param_tier": "host", **HOST}, 0),
         ({"stage": 2, "optimizer_tier": "device"}, 1),
-        ({"stage": 2, **HOST, "overlap_step": True}, 0),
-        ({"stage": 2, **HOST, "dtype": "fp32"}, 0),
+        ({"stage": 1, **HOST, "overlap_step": True, "dtype": "fp32"}, 0),
     ],
 )
 def test_a_step_flattens_each_unit_in_one_launch(case: Case, adam: int) -> None:
@@ -105,7 +103,7 @@ def losses(case: Case) -> tuple[list[float], list[str]]:
     model, found, asked = GPT().to(device), list[Tensor](), list[str]()
     note = {name: getattr(dist, name) for name in ("all_to_all_single", "reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)}
     with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dtype="bf16", **HOST, **case) as optimizer:
-        for step in range(4):
+        for step in range(3):
             asked.clear()
             with mock.patch.multiple(
                 dist, **{name: lambda *args, name=name, call=call, **more: asked.append(name) or call(*args, **more) for name, call in note.items()}

@@ -16,9 +16,8 @@ from zk.offload import spill, transfer
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-def test_no_overlap_setting_changes_a_bit_with_clipping_and_an_overflow(stage: int) -> None:
-    check_overlap_settings(stage, steps=10)
+def test_no_overlap_setting_changes_a_bit_with_clipping_and_an_overflow() -> None:
+    check_overlap_settings(stage=3, steps=10)
 
 
 def test_what_a_dropped_optimizer_has_in_flight_arrives_before_it_is_read() -> None:
@@ -57,7 +56,7 @@ def test_what_is_written_through_data_reaches_the_copy_that_is_updated(dtype: st
 # ---- budgets -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", (2, 3))
 def test_auto_fills_the_device_to_the_element_and_trains_the_same(stage: int, tmp_path: Path) -> None:
     want, theirs = make(overlap_step=False, stage=stage, width=72)
     losses = train(want, theirs, steps=3)
