@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 import zk
 from tests.models import GPT, batch, loss_of
-from tests.plain import train_plain
 from tests.world import run_world
 from zk import precision
 
@@ -166,21 +165,6 @@ def test_state_dict_resumes_bit_for_bit(dtype: str, kind: type[torch.optim.Optim
     assert again.param_groups[0]["lr"] == 1e-2
     for seed in range(3, 6):
         assert step(model, optimizer, seed) == step(other, again, seed)
-    assert_same(model, other)
-
-
-def test_state_moves_between_zk_and_plain_torch() -> None:
-    model, other = pair()
-    optimizer, plain = wrap(model), adamw(other.parameters())
-    assert optimizer.state_dict()["state"] == {}
-    for seed in range(3):
-        step(model, optimizer, seed)
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other.load_state_dict(model.state_dict())
-    for seed in range(3, 6):
-        assert step(model, optimizer, seed) == step(other, plain, seed)
-    optimizer.load_state_dict(plain.state_dict())
-    assert step(model, optimizer, 6) == step(other, plain, 6)
     assert_same(model, other)
 
 
@@ -380,32 +364,24 @@ def test_loss_backward_with_a_loss_scale_is_an_error_that_says_what_to_call() ->
     assert optimizer.metrics()["loss_scale"] == 2**16
 
 
-def test_static_scale_trains_what_no_scale_trains_in_fp32() -> None:
-    losses = []
-    for scale in (None, 1024.0):
-        model, _ = pair()
-        optimizer = wrap(model, loss_scale=scale)
-        for seed in range(3):
-            loss = loss_of(model, batch(seed))
-            optimizer.backward(loss)
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-
-
 def test_who_calls_backward_elsewhere_does_so_with_the_scaled_loss() -> None:
+    """In fp32 a scale changes no bit."""
     losses = []
-    for scale in (None, 1024.0):
+    for scale, elsewhere in ((None, True), (1024.0, True), (1024.0, False)):
         model, _ = pair()
         optimizer = wrap(model, loss_scale=scale)
         for seed in range(3):
             loss = loss_of(model, batch(seed))
+            if not elsewhere:
+                optimizer.backward(loss)
+                optimizer.step()
+                continue
             with optimizer.scaled(loss) as scaled:
                 assert scaled.item() == loss.item() * (scale or 1)
                 scaled.backward()
             optimizer.step()
         losses.append(loss.item())
-    assert losses[0] == losses[1]
+    assert len(set(losses)) == 1
     with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):  # outside it is not applied
         loss_of(model, batch(0)).backward()
 
@@ -421,16 +397,6 @@ def test_bf16_moments_are_opt_in_and_halve_them() -> None:
         assert last < first
         sizes[dtype] = optimizer.metrics()["host_moments_nbytes"]
     assert sizes["bf16"] * 2 == sizes["fp32"]
-
-
-def test_master_keeps_the_precision_of_the_original_model() -> None:
-    """A bf16 run starts from fp32 masters that are the model's own values, not their bf16 roundings."""
-    torch.manual_seed(0)
-    model = GPT()
-    losses, trained, _, _ = train_plain(model, lambda params: torch.optim.AdamW(params, lr=1e-2), dtype=torch.bfloat16, steps=5)
-    optimizer = wrap(model, dtype="bf16")
-    assert [step(model, optimizer, 1000 * seed) for seed in range(5)] == losses
-    assert_same(model, trained)
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------------------------
@@ -685,17 +651,6 @@ def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
     sparse = nn.Embedding(5, 3, sparse=True)
     with zk.ZeroOptimizer(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1)), pytest.raises(TypeError, match="sparse=False"):
         sparse(torch.tensor([1])).sum().backward()
-
-
-def test_freezing_later_stops_the_update() -> None:
-    model, other = pair()
-    optimizer, plain = wrap(model), adamw(other.parameters())
-    for seed in range(4):
-        if seed == 2:
-            model.blocks[0].requires_grad_(False)
-            other.blocks[0].requires_grad_(False)
-        assert step(model, optimizer, seed) == step(other, plain, seed)
-    assert_same(model, other)
 
 
 def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
