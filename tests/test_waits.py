@@ -833,7 +833,8 @@ def in_world(case: tuple[str, str, bool]) -> str:
     default_engine.cache_clear()
     with torch_updates():
         want = wanted_of_ranks(scenario, options["stage"])
-    for collectives in (late_collectives(), contextlib.nullcontext()):  # as late as they may be, and as soon as they are asked for
+    # as late as they may be; and as soon as they are asked for, where others run beside them
+    for collectives in (late_collectives(), contextlib.nullcontext())[: 1 + overlap_step]:
         with latest(), collectives, own_data(), torch_updates():
             found = outcome(scenario, "plain", dtype="bf16", **options, overlap_step=overlap_step)
         if len(found) != len(want) or not all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in zip(found, want, strict=True)):
