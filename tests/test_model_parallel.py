@@ -146,25 +146,24 @@ def run(case: Case) -> str:
 
 
 CASES = [
-    *(Case(stage=stage, clip=clip) for stage, clip in ((0, 0.3), (1, None), (3, None))),
-    *(Case(stage=stage, clip=0.3, overflow=True) for stage in (2, 3)),
+    *(Case(stage=stage, clip=clip) for stage, clip in ((0, 0.3), (1, None))),
+    Case(stage=3, clip=0.3, overflow=True),
     *(Case(stage=stage, clip=0.3, tier="host", overlap_step=True, saves=True) for stage in (2, 3)),
     Case(stage=3, clip=0.3, tier="nvme"),
     Case("hybrid", stage=0),
-    *(Case("hybrid", stage=stage, clip=0.3, tier="host", overlap_step=True, saves=True) for stage in (1, 3)),
+    Case("hybrid", stage=3, clip=0.3, tier="host", overlap_step=True, saves=True),
     Case("hybrid", stage=2, clip=0.3, tier="nvme"),
 ]
 
 
 @pytest.mark.device_only
 def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
-    cases = [Case(kind, stage=stage, clip=0.3, tier="host", overlap_step=stage == 3) for kind in ("tensor", "hybrid") for stage in (2, 3)]
+    cases = [Case(kind, stage=stage, clip=0.3, tier="host", overlap_step=stage == 3) for kind, stage in (("tensor", 2), ("hybrid", 3))]
     assert run_world(4, run, cases, timeout=60) == [[""] * 4] * len(cases)
 
 
-def test_three_times_two_ranks_train_as_one_process() -> None:
-    cases = [Case(kind, stage=3, clip=0.3, tier="host", overlap_step=True, shape=(3, 2)) for kind in ("tensor", "hybrid")]
-    assert run_world(6, run, cases, timeout=60) == [[""] * 6] * len(cases)
+def test_three_replicas_of_two_ranks_train_as_one_process() -> None:
+    assert run_world(6, run, [Case("hybrid", stage=3, clip=0.3, tier="host", overlap_step=True, shape=(3, 2))], timeout=60) == [[""] * 6]
 
 
 def train_engine(_: int) -> list[float]:
