@@ -57,7 +57,7 @@ for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "ligh
     logging.getLogger(name).setLevel(logging.ERROR)
 
 ROOT = Path(__file__).parents[2]
-STEPS, EPOCH = 10, 8
+STEPS, EPOCH = 6, 4
 ROWS = TensorDataset(torch.cat([batch(1000 * step) for step in range(EPOCH)]))
 
 
@@ -163,15 +163,14 @@ def test_every_name_trains_the_bits_of_the_stock_trainer_and_leaves_a_plain_mode
 @pytest.mark.parametrize(
     ("kwargs", "tolerance"),
     [
-        ({"accumulate_grad_batches": 4}, 0.0),
-        ({"gradient_clip_val": 1.0}, 1e-6),
-        ({"gradient_clip_val": 0.3, "accumulate_grad_batches": 3}, 1e-6),
-        ({"module": Constant, "steps": 20}, 0.0),
+        ({"accumulate_grad_batches": 2, "steps": 3}, 0.0),
+        ({"gradient_clip_val": 0.3, "accumulate_grad_batches": 3, "steps": 3}, 1e-6),
+        ({"module": Constant, "steps": 9}, 0.0),
     ],
 )
 def test_accumulation_clipping_and_schedules_by_epoch_are_those_of_the_stock_trainer(kwargs: Any, tolerance: float) -> None:
     reference = fit(**kwargs)
-    assert reference.losses != stock().losses
+    assert reference.losses[: len(stock().losses)] != stock().losses[: len(reference.losses)]
     for stage in (2, 3):
         module = fit(host(stage), **kwargs)
         assert module.losses == pytest.approx(reference.losses, abs=tolerance, rel=0), stage
@@ -425,7 +424,7 @@ def saved(folder: Path, strategy: Any, at: int, **kwargs: Any) -> Path:
     return folder / "at.ckpt"
 
 
-@pytest.mark.parametrize("at", [5, EPOCH])
+@pytest.mark.parametrize("at", [3, EPOCH])
 def test_a_run_resumed_at_any_stage_or_by_or_from_the_stock_trainer_is_the_same_to_the_bit(tmp_path: Path, at: int) -> None:
     folder, file = saved(tmp_path / "zk", "zk_stage_3_offload", at), saved(tmp_path / "stock", "auto", at)
     assert folder.is_dir() and file.is_file()
@@ -772,8 +771,7 @@ def test_fabric_trains_two_models_each_with_its_own_optimizer_and_loss_scale() -
 
 CASES: dict[str, tuple[dict[str, Any], float]] = {  # options of the Trainer, difference to DDP
     "plain": ({}, 0.0),
-    "clipped": ({"gradient_clip_val": 0.5}, 1e-6),
-    "accumulated": ({"accumulate_grad_batches": 2}, 1e-6),
+    "clipped and accumulated": ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, 1e-6),
 }
 
 
@@ -823,7 +821,7 @@ def test_two_ranks_train_on_their_gpus_on_the_mean_of_their_gradients() -> None:
             expected[rank].append(loss.item())
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step(), optimizer.zero_grad(), schedule.step()
-    for found in run_world(2, on_gpu_of_rank, ["zk_stage_1", "zk_stage_3_offload"]):
+    for found in run_world(2, on_gpu_of_rank, ["zk_stage_3_offload"]):
         for rank, result in enumerate(found):
             assert not isinstance(result, Exception), result
             assert result == (pytest.approx(expected[rank], abs=1e-6, rel=0), f"cuda:{rank}")
