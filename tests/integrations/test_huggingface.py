@@ -41,7 +41,7 @@ TOLERANCES = {
     # bf16 parameters with fp32 masters against autocast over fp32 parameters: activations have 8 bits in both, rounded in other places
     "bf16": (2e-2, 2e-2),
 }
-ON_RANKS = ("gpt2", "t5", "mixtral") if DEVICE.type == "cpu" else ("gpt2",)  # for ranks the others are as gpt2 is
+ON_RANKS = ("t5", "mixtral") if DEVICE.type == "cpu" else ("gpt2",)  # for ranks the others are as gpt2 is
 BACKEND = "gloo" if DEVICE.type == "cpu" else "nccl"
 HOST = {"param_tier": "host", "optimizer_tier": "host"}
 
@@ -138,7 +138,8 @@ def test_zk_ends_with_the_losses_of_the_plain_trainer(family: str, tmp_path: Pat
     plain = made(Trainer, family, tmp_path / "plain")
     plain.train()
     drive = on_drive(tmp_path)
-    for first, second in (({"stage": 2, "optimizer_tier": "host"}, drive), (drive, {"stage": 2})):
+    ways = (({"stage": 2, "optimizer_tier": "host"}, drive), (drive, {"stage": 2}))
+    for first, second in ways if family == "gpt2" else ways[:1]:
         folder = tmp_path / f"from stage {first['stage']}"
         begun = made(ZeroTrainer, family, folder, stop=MIDDLE, zero=first)
         begun.train()
@@ -159,7 +160,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", ("gpt2", "llama", "t5", "mixtral"))
+@pytest.mark.parametrize("family", ("gpt2", "t5", "mixtral"))
 def test_micro_batches_that_go_block_by_block_have_the_losses_of_the_plain_trainer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +227,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[An
     two, three = {"stage": 2, "optimizer_tier": "host"}, {"stage": 3, **HOST}
     cases: dict[str, Any] = {}
     for family in ON_RANKS:
-        first, second = (two, three) if family in ("gpt2", "t5") else (three, two)
+        first, second = (three, two) if family == "mixtral" else (two, three)
         cases[f"{family} plain"] = (family, str(base / f"{family} plain"), {}, {})
         cases[family] = (family, str(base / family), first, second)
     cases["generate"] = str(base / "generate")
