@@ -48,7 +48,8 @@ OVERLAPPED = [
 # What a device adds it adds in one precision with each model, and in each precision with one model; two ranks in one precision, with one
 # optimizer, where they meet. Three steps show it: the third one uses every buffer again, and every order is known by then. Alone, a process
 # does at stages 0 to 2 the same; beside others, what an update in the background meets at stage 0 is its own. Models that are part of another one
-# (frozen of unfreezing, unused of sometimes, checkpointed of the other two) are for the host.
+# (frozen of unfreezing, unused of sometimes, checkpointed of the other two) are for the host. What a model does is met at stage 3, and below it
+# what lies elsewhere there: parameters that begin to be trained, that are tied, and experts that a rank has no gradient of.
 MODELS = ("plain", "sometimes", "unfreezing", "elsewhere", "experts_checkpointed")
 IN_STEP = {
     1: [
@@ -64,17 +65,26 @@ IN_STEP = {
         and (case.accumulation == 1 or case.no_sync or case.adversary or case.model == "elsewhere" or case.stage < 3)
         and (case.prefetch == 0) == (case.model == "elsewhere" and case.accumulation == 1)
         and (case.dtype != "fp32" or case.prefetch != 1)
+        and (case.stage == 3 or case.model in ("plain", "unfreezing", "tied"))
+        and (case.stage > 1 or case.accumulation > 1 or case.optimizer != "AdamW")
     ],
     2: [
         dataclasses.replace(case, steps=3)
         for case in spread(DEVICE_CASES)
         if case.dtype == "bf16" and case.optimizer == "AdamW" and (case.accumulation == 1) == (case.model != "elsewhere")
         and case.model in MODELS
-        and (case.stage == 3 or case.clip)
+        and case.clip
+        and (case.stage == 3 or case.model in ("plain", "experts_checkpointed"))
+        and case.tier != ("auto" if case.stage == 3 else "nvme")
+        and (case.params != "host" or case.prefetch == 0)
     ],
 }
 IN_THE_BACKGROUND = {
-    world: [dataclasses.replace(case, steps=5 if case.model == "unfreezing" else 4) for case in spread(OVERLAPPED) if case.stage in stages]
+    world: [
+        dataclasses.replace(case, steps=5 if case.model == "unfreezing" else 4)
+        for case in spread(OVERLAPPED)
+        if case.stage in stages and (case.overlap or (case.stage == 3) == (world == 1)) and (world == 1 or case.stage < 3 or case.tier != "auto")
+    ]
     for world, stages in ((1, (0, 3)), (2, (1, 2, 3)))
 }
 
