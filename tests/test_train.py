@@ -100,7 +100,7 @@ def test_a_profile_has_the_kernels_and_copies_of_the_gpu(tmp_path: Path) -> None
 
 @pytest.mark.device
 def test_two_ranks_learn_what_one_process_learns_from_twice_the_batch(tmp_path: Path) -> None:
-    options, port = ["--dtype", "fp32", "--out", str(tmp_path)], free_port()
+    options, port = ["--dtype", "fp32", "--out", str(tmp_path), "--steps", "3"], free_port()
     ranks = [Program("-m", "zk", "train", *SMALL, *options, env=rank_of(2, rank, port)) for rank in range(2)]
     for rank in ranks:
         rank.communicate()

@@ -812,7 +812,12 @@ def test_two_ranks_train_on_their_gpus_on_the_mean_of_their_gradients() -> None:
     plain = Language()
     configured = plain.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    numbers = [list(DistributedSampler(ROWS, 2, rank)) for rank in range(2)]  # as Lightning divides training data
+    samplers = [DistributedSampler(ROWS, 2, rank) for rank in range(2)]  # as Lightning divides training data
+    numbers: list[list[int]] = [[], []]
+    for epoch in range(2):
+        for rank, sampler in enumerate(samplers):
+            sampler.set_epoch(epoch)
+            numbers[rank] += list(sampler)
     expected: list[list[float]] = [[], []]
     for step in range(4):
         for rank in range(2):
