@@ -294,7 +294,7 @@ def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatc
     fetch = ActivationOffload.fetch
     monkeypatch.setattr(ActivationOffload, "fetch", lambda self, saved: [fetch(self, saved), read.append(self.here.nbytes)][0])
     for tiles in (4, 8):
-        model, _ = made(layers=2)
+        model, _ = made()
         model.positions = nn.Embedding(16 * 8, WIDTH)
         with optimizer_of(model, stage=0) as optimizer:
             alive = Alive(Tensor.is_floating_point)

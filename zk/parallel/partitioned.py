@@ -316,11 +316,12 @@ class Partition:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        if module is self.model and module in self.entered and not in_backward and calls_of(module) == 1:
+        thread = threading.get_ident()
+        if self.thread == thread and module is self.model and module in self.entered and not in_backward and calls_of(module) == 1:
             self.abandon()
         if not self.entered:
-            self.thread = threading.get_ident()
-        elif self.thread != threading.get_ident():
+            self.thread = thread
+        elif self.thread != thread:
             raise RuntimeError(
                 "two threads call the model at once, and at stage 3 one would release what the other computes with; call it in one thread after "
                 "the other, or use stage 2"
