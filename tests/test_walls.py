@@ -68,7 +68,7 @@ SIZES = {
     # 21 and 163 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
     # that is compiled, for states that are copied, or gone, and for the 8-bit state in an error
     # 2 and 39 for groups that are none; 40 and 305 for Ctrl-C at any line of a forward or backward, of which torch tells no hook
-    "core": (15_071, 116_416),
+    "core": (15_072, 116_421),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
@@ -96,7 +96,7 @@ SIZES = {
     # 13 tokens for the digest of a base that is computed with in fp32
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
     # 27 and 196 for schedulers of schedulers, for manifests that are gone, and for an optimizer whose state is gone
-    "checkpoint": (3_134, 26_326),
+    "checkpoint": (3_132, 26_322),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences; 13 and 144 for those in tiles
     # 105 and 1,400 for names that people type, rows that are folded, and what would make a step shorter; 15 and 135 for the closest name
