@@ -103,16 +103,16 @@ _TAIL = 1 << 12  # elements that are copied aside
 
 
 def widen_(full: Tensor, narrow: torch.dtype) -> None:
-    """Cast values in place: those of ``full`` (n,) are in the second half of its memory, in ``narrow``, of half the size.
+    """Cast values in place: those of ``full`` (n,) are in the first half of its memory, in ``narrow``, of half the size.
 
-    First the first half of the values, whose place is free; then half of what is left, whose place has been read; and so on.
+    First the last half of the values, whose place is free; then half of what is left, whose place has been read; and so on.
     """
-    source, start = full.view(narrow)[full.numel() :], 0
-    while full.numel() - start > _TAIL:
-        stop = (start + full.numel()) // 2
+    source, stop = full.view(narrow), full.numel()
+    while stop > _TAIL:
+        start = (stop + 1) // 2
         full[start:stop] = source[start:stop]
-        start = stop
-    full[start:] = source[start:].clone()
+        stop = start
+    full[:stop] = source[:stop].clone()
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -199,7 +199,7 @@ class UnitStore:
             raise
 
     def _fill(self, source: Tensor) -> None:
-        full = self.full if not self.unit.is_widened else self.full.view(self.unit.dtype)[self.layout.numel :]
+        full = self.full if not self.unit.is_widened else self.full.view(self.unit.dtype)[: self.layout.numel]
         if self.uploads is None:
             self.pending = self.comm.all_gather(self.index, full, source)
         else:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zk.events import COMPLETED, Event, Ticket
-from zk.memory import staging
+from zk.memory import staging, widen_
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, Excerpts, File, Request, round_up
 from zk.offload.packing import PACKED, Packing
@@ -614,16 +614,19 @@ class FileGrads:
 
     def _add(self, grad: Tensor) -> None:
         assert self.whole is not None
+        dtype = grad.dtype if self.dtype is None else self.sum_dtype
         if self.dtype is not None:
-            piece = self._piece(0, self.numel, self.dtype)
-            before = self.whole.open(piece)[: self.numel * self.dtype.itemsize].view(self.dtype)
-            grad = before.to(self.sum_dtype, copy=True).add_(grad)
-            self.whole.evict(piece, changed=False)
-        piece = self._piece(0, self.numel, grad.dtype)
-        here = self.whole.open(piece, read=False)[: grad.nbytes].view(grad.dtype)
-        here.copy_(grad)
+            self.whole.open(self._piece(0, self.numel, self.dtype))
+        piece = self._piece(0, self.numel, dtype)
+        here = self.whole.open(piece, read=False)[: self.numel * dtype.itemsize].view(dtype)  # the same memory
+        if self.dtype is None:
+            here.copy_(grad)
+        else:
+            if self.dtype != dtype:
+                widen_(here, self.dtype)
+            here.add_(grad)
         self.sum = float(sum_of_squares(here, self.num_threads))
-        self.dtype = grad.dtype
+        self.dtype = dtype
         if self.is_handed_over:
             self.here = here
         else:
