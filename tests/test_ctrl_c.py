@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from zk.offload.nvme import File
 from zk.offload.spill import Buffers, FileParams
 from zk.parallel.released import stand_in
 from zk.store import State, UnitStore
@@ -23,7 +24,7 @@ from zk.store import State, UnitStore
 OF_STORES = (UnitStore.prefetch, UnitStore._fill, UnitStore.gather, UnitStore.release, UnitStore._free, stand_in)
 OF_FILES = tuple(
     inspect.unwrap(method)
-    for method in (Buffers.fetch, Buffers.open, Buffers.evict, Buffers._read, Buffers._take, Buffers._rest, FileParams.whole, FileParams.release)
+    for method in (Buffers.open, Buffers.evict, Buffers._read, Buffers._take, Buffers._rest, FileParams.whole, FileParams.release, File._start)
 )
 
 

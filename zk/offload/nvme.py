@@ -536,14 +536,14 @@ class File:
         elif self.checksums is not None:
             finish = functools.partial(self._check, offset, data)
         request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, finish)
-        with self.lock:
-            self.pending = [other for other in self.pending if not other.done or (other.error is not None and not other.reported)]
-            self.pending.append(request)
-            if write:
-                self.written_nbytes += len(data)
-            else:
-                self.read_nbytes += sum(stop - start for start, stop in pieces)
         try:
+            with self.lock:
+                self.pending = [other for other in self.pending if not other.done or (other.error is not None and not other.reported)]
+                self.pending.append(request)
+                if write:
+                    self.written_nbytes += len(data)
+                else:
+                    self.read_nbytes += sum(stop - start for start, stop in pieces)
             for start, stop in pieces:
                 piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write, request.flow)
                 self.engine.submit(request, piece)
