@@ -13,6 +13,7 @@ mutate_waits.json, and is tried first; ``--remember`` writes that file.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -531,10 +532,14 @@ def run(chosen: Sequence[Mutant], report: Callable[[Mutant, str, str], None], at
 
 
 def main(arguments: Sequence[str]) -> int:
-    found = mutants()
-    wanted = [argument for argument in arguments if not argument.startswith("--")]
+    parser = argparse.ArgumentParser("python -m tests.mutate_waits", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("wanted", nargs="*", metavar="part of file:line")
+    parser.add_argument("--list", action="store_true", help="name the waits, and try none")
+    parser.add_argument("--remember", action="store_true", help="write what has noticed each to mutate_waits.json")
+    options = parser.parse_args(arguments)
+    found, wanted = mutants(), options.wanted
     chosen = [one for one in found if not wanted or any(part in f"{one.file}:{one.line}" for part in wanted)]
-    if "--list" in arguments:
+    if options.list:
         for one in chosen:
             print(f"{one.file}:{one.line} {one.function}: {one.what}")
         print(len(chosen), "waits")
@@ -574,7 +579,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"\n{len(outcomes)} waits removed: {len(outcomes) - len(survived)} killed, {len(survived)} survived, {len(unexplained)} unexplained")
     for one in unexplained:
         print(f"  SURVIVED {one.file}:{one.line} {one.function}: {one.what}")
-    if "--remember" in arguments:
+    if options.remember:
         kept = {label: killer for label, killer in _remembered().items() if wanted and label in {one.label for one in found}}
         REMEMBERED.write_text(json.dumps({**kept, **killers}, indent=1, sort_keys=True) + "\n")
     stale = [] if wanted else [key for key in EQUIVALENT if key not in {one.key for one in survived}]
