@@ -19,7 +19,7 @@ from benchmarks.throttled import ThrottledLink, pretend
 from tests.user_programs import PROGRAMS, Case, Net, Program, Run, Writing
 
 STEPS = 3
-PARTITIONED = Case(3, tier="nvme")  # parameters are gone between uses, in one process too
+PARTITIONED = Case(3, tier="host", is_apart=True)  # parameters are gone between uses, in one process too
 ALONE = (
     *(Case(stage) for stage in range(4)),
     Case(2, tier="host"),

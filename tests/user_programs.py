@@ -153,6 +153,11 @@ class Case:
     dtype: str = "fp32"
     is_apart: bool = False  # the device has memory of its own
 
+    @property
+    def releases(self) -> bool:
+        """Parameters are gone between uses."""
+        return self.stage == 3 and (self.world > 1 or self.tier == "nvme" or self.is_apart)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -816,7 +821,7 @@ def turn_data(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "use zk.gather" if case.stage == 3 and (case.world > 1 or case.tier == "nvme") else None)
+@program(lambda case: "use zk.gather" if case.releases else None)
 def write_data_of_what_is_gathered_to_be_read(run: Run) -> None:
     with zk.gather(run.params):
         run.model.head.weight.data.mul_(0.5)
@@ -845,7 +850,7 @@ def transform_what_is_gathered(run: Run) -> None:
     run.finish()
 
 
-@program(lambda case: "saved tensor hooks" if case.stage == 3 and (case.world > 1 or case.tier == "nvme") else None)
+@program(lambda case: "saved tensor hooks" if case.releases else None)
 def transform_what_is_gathered_with_a_graph(run: Run) -> None:
     with zk.gather(run.params):
         run.see(torch.func.grad(_norm)(run.model.head.weight).sum())
