@@ -33,22 +33,22 @@ pytestmark = pytest.mark.usefixtures("torch_engine")
 # models that are part of another one (unused of sometimes, frozen of unfreezing, checkpointed of experts_checkpointed) are the usual backward's
 TWO = Case(stage=3, dtype="bf16", accumulation=2, vertical=True, steps=3)
 THREE = dataclasses.replace(TWO, accumulation=3)  # where the one in the middle, neither the first nor the last, is another case
-BELOW = {"sometimes": 0, "unfreezing": 2, "checkpointed_reentrant": 2, "experts": 0}  # beside stage 3, which meets each model
+BELOW = {"sometimes": 0, "checkpointed_reentrant": 2, "experts": 0}  # beside stage 3, which meets each model
 PLAIN = [
-    *(dataclasses.replace(TWO, stage=stage, accumulation=number, tier="nvme" if number == 2 else "host") for stage in (0, 3) for number in (1, 2)),
-    *(dataclasses.replace(TWO, stage=stage, tier=tier) for stage, tier in ((1, "host"), (2, "nvme"))),
+    dataclasses.replace(TWO, accumulation=1),
+    *(dataclasses.replace(TWO, stage=stage, tier=tier) for stage, tier in ((0, "nvme"), (1, "host"), (2, "nvme"))),
     dataclasses.replace(THREE, dtype="fp32"),
     dataclasses.replace(TWO, dtype="fp16", tier="nvme"),
 ]
 OTHERS = [
     *(dataclasses.replace(THREE, stage=stage, model=model) for model, stage in BELOW.items()),
-    *(dataclasses.replace(THREE, model=model, tier="nvme") for model in (*BELOW, "experts_checkpointed")),
+    *(dataclasses.replace(THREE, model=model, tier="nvme") for model in (*BELOW, "unfreezing", "experts_checkpointed")),
     # parameters that are used in two places: the order of additions is another one
     *(
         dataclasses.replace(THREE, stage=stage, dtype="fp32", model=model, tolerance=2e-5)
         for stage, model in ((2, "elsewhere"), (3, "elsewhere"), (3, "tied"))
     ),
-    *(dataclasses.replace(THREE, stage=stage, overlap_step=True, steps=4) for stage in (1, 3)),
+    dataclasses.replace(THREE, overlap_step=True, steps=4),
     dataclasses.replace(THREE, stage=2, model="unfreezing", tier="nvme", overlap_step=True, steps=5),
     dataclasses.replace(TWO, tier="nvme", prefetch=0),
     dataclasses.replace(TWO, stage=2, optimizer="SGD", clip=None),
@@ -61,26 +61,18 @@ OF_RANKS = [
     dataclasses.replace(TWO, model="experts", tolerance=0.05),
     dataclasses.replace(THREE, stage=2, overlap_step=True, steps=4),
     dataclasses.replace(THREE, model="unfreezing", tier="nvme", overlap_step=True, steps=5),
-    dataclasses.replace(THREE, tier="nvme", narrow=True),
+    dataclasses.replace(THREE, tier="nvme", narrow=True, prefetch=3),  # all ahead
 ]
 if softgpu.installed():
     ALONE = [
-        dataclasses.replace(TWO, stage=2, tier="nvme"),
-        dataclasses.replace(TWO, tier="nvme", prefetch=0),
-        dataclasses.replace(TWO, model="experts"),
-        dataclasses.replace(THREE, overlap_step=True, steps=4),
-        dataclasses.replace(TWO, optimizer="SGD", clip=None),
-        dataclasses.replace(THREE, stage=2, narrow=True),
+        dataclasses.replace(THREE, stage=2, tier="nvme", narrow=True),
+        dataclasses.replace(TWO, tier="nvme", prefetch=0, optimizer="SGD", clip=None),
+        dataclasses.replace(THREE, model="experts", overlap_step=True, steps=4),
     ]
-    TOGETHER = [*OF_RANKS, dataclasses.replace(TWO, tier="nvme")]
+    TOGETHER = [OF_RANKS[0], OF_RANKS[2], dataclasses.replace(OF_RANKS[3], narrow=True)]
 else:
     ALONE = PLAIN + OTHERS
-    TOGETHER = [
-        *OF_RANKS,
-        dataclasses.replace(TWO, stage=2, tier="nvme"),
-        dataclasses.replace(TWO, tier="nvme", prefetch=3),  # all ahead
-        dataclasses.replace(TWO, optimizer="SGD", clip=None),
-    ]
+    TOGETHER = [*OF_RANKS, dataclasses.replace(TWO, stage=2, tier="nvme")]
 WORLDS = {1: ALONE, 2: TOGETHER}
 
 
