@@ -216,7 +216,7 @@ def test_kernels_that_are_wrong_are_not_timed() -> None:
 def forked() -> Iterator[None]:
     """Processes of their own are forked from one that has imported torch, where tests of ranks are."""
     context = processes()
-    with mock.patch.object(multiprocessing, "get_context", lambda _: context):
+    with mock.patch.object(multiprocessing, "get_context", {"spawn": context}.__getitem__):
         yield
 
 
@@ -248,7 +248,7 @@ def end(*_: object) -> None:
 
 def test_what_ends_a_step_s_process_is_told() -> None:
     job = step.Job(GPTConfig(vocab=32, width=16, layers=1, heads=2, context=8), zk.ZeroConfig(host_budget="1KiB", optimizer_tier="host"), 2, 1, 1)
-    with pytest.raises(ValueError, match="host_budget is"):
+    with forked(), pytest.raises(ValueError, match="host_budget is"):
         step.apart(job, False, [])
     with forked(), mock.patch.object(step, "run", end), pytest.raises(RuntimeError, match="the process that trains with zk was ended from outside"):
         step.apart(job, False, [])
