@@ -155,7 +155,7 @@ ON_DRIVE = Job(3, "plain", "fp32", "nvme")
 
 
 @pytest.mark.parametrize(
-    "jobs", ((Job(0), Job(2), Job(3, "tied"), Job(3, "frozen")), pytest.param((ON_DRIVE,), marks=pytest.mark.device)), ids=("host", "nvme")
+    "jobs", ((Job(2), Job(3, "tied"), Job(0, "frozen")), pytest.param((ON_DRIVE,), marks=pytest.mark.device)), ids=("host", "nvme")
 )
 def test_the_number_of_ranks_may_change(jobs: tuple[Job, ...], tmp_path: Path) -> None:
     cases: list[Callable[[], None]] = []

@@ -135,7 +135,7 @@ print("trained" if not torch.equal(param, values) and param.isfinite().all() els
 """
 
 
-@pytest.mark.parametrize(("stage", "tier"), [(0, "host"), (2, "host"), (2, "nvme"), (3, "host"), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "tier"), [(0, "host"), (2, "nvme"), (3, "host"), (3, "nvme")])
 def test_a_forked_process_is_told_what_it_does_not_have(stage: int, tier: str, tmp_path: Path) -> None:
     program = Program("-c", REFUSED, str(stage), tier, str(tmp_path))
     said, errors = program.communicate(60)

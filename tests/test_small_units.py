@@ -86,14 +86,14 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 
 def trained(way: str, nbytes: int, options: dict[str, Any], vertical: bool = False) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, weights, and the number of units after three steps, with units of small blocks up to ``nbytes``."""
+    """Losses, weights, and the number of units after some steps, with units of small blocks up to ``nbytes``."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with mock.patch.object(units, "TOGETHER_NBYTES", nbytes), tempfile.TemporaryDirectory() as folder:
         drive = {"nvme_path": folder} if "nvme" in options.values() else {}
         model = Net(way)
         losses = []
         with zk.ZeroOptimizer(model, inner_of(model), clip_grad_norm=0.1, **options, **drive) as optimizer:
-            for step in range(3):
+            for step in range(3 if way == "skips" else 2):
                 seeds = [100 * step + 10 * micro + rank for micro in range(1 + vertical)]
                 if vertical:
                     losses += [loss.item() for loss in optimizer.accumulate(seeds, loss_of)]
@@ -117,7 +117,7 @@ WAYS = ("backwards", "twice", "segments", "tied", "frozen")
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     *((way, ON_HOST, False) for way in WAYS),
     *((way, ON_DRIVE, False) for way in ("in order", "segments")),
-    *((way, STAGE_2, False) for way in ("tied", "frozen")),
+    ("tied", STAGE_2, False),
     ("in order", ON_DRIVE, True),
     ("frozen", ON_HOST, True),
     *(("skips", {**ON_HOST, "overlap_step": how}, False) for how in (True, "backward")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.integrations.test_lightning import CASES, fit, loop, rows, same_weights, saved, trainer
+from tests.integrations.test_lightning import CASES, OURS, fit, loop, rows, same_weights, saved, trainer
 from tests.models import batch, loss_of
 
 
@@ -18,7 +18,7 @@ def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     found: dict[Any, Any] = {}
     for name, (options, _) in CASES.items():
-        for strategy in ("ddp", "zk_stage_1", "zk_stage_2_offload", "zk_stage_3_offload"):
+        for strategy in ("ddp", *OURS[name]):
             module = fit(strategy, 4, devices=2, **options)
             found[name, strategy] = module.losses, module.trainer.callback_metrics["val"].item(), [p.detach().clone() for p in module.parameters()]
     saved(folder, "zk_stage_3_offload", 3, devices=2)
