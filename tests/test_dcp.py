@@ -214,9 +214,9 @@ def test_options_of_get_and_set() -> None:
     want = finished(parted)
     on_host = not torch.cuda.is_available()
     cases = [partial(hand_over, parted, parted, options, back, want) for options, back in (WAYS if on_host else ON_DEVICE)]
-    in_world(cases + [partial(hand_over, full, full, options, back, want) for options, back in (WAYS[0], WAYS[-1]) * on_host])
-    for options, back in WAYS[3:5] * on_host:  # torch needs a process group for the last
-        hand_over(full, parted, options, back, want)
+    in_world(cases + [partial(hand_over, full, full, *WAYS[-1], want)] * on_host)
+    if on_host:
+        hand_over(full, parted, *WAYS[4], want)
 
 
 def test_what_torch_asks_for_changes_nothing() -> None:
