@@ -42,6 +42,14 @@ def here(out: Path, *options: str) -> str:
     return done.output
 
 
+def refused(*options: str) -> str:
+    """What `zk train` says as it ends in this process, with an exit code and no error of Python's."""
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(io.StringIO()) as said:
+        app(["train", *SMALL, *options])
+    assert ended.value.code
+    return said.getvalue()
+
+
 def last_loss(folder: Path) -> float:
     """The loss of the last step, from the file of the run."""
     return float(read(folder / FILE)["rows"][-1][COLUMNS.index("loss")])
@@ -83,9 +91,8 @@ def test_micro_batches_that_go_block_by_block_learn_the_same(tmp_path: Path) -> 
     assert found[0] == pytest.approx(found[1], abs=1e-3)
     gathers = [int(re.search(r"gathers +(\d+)", text)[1]) for text in shown]  # type: ignore[index]
     assert gathers[1] < gathers[0]
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
-        app(["train", *SMALL, "--accumulation", "diagonal", "--out", str(tmp_path)])
-    assert "--accumulation must be horizontal, vertical or auto; got 'diagonal'" in said.getvalue()
+    said = refused("--accumulation", "diagonal", "--out", str(tmp_path))
+    assert "--accumulation must be horizontal, vertical or auto; got 'diagonal'" in said
 
 
 @pytest.mark.device_only
@@ -123,7 +130,7 @@ def test_two_ranks_learn_what_one_process_learns_from_twice_the_batch(tmp_path: 
     ),
 )
 def test_other_options_run(options: list[str], tmp_path: Path) -> None:
-    assert "validation loss" in run("-m", "zk", "train", *SMALL, *options, "--out", str(tmp_path))
+    assert "validation loss" in here(tmp_path, *options)
 
 
 def test_a_run_that_diverges_ends_with_its_report_and_what_to_do(tmp_path: Path) -> None:
@@ -134,7 +141,6 @@ def test_a_run_that_diverges_ends_with_its_report_and_what_to_do(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        (["--stage", "7"], "stage must be 0, 1, 2 or 3; got 7"),
         (["--optimizer-tier", "nvme"], "nvme_path is not set"),
         (["--width", "33"], "width must be a multiple of heads"),
         (["--data", "no-such-file"], "no-such-file"),
@@ -143,16 +149,20 @@ def test_a_run_that_diverges_ends_with_its_report_and_what_to_do(tmp_path: Path)
     ),
 )
 def test_bad_options_end_with_one_clear_line(options: list[str], message: str) -> None:
-    shown = run("-m", "zk", "train", *SMALL, *options, ok=False)
-    assert message in shown and "Traceback" not in shown
+    assert message in refused(*options)
+
+
+def test_a_program_of_bad_options_ends_without_a_traceback() -> None:
+    shown = run("-m", "zk", "train", *SMALL, "--stage", "7", ok=False)
+    assert "stage must be 0, 1, 2 or 3; got 7" in shown and "Traceback" not in shown
 
 
 def test_users_own_text_is_used_and_too_little_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)
-    assert f"{text}" in run("-m", "zk", "train", *SMALL, "--data", str(text), "--out", str(tmp_path))
+    assert f"{text}" in here(tmp_path, "--data", str(text))
     text.write_text("too little")
-    assert "has 10 bytes, too few" in run("-m", "zk", "train", *SMALL, "--data", str(text), ok=False)
+    assert "has 10 bytes, too few" in refused("--data", str(text))
 
 
 def test_training_and_validation_text_are_disjoint_parts_of_real_text() -> None:
