@@ -292,22 +292,24 @@ def entered(stage: int) -> tuple[int, int]:
 
 
 def objects(stage: int) -> tuple[int, int]:
-    """Objects of zk's own classes per unit, and their classes: the difference between a model of 12 units and one of 4."""
+    """Objects of zk's own classes per unit, and their classes: the difference between a model of 7 units and one of 3."""
 
     def count(units: int) -> collections.Counter[str]:
-        model, optimizer = trained(stage, units)
-        model(torch.ones(2, 8)).float().square().mean().backward()
-        gc.collect()
-        found = collections.Counter(type(thing).__qualname__ for thing in gc.get_objects() if str(type(thing).__module__).startswith("zk."))
-        optimizer.step()
-        optimizer.close()
-        del model, optimizer
-        gc.collect()
+        gc.freeze()  # what there was before is not looked at
+        try:
+            model, optimizer = trained(stage, units)
+            model(torch.ones(2, 8)).float().square().mean().backward()
+            gc.collect()
+            found = collections.Counter(type(thing).__qualname__ for thing in gc.get_objects() if str(type(thing).__module__).startswith("zk."))
+            optimizer.step()
+            optimizer.close()
+        finally:
+            gc.unfreeze()
         return found
 
-    few, many = count(4), count(12)
-    more = {name: many[name] - few[name] for name in many if many[name] - few[name] >= 8}
-    return sum(more.values()) // 8, len(more)
+    few, many = count(3), count(7)
+    more = {name: many[name] - few[name] for name in many if many[name] - few[name] >= 4}
+    return sum(more.values()) // 4, len(more)
 
 
 def classes() -> int:
