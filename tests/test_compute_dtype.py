@@ -29,18 +29,18 @@ OVERLAPPED = dataclasses.replace(FIRST, params="device", overlap_step=True, step
 IN_BACKWARD = dataclasses.replace(FIRST, tier="nvme", overlap_step="backward", keep_gradients=False, clip=None, steps=4)
 ON_THE_DEVICE = dataclasses.replace(FIRST, update_on="device")  # (on a CPU there is one side)
 DELAYED = dataclasses.replace(FIRST, optimizer="SGD", delay=2, prefetch=0, steps=4)
-# (ranks look at neither of the first two)
 TIED, FROZEN, ELSEWHERE, EXPERTS = (dataclasses.replace(FIRST, model=model) for model in ("tied", "frozen", "elsewhere", "experts_checkpointed"))
 UNFREEZING = dataclasses.replace(FIRST, model="unfreezing", tier="nvme", steps=5)  # (whose reference has no gradient on some ranks)
+# each with one process or with two, but for what ranks send; of three each has another part
 HOST = {
-    1: [*TIERS, FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, DELAYED, TIED, FROZEN, ELSEWHERE, EXPERTS, UNFREEZING],
-    2: [FP16, LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, ELSEWHERE, EXPERTS],
-    3: [TIERS[1], LATE],
+    1: [*TIERS, FP16, VERTICAL, DELAYED, TIED, FROZEN, ELSEWHERE, UNFREEZING],
+    2: [LATE, VERTICAL, OVERLAPPED, IN_BACKWARD, ELSEWHERE, EXPERTS],
+    3: [LATE],
 }
-# what lies between a tier and the device's memory: each with one process or with two
+# what lies between a tier and the device's memory
 SOFTWARE_GPU = {
-    1: [TIERS[0], FP16, VERTICAL, IN_BACKWARD, ON_THE_DEVICE, ELSEWHERE, UNFREEZING],
-    2: [TIERS[1], LATE, OVERLAPPED, DELAYED, EXPERTS],
+    1: [FP16, VERTICAL, IN_BACKWARD, ON_THE_DEVICE, UNFREEZING, DELAYED],
+    2: [LATE, OVERLAPPED, EXPERTS],
 }
 
 

@@ -39,10 +39,7 @@ def test_an_elementwise_optimizer_trains_what_plain_torch_trains(case: Case) -> 
     assert run_case(case) == ""
 
 
-RANKS = [
-    Case(stage=1, dtype="bf16", optimizer="NAdam", model="sometimes", steps=3),
-    Case(stage=3, optimizer="Lion", accumulation=2, steps=3),
-]
+RANKS = [Case(stage=1, dtype="bf16", optimizer="NAdam", model="sometimes", steps=3)]
 
 
 def wrapped(name: str, **options: Any) -> tuple[nn.Module, zk.ZeroOptimizer]:
@@ -237,7 +234,7 @@ def train_several(stage: int) -> str:
 
 
 def test_a_list_of_optimizers_trains_what_each_of_them_trains() -> None:
-    assert results(2)[-4:-2] == [["", ""]] * 2
+    assert train_several(2) == "" and results(2)[-2] == ["", ""]
     model = GPT()
     mine = several(model)
     with zk.ZeroOptimizer(model, mine) as optimizer:
@@ -280,15 +277,15 @@ ADAFACTOR = [
 
 
 # each with one process or with two; of three some have no parameter of a unit: each optimizer, with and without slices of parameters
-WHOLE = {1: [*MUON[2:5], ADAFACTOR[0], *ADAFACTOR[4:6]], 2: [*MUON[:2], MUON[5], *ADAFACTOR[1:4], ADAFACTOR[6]]}
-WHOLE[3] = [MUON[4], ADAFACTOR[1], *ADAFACTOR[4:6]]
-ON_A_DEVICE = [MUON[0], MUON[5], ADAFACTOR[3]]
+WHOLE = {1: [*MUON[:5], ADAFACTOR[0], *ADAFACTOR[4:6]], 2: [MUON[5], *ADAFACTOR[1:4], ADAFACTOR[6]]}
+WHOLE[3] = [ADAFACTOR[1], *ADAFACTOR[4:6]]
+ON_A_DEVICE = {1: [ELSEWHERE[0], ELSEWHERE[2], MUON[0]], 2: [MUON[5], ADAFACTOR[3]]}
 
 
 def cases_of(world: int) -> list[Case]:
     if DEVICE.type == "cpu":
         return {1: ELSEWHERE, 2: RANKS}.get(world, []) + WHOLE[world]
-    return ELSEWHERE if world == 1 else [case if case.tier == "device" else dataclasses.replace(case, tolerance=0.05) for case in ON_A_DEVICE]
+    return [case if world == 1 else dataclasses.replace(case, tolerance=0.05) for case in ON_A_DEVICE[world]]
 
 
 @functools.cache
@@ -296,7 +293,7 @@ def results(world: int) -> list[list[Any]]:
     """All that a world of so many ranks is asked."""
     jobs: list[Any] = [(run_case, case) for case in cases_of(world)]
     if world == 2 and DEVICE.type == "cpu":
-        jobs += [(train_several, 2), (train_several, 3), (parts, "Adafactor"), (parts, "Blocks")]
+        jobs += [(train_several, 3), (parts, "Blocks")]
     return run_world(world, call, jobs)
 
 
@@ -306,10 +303,10 @@ def test_where_state_is_when_it_is_updated_and_how_many_ranks_have_it_change_no_
     assert {str(case): rows for case, rows in zip(cases, results(world), strict=False) if rows != [""] * world} == {}
 
 
-def wide(optimizers: str, **options: Any) -> tuple[nn.Module, Any]:
+def wide(optimizers: str, width: int = 64, **options: Any) -> tuple[nn.Module, Any]:
     """A model of matrices that are longer than chunks, and its optimizer; plain where there are no ``options``."""
     torch.manual_seed(0)
-    model = GPT(width=64)
+    model = GPT(width=width, layers=2 if width == 64 else 1)
     params = list(model.parameters())
     made = with_others(optimizers, params) if optimizers in WITH_OTHERS else [make_optimizer(optimizers, params)]
     return model, zk.ZeroOptimizer(model, made, parameterwise=optimizers in PARAMETERWISE, **options) if options else Several(made)
@@ -332,7 +329,7 @@ def resume(case: tuple[str, str, list[Tensor]]) -> str:
 @pytest.mark.usefixtures("one_thread")  # as ranks have: the last bits of sums depend on it
 def test_whole_matrices_go_between_world_sizes_and_tiers(tmp_path: Path) -> None:
     wanted = dict[str, list[list[Tensor]]]()
-    for name in ("Muon", "Adafactor", "Blocks"):
+    for name in ("Muon", "Blocks"):
         plain, theirs = wide(name)
         wanted[name] = []
         for step in range(4):
@@ -457,7 +454,7 @@ def parts(name: str) -> str:
     """Bring states at stage 3 to torch.distributed.checkpoint's form and back, where each rank keeps some whole parameters; return what differs."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-    model, optimizer = wide(name, stage=3)
+    model, optimizer = wide(name, 16, stage=3)
     train(model, optimizer, 2)
     saved, whole = copy.deepcopy(optimizer.state_dict()), StateDictOptions(full_state_dict=True)
     before = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
@@ -482,4 +479,4 @@ def parts(name: str) -> str:
 
 
 def test_states_of_whole_parameters_go_through_parts_and_back() -> None:
-    assert results(2)[-2:] == [["", ""]] * 2
+    assert results(2)[-1] == ["", ""]
