@@ -62,7 +62,6 @@ ALONE = [
     Case(stage=3, prefetch=3),
     *(Case(stage=stage, dtype="bf16", accumulation=3, tier="nvme", adversary=True) for stage in (1, 3)),
     Case(stage=3, dtype="bf16", tier="auto", budgets=(("device_budget", 60_000),)),
-    Case(stage=3, dtype="bf16", params="device"),
 ]
 TWO = [
     Case(stage=0, dtype="bf16"),
@@ -72,6 +71,7 @@ TWO = [
     *(Case(stage=3, dtype="bf16", model=model) for model in ("sometimes", "unfreezing")),
     Case(stage=3, dtype="bf16", model="elsewhere", accumulation=2),
     Case(stage=3, dtype="bf16", tier="nvme"),
+    Case(stage=3, dtype="bf16", params="device"),
     Case(stage=3, dtype="bf16", tier="device", params="host", prefetch=0),
 ]
 IN_STEP = {world: [dataclasses.replace(case, steps=3) for case in cases] for world, cases in ((1, ALONE), (2, TWO))}
