@@ -145,14 +145,13 @@ def run(case: Case) -> str:
 
 CASES = [
     Case("sequence", 0),
-    Case("tensor", 1, 0.3),
     Case("tensor", 3, 0.3, overflow=True),
     Case("sequence", 3, 0.3, "host", overlap_step=True, saves=True),
     Case("tensor", 3, dtype="bf16"),
 ]
 ALONE = [Case("tensor", 3, 0.3, "nvme", saves=True, shape=(1, 2)), Case("tensor", 2, 0.3, "host", overlap_step=True, overflow=True, shape=(1, 2))]
 # 40 are 14, 14 and 12 for three ranks, and 4 are 2, 2 and none
-UNEVEN = [Case(kind, 3, 0.3, saves=True, shape=(1, 3), inner=inner) for kind, inner in (("sequence", 40), ("tensor", 4))]
+UNEVEN = [Case(kind, 3, 0.3, saves=inner == 4, shape=(1, 3), inner=inner) for kind, inner in (("sequence", 40), ("tensor", 4))]
 
 
 # ---- what user code does with parameters, gradients and state ---------------------------------------------------------------------
@@ -195,7 +194,7 @@ def shared_folder() -> Path:
 def states(stage: int) -> None:
     """state_dict() of both, optimizer.state, and torch.distributed.checkpoint, also into another mesh."""
     mesh, model, optimizer = begin(stage, "tensor")
-    go_on(mesh, model, optimizer, range(2))
+    go_on(mesh, model, optimizer, range(1))
     param = model.blocks[0].up.weight
     shown = optimizer.state[param]["exp_avg"]
     assert isinstance(shown, DTensor) and shown.placements == param.placements and shown.shape == param.shape
@@ -205,21 +204,21 @@ def states(stage: int) -> None:
     root = shared_folder()
     ours, theirs = get_state_dict(model, optimizer)
     checkpoint.save({"model": ours, "optimizer": theirs}, checkpoint_id=root)
-    go_on(mesh, model, optimizer, range(2, STEPS))
+    go_on(mesh, model, optimizer, range(1, 2))
     want = values_of(model)
     optimizer.close()
     mesh, model, optimizer = begin(stage, "tensor")
     go_on(mesh, model, optimizer, range(1))
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    go_on(mesh, model, optimizer, range(2, STEPS))
+    go_on(mesh, model, optimizer, range(1, 2))
     compare(values_of(model), want)
     optimizer.close()
     mesh, model, optimizer = begin(stage, "tensor", (1, 4))
     ours, theirs = get_state_dict(model, optimizer)
     checkpoint.load({"model": ours, "optimizer": theirs}, checkpoint_id=root)
     set_state_dict(model, optimizer, model_state_dict=ours, optim_state_dict=theirs)
-    go_on(mesh, model, optimizer, range(2, STEPS))
+    go_on(mesh, model, optimizer, range(1, 2))
     compare(values_of(model), want, rtol=1e-4, atol=1e-5)
     optimizer.close()
 
@@ -329,7 +328,7 @@ def from_files(stage: int) -> None:
     mesh, model, optimizer = begin(stage)
     zk.load_pretrained(model, root)
     compare(values_of(model), want)
-    go_on(mesh, model, optimizer, range(2))
+    go_on(mesh, model, optimizer, range(1))
     trained = values_of(model)
     optimizer.close()
     with torch.device("meta"):
@@ -339,7 +338,7 @@ def from_files(stage: int) -> None:
         begin(stage, model=model)
     zk.load_pretrained(model, root)
     _, _, optimizer = begin(stage, model=model)
-    go_on(mesh, model, optimizer, range(2))
+    go_on(mesh, model, optimizer, range(1))
     compare(values_of(model), trained)
     optimizer.close()
 
@@ -381,17 +380,17 @@ def meshes(root: str) -> None:
     """A checkpoint of one mesh in others, and in one of two dimensions."""
     folder = Path(root, "(2, 2)")
     mesh, model, optimizer = begin(3)
-    go_on(mesh, model, optimizer, range(2))
+    go_on(mesh, model, optimizer, range(1))
     optimizer.save_checkpoint(folder)
     optimizer.close()
     mesh, model, optimizer = begin(2, shape=(1, 4))
     optimizer.load_checkpoint(folder)
-    go_on(mesh, model, optimizer, range(2, STEPS))
+    go_on(mesh, model, optimizer, range(1, 2))
     want = values_of(model)
     optimizer.close()
     mesh, model, optimizer = begin(1, shape=(4, 1), model=whole_model())
     optimizer.load_checkpoint(folder)
-    for step in range(2, STEPS):  # two of these ranks have one batch each, and two the same once more
+    for step in range(1, 2):  # two of these ranks have one batch each, and two the same once more
         loss_of(model, batch(step, mesh.get_local_rank("data") % 2)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -470,8 +469,8 @@ def test_ranks_train_as_one_process(case: Case, folder: str) -> None:
 
 @pytest.mark.device_only
 def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
-    cases = [Case("tensor", 2, 0.3, "host"), Case("sequence", 3, 0.3, "nvme", overlap_step=True, saves=True)]
-    assert run_world(4, run, cases, timeout=60) == [[""] * 4] * len(cases)
+    cases = [Case("tensor", 2, 0.3, "host", shape=(1, 2)), Case("sequence", 3, 0.3, "nvme", overlap_step=True, saves=True, shape=(1, 2))]
+    assert run_world(2, run, cases, timeout=60) == [[""] * 2] * len(cases)
 
 
 @pytest.mark.parametrize(("name", "world"), [(f"{one.__name__} {stage}", 4 if (one, stage) in JOBS else 2) for one, stage in JOBS + ALONE_JOBS])
@@ -485,7 +484,7 @@ def test_a_checkpoint_of_one_mesh_goes_on_in_another_and_in_one_process(folder: 
     optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2)
     optimizer.load_checkpoint(Path(folder, "(2, 2)"))
     before = values_of(model)
-    for step in range(2, STEPS):
+    for step in range(1, STEPS):
         torch.stack([loss_of(model, batch(step, rank)) for rank in range(2)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
