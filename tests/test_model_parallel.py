@@ -148,8 +148,7 @@ def run(case: Case) -> str:
 CASES = [
     *(Case(stage=stage, clip=clip) for stage, clip in ((0, 0.3), (1, None))),
     Case(stage=3, clip=0.3, overflow=True),
-    *(Case(stage=stage, clip=0.3, tier="host", overlap_step=True, saves=True) for stage in (2, 3)),
-    Case(stage=3, clip=0.3, tier="nvme"),
+    *(Case(stage=stage, clip=0.3, tier="host", overlap_step=True, saves=stage == 3) for stage in (2, 3)),
     Case("hybrid", stage=0),
     Case("hybrid", stage=3, clip=0.3, tier="host", overlap_step=True, saves=True),
     Case("hybrid", stage=2, clip=0.3, tier="nvme"),
@@ -160,10 +159,6 @@ CASES = [
 def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
     cases = [Case(kind, stage=stage, clip=0.3, tier="host", overlap_step=stage == 3) for kind, stage in (("tensor", 2), ("hybrid", 3))]
     assert run_world(4, run, cases, timeout=60) == [[""] * 4] * len(cases)
-
-
-def test_three_replicas_of_two_ranks_train_as_one_process() -> None:
-    assert run_world(6, run, [Case("hybrid", stage=3, clip=0.3, tier="host", overlap_step=True, shape=(3, 2))], timeout=60) == [[""] * 6]
 
 
 def train_engine(_: int) -> list[float]:
@@ -211,14 +206,15 @@ def fail_in_part(_: int) -> str:
 
 
 def mean_over_replicas(numel: int) -> bool:
-    """Reduce buckets of bf16 over 2 x 2 ranks: summed in fp32 in rows, then in columns, and rounded once."""
-    comm = connect(mesh_of("cpu", (2, 2)), True, torch.device("cpu"))
+    """Reduce buckets of bf16 over replicas of two ranks: summed in fp32 in rows, then in columns, and rounded once."""
+    world = dist.get_world_size()
+    comm = connect(mesh_of("cpu", (world // 2, 2)), True, torch.device("cpu"))
     assert isinstance(comm, Group)
-    buckets = [torch.randn(2 * numel, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(4)]
+    buckets = [torch.randn(2 * numel, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(world)]
     shard, stats = torch.empty(numel, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
     comm.reduce_scatter(0, buckets[comm.rank].clone(), shard, stats).wait()
-    left, right = ((buckets[row].float() + buckets[row + 1]) / 2 for row in (0, 2))
-    want = ((left + right) / 2).bfloat16()[comm.shard_rank * numel :][:numel]
+    rows = [(buckets[row].float() + buckets[row + 1]) / 2 for row in range(0, world, 2)]
+    want = (torch.stack(rows).sum(0) / len(rows)).bfloat16()[comm.shard_rank * numel :][:numel]
     comm.close()
     return torch.equal(shard, want) and torch.equal(stats[0], want.double().square().sum()) and stats[1].item() == 0
 
@@ -258,9 +254,9 @@ def change_meshes(root: str) -> list[str]:
     problems = []
     want = None
     for shape in SHAPES:
-        grown(shape, range(2), Path(root, str(shape)), loads=False, saves=True)
+        grown(shape, range(1), Path(root, str(shape)), loads=False, saves=True)
     for before, after in zip(SHAPES, SHAPES[1:] + SHAPES[:1], strict=True):
-        losses = torch.tensor(grown(after, range(2, STEPS), Path(root, str(before)), loads=True, saves=False))
+        losses = torch.tensor(grown(after, range(1, 2), Path(root, str(before)), loads=True, saves=False))
         want = losses if want is None else want
         if not torch.allclose(losses, want, rtol=1e-5, atol=1e-6):
             problems.append(f"{before} in {after}: {losses.tolist()} instead of {want.tolist()}")
@@ -308,6 +304,7 @@ def test_a_rank_that_fails_while_its_part_publishes_is_heard_of_by_all(folder: s
 
 def test_a_gradient_is_rounded_once_over_rows_and_columns(folder: str) -> None:
     assert outcomes_of(mean_over_replicas, folder) == [[True] * 4] * 3
+    assert run_world(6, mean_over_replicas, [64, 1], timeout=60) == [[True] * 6] * 2
 
 
 def test_a_checkpoint_of_one_mesh_goes_on_in_another_and_in_one_process(folder: str, tmp_path: Path) -> None:
@@ -317,7 +314,7 @@ def test_a_checkpoint_of_one_mesh_goes_on_in_another_and_in_one_process(folder: 
         model = whole_model()
         optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=2, clip_grad_norm=0.3)
         optimizer.load_checkpoint(Path(folder, str(shape)))
-        for step in range(2, STEPS):
+        for step in range(1, STEPS):
             loss = torch.stack([loss_of(model, batch(step, rank)) for rank in range(4)]).mean()
             assert loss.item() == pytest.approx(want[step], rel=1e-5), shape
             loss.backward()
