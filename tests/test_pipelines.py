@@ -106,16 +106,13 @@ class Case:
 
 
 CASES = [
-    Case("GPipe", stage=1, optimizer="SGD", micro_batches=2),
-    Case(stage=0),
-    Case(stage=3, gather=True),
+    Case("GPipe", stage=0, optimizer="SGD", micro_batches=2),
     Case(dtype="bf16", scale_grads=False, tier="device"),
     Case("GPipe", pp=1, stage=3, clip=0.05, tier="nvme", micro_batches=2),
     Case(stage=3, clip=0.05, is_together=True, tolerance=5e-6),  # squares are added in another order
     Case("InterleavedZeroBubble", dtype="bf16", stage=3, gather=True),
     Case("ZBVZeroBubble", stage=1, overlap_step=True, steps=3),
     Case("DualPipeV"),
-    Case(tier="nvme", overlap_step=True, saves=True, steps=3),
     Case("Interleaved1F1B", stage=3, overlap_step=True, saves=True, steps=3),
     Case(pp=4, stage=1, clip=0.05, is_together=True, saves=True, tolerance=5e-6),
     Case(micro_batches=3, optimizer="SGD", tolerance=5e-6),  # a third is no fp32 number: torch divides, zk multiplies
@@ -426,9 +423,9 @@ def results() -> list[list[Any]]:
 
 @pytest.mark.device_only
 def test_stages_are_as_one_process_where_the_link_is_late() -> None:
-    cases = [Case(), Case("Interleaved1F1B", stage=3, overlap_step=True, steps=3), Case(overlap_step=True)]
-    *trained, refused = run_world(4, trains_as_one_process, cases, timeout=60)
-    assert trained == [[""] * 4] * 2
+    cases = [Case("Interleaved1F1B", stage=3, overlap_step=True, steps=3), Case(overlap_step=True)]
+    trained, refused = run_world(4, trains_as_one_process, cases, timeout=60)
+    assert trained == [""] * 4
     said = "".join(map(str, refused))  # the others hear that one has gone
     assert "overlap_step=True at stage 2" in said and "while stages of a pipeline use NCCL in forward" in said
 
