@@ -181,9 +181,8 @@ def run(case: Case) -> str:
 
 
 CASES = [
-    *(Case(stage) for stage in (2, 3)),
-    *(Case(stage, 0.3, overlap_step=True, tier="host", saves=True) for stage in (2, 3)),
-    *(Case(stage, 0.3, tier="nvme", overflow=True) for stage in (2, 3)),
+    Case(2, 0.3, tier="nvme", overflow=True),
+    Case(3, 0.3, overlap_step=True, tier="host", saves=True),
 ]
 
 

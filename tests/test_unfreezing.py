@@ -167,8 +167,8 @@ def test_adapters_that_come_and_go_train_as_in_plain_torch(setting: str, tmp_pat
 
 
 def test_adapters_that_come_and_go_over_ranks(tmp_path: Path) -> None:
-    cases = [(adapters_in_turn, setting, tmp_path) for setting in ("2-beside", "3-nvme")]  # (the mean of two equal gradients is that gradient)
-    cases += [(unfrozen_in_parts, setting, tmp_path) for setting in ("2-device", "3-host")]
+    # (the mean of two equal gradients is that gradient)
+    cases = [(adapters_in_turn, "3-nvme", tmp_path), (unfrozen_in_parts, "2-beside", tmp_path)]
     assert run_world(2, run_schedule, cases) == [[[], []]] * len(cases)
 
 

@@ -195,7 +195,8 @@ def test_adapters_over_wrapped_weights_train_as_in_plain_torch(kind: str, settin
 
 
 def test_adapters_over_wrapped_weights_train_over_ranks(tmp_path: Path) -> None:
-    cases = [(kind, setting, tmp_path) for kind in MODELS for setting in SETTINGS]
+    cases = [("coded", setting, tmp_path) for setting in SETTINGS] + [("of_one_table", "2-beside", tmp_path)]
+    cases += [(kind, "3-nvme", tmp_path) for kind in MODELS if kind != "coded"]
     assert run_world(2, run_case, cases) == [[[], []]] * len(cases)
 
 
