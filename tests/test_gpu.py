@@ -205,7 +205,7 @@ class Trained:
     def __init__(
         self,
         accumulation: int = 1,
-        steps: int = 4,
+        steps: int = 3,
         slow: bool = False,
         **options: object,
     ) -> None:
@@ -290,8 +290,8 @@ def test_every_stage_and_tier_has_the_bits_of_the_device_tier(
 def test_gradients_added_up_over_micro_batches_have_the_bits_of_the_device_tier(
     stage: int, tier: str, overlap_step: bool, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
 ) -> None:
-    got = Trained(accumulation=3, steps=3, **place(stage, tier, tmp_path), overlap_step=overlap_step)  # type: ignore[arg-type]
-    assert not got.differs(reference(on_the_device, accumulation=3, steps=3))
+    got = Trained(accumulation=3, steps=2, **place(stage, tier, tmp_path), overlap_step=overlap_step)  # type: ignore[arg-type]
+    assert not got.differs(reference(on_the_device, accumulation=3, steps=2))
 
 
 @pytest.mark.parametrize(("prefetch", "overlap_step"), ((0, False), (1, True), (3, True)))
@@ -307,7 +307,7 @@ def test_copies_wait_for_compute_that_is_late(prefetch: int, overlap_step: bool,
 def test_fp16_skips_the_same_steps_and_has_the_bits_of_the_device_tier(
     stage: int, tier: str, tmp_path: Path, small_pieces: None, on_the_device: dict[str, Trained]
 ) -> None:
-    how = {"dtype": "fp16", "loss_scale": zk.DynamicLossScale(init=2.0**24, hysteresis=1), "steps": 12}
+    how = {"dtype": "fp16", "loss_scale": zk.DynamicLossScale(init=2.0**24, hysteresis=1), "steps": 9}
     want = reference(on_the_device, **how)
     assert want.metrics["skipped_steps"] > 0 and want.metrics["steps"] > 0
     got = Trained(**place(stage, tier, tmp_path), **how)  # type: ignore[arg-type]
