@@ -56,10 +56,10 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     all_weights = manifest.weights()
     weights = {name: weight for name, weight in all_weights.items() if not any(part.sha256 for part in weight.parts)}
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
-    beside, is_new = out / ".partial", not out.exists()
+    beside = out / ".partial" if out.exists() else out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
     beside.mkdir(parents=True)
-    with undone(shutil.rmtree, out if is_new else beside, ignore_errors=True), Contents(manifest) as contents:
+    with undone(shutil.rmtree, beside, ignore_errors=True), Contents(manifest) as contents:
         entries = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
         entries += [dataclasses.replace(entry, key=name) for name in contents.buffers if (entry := contents.buffer_entry(name)) is not None]
         files = shards(entries, shard_nbytes)
@@ -82,10 +82,14 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
             write_durably(beside / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
         if manifest.head["model_config"]:
             write_durably(beside / "config.json", manifest.head["model_config"].encode())
-        for path in sorted(beside.iterdir()):  # the index last
-            path.rename(out / path.name)
-        beside.rmdir()
-        sync_folder(out)
+        sync_folder(beside)
+        if beside.parent == out:  # it may be a link, or where the caller is
+            for path in sorted(beside.iterdir()):  # the index last
+                path.rename(out / path.name)
+            beside.rmdir()
+            sync_folder(out)
+        else:
+            beside.rename(out)
         sync_folder(out.parent)
     left_out = list(manifest.head.get("entries", ()))
     return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), left_out)
