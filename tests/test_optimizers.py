@@ -300,7 +300,8 @@ def results(world: int) -> list[list[Any]]:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.device), pytest.param(2, marks=pytest.mark.device), 3])
 def test_where_state_is_when_it_is_updated_and_how_many_ranks_have_it_change_no_bit(world: int) -> None:
     cases = cases_of(world)
-    assert {str(case): rows for case, rows in zip(cases, results(world), strict=False) if rows != [""] * world} == {}
+    table = results(world)[: len(cases)]  # what follows is looked at below
+    assert {str(case): rows for case, rows in zip(cases, table, strict=True) if rows != [""] * world} == {}
 
 
 def wide(optimizers: str, width: int = 64, **options: Any) -> tuple[nn.Module, Any]:

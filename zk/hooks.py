@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,8 +67,7 @@ class CastInputs:
 
 def calls_of(module: nn.Module) -> int:
     """How many calls of ``module`` this thread is in, by its frames: one that Ctrl-C has ended was told to no hook."""
-    frame: types.FrameType | None = sys._getframe()
-    calls = 0
+    calls, frame = 0, inspect.currentframe()
     while frame is not None:
         calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
         frame = frame.f_back
@@ -90,9 +89,9 @@ class Calls(threading.local):
     def __reduce__(self) -> tuple[type[Calls], tuple[set[int]]]:
         return Calls, (set(),)
 
-    def begin(self, module: nn.Module, *_: Any) -> None:
+    def begin(self, *_: Any) -> None:
         """Count a call that begins."""
-        self.depth = self.depth + 1 if not self.depth or calls_of(module) > 1 else 1
+        self.depth += 1
         self.alone.clear()
 
     def end(self, *_: Any) -> None:

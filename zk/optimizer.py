@@ -36,7 +36,7 @@ from zk.checks import (
     check_whole,
 )
 from zk.config import ZeroConfig
-from zk.hooks import Calls, Hook, InputCasts, KeepCodes, weakly
+from zk.hooks import Calls, Hook, InputCasts, KeepCodes, calls_of, weakly
 from zk.logs import log, rank_log
 from zk.materialize import compute_device
 from zk.memory import ranks_here
@@ -292,7 +292,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._check_open()
         self.integrity.check("the model's forward")
         watch_pipelines()  # which may have been imported since
-        if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
+        in_backward = torch._C._current_graph_task_id() != -1
+        if (self.partition.entered or self.calls.depth) and not in_backward and calls_of(self.model) == 1:  # the forward before was interrupted
+            self.partition.abandon()
+            self.calls.depth = 0
+        if not in_backward and torch.is_grad_enabled():
             self._train_unfrozen()
 
     def _train_unfrozen(self) -> None:

@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zk.hooks import Hook, calls_of, weakly
+from zk.hooks import Hook, weakly
 from zk.owners import inner_tensors, is_wrapper, rebuilt
 from zk.parallel.comm import Comm
 from zk.parallel.experts import Experts, passed_through
@@ -59,10 +59,9 @@ def is_of_checkpoint(hooks: Any) -> bool:
     return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 
 
-def _partition_of(hooks: Any) -> Partition | None:
-    """The Partition whose hooks on saved tensors these are."""
-    owner = getattr(getattr(hooks[0], "func", None), "__self__", None)
-    return owner if isinstance(owner, Partition) else None
+def _owner_of(hooks: Any) -> Any:
+    """The object of which hooks on saved tensors are methods, as those of a Partition are; None for others."""
+    return getattr(getattr(hooks[0], "func", None), "__self__", None)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -251,18 +250,19 @@ class Partition:
             self.prefetcher = outside
 
     def abandon(self) -> None:
-        """Forget a forward that Ctrl-C has ended."""
+        """Forget the forward of this thread, which Ctrl-C has ended."""
+        if self.thread != threading.get_ident():
+            return
         if self.saved_hooks is not None:  # the user may have entered others since
             stack, above = torch._C._autograd, list[Any]()
-            while (hooks := stack._top_saved_tensors_default_hooks(True)) is not None and _partition_of(hooks) is not self:
+            while (hooks := stack._top_saved_tensors_default_hooks(True)) is not None and _owner_of(hooks) is not self:
                 stack._pop_saved_tensors_default_hooks()
                 above.append(hooks)
-            if hooks is not None:  # (this may be another thread)
+            if hooks is not None:  # (a thread may have the number of one that has ended)
                 stack._pop_saved_tensors_default_hooks()
             for pack, unpack in reversed(above):
                 stack._push_saved_tensors_default_hooks(pack, unpack)
-        self.saved_hooks = None
-        self.entered.clear()
+        self.saved_hooks, self.entered = None, []
         for store in self.stores:
             store.depth = 0
 
@@ -316,12 +316,9 @@ class Partition:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        thread = threading.get_ident()
-        if self.thread == thread and module is self.model and module in self.entered and not in_backward and calls_of(module) == 1:
-            self.abandon()
         if not self.entered:
-            self.thread = thread
-        elif self.thread != thread:
+            self.thread = threading.get_ident()
+        elif self.thread != threading.get_ident():
             raise RuntimeError(
                 "two threads call the model at once, and at stage 3 one would release what the other computes with; call it in one thread after "
                 "the other, or use stage 2"
@@ -489,7 +486,7 @@ class Partition:
     def hooks_around(self) -> Any:
         """The hooks on saved tensors that there are in this thread, without those of this class; None if there are no others."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        while hooks is not None and _partition_of(hooks) is not None:
+        while hooks is not None and isinstance(_owner_of(hooks), Partition):
             (hooks,) = hooks[0].args
         return hooks
 
