@@ -26,7 +26,9 @@ from tests.models import GPT, batch, loss_of, train
 from tests.plain import train_plain
 from tests.world import run_world
 from zk.checkpoint.files import DTYPE_OF
+from zk.events import Event
 from zk.offload import nvme, spill
+from zk.offload.spill import Spill
 from zk.offload.tiers import NVMeTier
 from zk.plan import check
 
@@ -138,8 +140,24 @@ def only_read(path: Path) -> Iterator[None]:
 # ---- the same training ---------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def drive_without_delay() -> Iterator[None]:
+    """Let every transfer end before training goes on: what is then read again, and what is still in memory, does not depend on speed."""
+
+    def over(method: Callable[..., Event]) -> Callable[..., Event]:
+        def call(*args: Any) -> Event:
+            event = method(*args)
+            event.wait()
+            return event
+
+        return call
+
+    with mock.patch.object(Spill, "read", over(Spill.read)), mock.patch.object(Spill, "write", over(Spill.write)):
+        yield
+
+
 def both_ways(case: tuple[str, str, Path]) -> tuple[list[float], list[str]]:
-    """Losses over a base in place, and what is not as it is over a copy, on this rank."""
+    """Losses over a base in place, and what is not as it is over a copy, on this rank. Reads are counted for the plain model."""
     variant, dtype, folder = case
     world, rank = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if torch.distributed.is_initialized() else (1, 0)
     files, found, results = folder / "base", list[str](), {}
@@ -170,7 +188,7 @@ def both_ways(case: tuple[str, str, Path]) -> tuple[list[float], list[str]]:
     found += ["the base was written"] * (copied[3][0] - in_place[3][0] < base or copied[3][1] != in_place[3][1])
     found += ["the base has room in scratch files"] * (copied[4] - in_place[4] < base)
     # (a piece that is copied is read in whole pages)
-    found += ["more is read"] * (in_place[2]["fetched_nbytes"] > copied[2]["fetched_nbytes"])
+    found += ["more is read"] * (variant == "plain" and in_place[2]["fetched_nbytes"] > copied[2]["fetched_nbytes"])
     return in_place[0], found
 
 
@@ -182,7 +200,7 @@ def test_a_base_in_place_trains_as_plain_torch_and_as_a_copy(form: str, variant:
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     weights = weights_of(variant, kind)
     files = FORMS[form](tmp_path / "base", weights)
-    with only_read(tmp_path / "base"):
+    with only_read(tmp_path / "base"), drive_without_delay() if variant == "plain" else contextlib.nullcontext():
         losses, found = both_ways((variant, dtype, tmp_path))
     assert found == [] and files.exists()
     plain = train_plain(holding(variant, weights), adamw, dtype=kind, steps=STEPS)[0]
