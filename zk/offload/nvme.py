@@ -28,6 +28,7 @@ import errno
 import functools
 import itertools
 import mmap
+import operator
 import os
 import queue
 import secrets
@@ -246,50 +247,45 @@ class _Checksums:
 
     def __init__(self, cuts: Iterable[int]) -> None:
         self.cuts = sorted(set(cuts))
-        self.starts: list[int] = []
-        self.entries: dict[int, tuple[int, int]] = {}  # start -> (nbytes, checksum)
+        self.parts: list[tuple[int, int, int]] = []  # start, stop and checksum of each, in order and apart
         self.lock = threading.Lock()
 
-    def forget(self, offset: int, nbytes: int) -> None:
-        with self.lock:
-            self._forget(offset, nbytes)
+    def _touched(self, start: int, stop: int) -> slice:
+        """The parts that have some of these bytes."""
+        first = bisect.bisect_right(self.parts, start, key=operator.itemgetter(1))
+        return slice(first, bisect.bisect_left(self.parts, stop, key=operator.itemgetter(0)))
 
-    def _forget(self, offset: int, nbytes: int) -> None:
-        first = bisect.bisect_left(self.starts, offset)
-        if first and self.starts[first - 1] + self.entries[self.starts[first - 1]][0] > offset:
-            first -= 1
-        last = bisect.bisect_left(self.starts, offset + nbytes)
-        for start in self.starts[first:last]:
-            del self.entries[start]
-        del self.starts[first:last]
+    def forget(self, start: int, stop: int) -> None:
+        with self.lock:
+            del self.parts[self._touched(start, stop)]
 
     def of(self, offset: int, data: memoryview, known: bool = True) -> list[tuple[int, int, int]]:
-        """Compute those of ``data`` at ``offset``: start, bytes and checksum of each part, or of those alone that have none yet."""
+        """Compute those of ``data`` at ``offset``: start, stop and checksum of each part, or of those alone that have none yet."""
         stop = offset + len(data)
         inside = self.cuts[bisect.bisect_right(self.cuts, offset) : bisect.bisect_left(self.cuts, stop)]
+        with self.lock:
+            passed_over = set() if known else {part[0] for part in self.parts[self._touched(offset, stop)]}
         return [
-            (start, end - start, _checksum(data[start - offset : end - offset]))
+            (start, end, _checksum(data[start - offset : end - offset]))
             for start, end in itertools.pairwise((offset, *inside, stop))
-            if known or start not in self.entries
+            if start not in passed_over
         ]
 
     def note(self, parts: list[tuple[int, int, int]]) -> None:
         with self.lock:
-            for start, nbytes, checksum in parts:
-                self._forget(start, nbytes)
-                bisect.insort(self.starts, start)
-                self.entries[start] = (nbytes, checksum)
+            for part in parts:
+                self.parts[self._touched(*part[:2])] = [part]
 
     def check(self, path: Callable[[int], str], offset: int, data: memoryview, were: str = "written", remedy: str = "") -> None:
         """OSError for a part of ``data`` that is not what it was; ``path`` gives the file of an offset."""
+        stop = offset + len(data)
         with self.lock:
-            first, last = bisect.bisect_left(self.starts, offset), bisect.bisect_left(self.starts, offset + len(data))
-            known = [(start, *self.entries[start]) for start in self.starts[first:last]]
-        for start, nbytes, checksum in known:
-            if start + nbytes <= offset + len(data) and _checksum(data[start - offset : start - offset + nbytes]) != checksum:
+            known = self.parts[self._touched(offset, stop)]
+        for start, end, checksum in known:
+            if offset <= start and end <= stop and _checksum(data[start - offset : end - offset]) != checksum:
                 raise OSError(
                     errno.EIO,
-                    f"the {nbytes} bytes at offset {start} are not what was {were} there (their checksum differs): the drive, or another "
+                    f"the {end - start} bytes at offset {start} are not what was {were} there (their checksum differs): the drive, or another "
                     f"process, has changed them{remedy}",
                     path(start),
                 )
@@ -532,7 +528,7 @@ class File:
         pieces = list(self._cut(offset, data))
         finish: Callable[[], None] | None = None
         if self.checksums is not None and write:
-            self.checksums.forget(offset, len(data))
+            self.checksums.forget(offset, offset + len(data))
         elif self.checksums is not None:
             finish = functools.partial(self._check, offset, data)
         request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, finish)
