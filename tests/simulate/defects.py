@@ -43,7 +43,7 @@ def once(rank: int | None, at: int, instead: Callable[..., Any], real: Callable[
 def _short(real: Callable[..., Any]) -> Callable[..., Any]:
     """Take a short transfer as a whole one."""
 
-    def move(self: nvme.File, data: memoryview, address: int, offset: int, write: bool, bounce: memoryview) -> None:
+    def move(self: nvme.File, data: memoryview, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
         call, once_only = nvme.SYSTEM.pwritev if write else nvme.SYSTEM.preadv, []
 
         def all_of_it(descriptor: int, buffers: Any, position: int) -> int:
@@ -51,7 +51,7 @@ def _short(real: Callable[..., Any]) -> Callable[..., Any]:
             return len(buffers[0])
 
         with patch(nvme.SYSTEM, "pwritev" if write else "preadv", all_of_it):
-            real(self, data, address, offset, write, bounce)
+            real(self, data, offset, write, flow, bounce)
 
     return move
 

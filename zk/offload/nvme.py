@@ -38,18 +38,21 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zk import numa
+from zk.events import Ticket
 from zk.logs import rank_log
 from zk.memory import aligned
 from zk.timeline import phase
 
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096
+_NO_DIRECT = errno.EINVAL, errno.EOPNOTSUPP  # of file systems without it
 _WINDOW_NBYTES, _WINDOWS, _PAUSE = 128 << 20, 16, 256  # of rates: bytes and number of windows, and transfers between them
 __all__ = ["Engine", "File", "Request", "aligned"]
 
@@ -80,7 +83,7 @@ def can_bypass_cache(directory: str) -> bool:
         descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         return os.pwritev(descriptor, [buffer], 0) == ALIGN and os.preadv(descriptor, [buffer], 0) == ALIGN
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+        if error.errno not in _NO_DIRECT:
             raise
         rank_log.warning(
             "%s does not take O_DIRECT (%s): transfers go through the page cache, which takes memory and time", directory, error.strerror
@@ -96,24 +99,18 @@ def can_bypass_cache(directory: str) -> bool:
 _FLOWS = itertools.count(1)  # of requests, for timelines
 
 
-class Request:
+class Request(Ticket):
     """One read or write in flight. The tensor must stay as it is until ``wait()`` has returned."""
 
-    def __init__(self, what: str, pieces: int, timeout_s: float, finish: Callable[[], None] | None) -> None:
-        self.what, self.timeout_s = what, timeout_s
-        self.left, self.finish = pieces, finish
+    def __init__(self, what: str, pieces: int, timeout_s: float, check: Callable[[], None] | None) -> None:
+        super().__init__()
+        self.what, self.timeout_s, self.check = what, timeout_s, check
         self.flow = next(_FLOWS)
-        self.unbegun, self.given_up = pieces, False
-        self.error: BaseException | None = None
+        self.pieces, self.begun, self.ended = pieces, 0, 0
         self.reported = False  # somebody has waited for it
-        self.lock, self.event = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         if not pieces:
-            self.event.set()
-
-    @property
-    def done(self) -> bool:
-        """Tell if ``wait()`` would return, or raise, at once."""
-        return self.event.is_set()
+            self.finish()
 
     def wait(self) -> None:
         """Return when every byte is moved.
@@ -130,34 +127,31 @@ class Request:
             raise copy.copy(self.error).with_traceback(self.error.__traceback__)
 
     def _begin(self) -> bool:
-        """Take a piece; False where it is not to be moved any more."""
+        """Take a piece; False where no more are to be moved."""
         with self.lock:
-            if self.given_up:
-                self.left += 1  # as it has been counted
-                return False
-            self.unbegun -= 1
-            return True
+            is_wanted = self.begun < self.pieces
+            self.begun += is_wanted
+            return is_wanted
 
     def _give_up(self, error: BaseException) -> None:
         """No more pieces come, and those that no thread has begun with are not moved. Whoever made the request hears of ``error``."""
         with self.lock:
-            self.given_up = self.reported = True
+            self.pieces, self.reported = self.begun, True
             self.error = self.error or OSError(errno.ECANCELED, f"{self.what} was given up ({type(error).__name__})")
-            self.left -= self.unbegun
-            if not self.left:
+            if self.ended == self.pieces:
                 self.event.set()
 
     def _piece_ended(self, error: BaseException | None) -> None:
         with self.lock:
             self.error = self.error or error
-            self.left -= 1
-            last = self.left == 0
-        if last:
-            if self.finish is not None and self.error is None:
-                try:
-                    self.finish()
-                except BaseException as failure:
-                    self.error = failure
+            self.ended += 1
+            is_last = self.ended == self.pieces
+        if is_last:
+            try:
+                if self.check is not None and self.error is None:
+                    self.check()
+            except BaseException as failure:
+                self.error = failure
             self.event.set()
 
 
@@ -201,9 +195,11 @@ class Engine:
         bounce = aligned(self.block_nbytes).numpy().data
         while (job := self.jobs.get()) is not None:
             request, move = job
+            if not request._begin():
+                continue
             error: BaseException | None = None
             try:
-                if request._begin() and request.error is None:  # a request that failed is not carried on with
+                if request.error is None:  # one that failed is not carried on with
                     move(bounce)
             except BaseException as failure:
                 error = failure
@@ -447,16 +443,16 @@ class File:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 os.ftruncate(descriptor, max(existed, nbytes))
                 return
+            why = f"reserving {nbytes} bytes failed ({error.strerror})"
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 os.ftruncate(descriptor, existed)
-                free = os.statvfs(os.path.dirname(os.path.abspath(path)))
-                raise OSError(
-                    error.errno,
-                    f"{nbytes} bytes ({nbytes / 2**20:,.1f} MiB) are needed and {free.f_bavail * free.f_frsize} "
-                    f"({free.f_bavail * free.f_frsize / 2**20:,.1f} MiB) are free ({os.strerror(error.errno)})",
-                    path,
-                ) from None
-            raise OSError(error.errno, f"reserving {nbytes} bytes failed ({error.strerror})", path) from None
+                drive = os.statvfs(os.path.dirname(os.path.abspath(path)))
+                free = drive.f_bavail * drive.f_frsize
+                why = (
+                    f"{nbytes} bytes ({nbytes / 2**20:,.1f} MiB) are needed and {free} ({free / 2**20:,.1f} MiB) are free "
+                    f"({os.strerror(error.errno)})"
+                )
+            raise OSError(error.errno, why, path) from None
 
     # ---- transfers -----------------------------------------------------------------------------------------------------------
 
@@ -523,15 +519,12 @@ class File:
             raise ValueError(f"{verb} needs a contiguous tensor in host memory; got {tuple(tensor.shape)} on {tensor.device}")
         if offset < 0 or offset + tensor.nbytes > self.nbytes:
             raise ValueError(f"{verb} of {tensor.nbytes} bytes at offset {offset} is outside the {self.nbytes} bytes of {', '.join(self.paths)}")
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.nbytes else memoryview(bytearray())
-        address = tensor.data_ptr()
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         pieces = list(self._cut(offset, data))
-        finish: Callable[[], None] | None = None
         if self.checksums is not None and write:
             self.checksums.forget(offset, offset + len(data))
-        elif self.checksums is not None:
-            finish = functools.partial(self._check, offset, data)
-        request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, finish)
+        check = functools.partial(self._check, offset, data) if self.checksums is not None and not write else None
+        request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, check)
         try:
             with self.lock:
                 self.pending = [other for other in self.pending if not other.done or (other.error is not None and not other.reported)]
@@ -541,72 +534,75 @@ class File:
                 else:
                     self.read_nbytes += sum(stop - start for start, stop in pieces)
             for start, stop in pieces:
-                piece = functools.partial(self._move, data[start:stop], address + start, offset + start, write, request.flow)
-                self.engine.submit(request, piece)
+                self.engine.submit(request, functools.partial(self._move, data[start:stop], offset + start, write, request.flow))
         except BaseException as error:  # Ctrl-C, say: whoever closes the file must not wait for what will not come
             request._give_up(error)
             raise
         return request
 
     def _cut(self, offset: int, data: memoryview) -> Iterator[tuple[int, int]]:
-        """Cut ``data`` at multiples of the block in the file, so that no piece crosses stripes: start and stop of each."""
-        block, start = self.engine.block_nbytes, 0
-        while start < len(data):
-            stop = min(start + block - (offset + start) % block, len(data))
-            yield start, stop
-            start = stop
+        """The pieces in which ``data`` is moved: start and stop of each."""
+        return self._blocks(offset, 0, len(data))
+
+    def _blocks(self, offset: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Cut what lies from ``offset + start`` on at multiples of the block in its file, so that no piece crosses stripes."""
+        block = self.engine.block_nbytes
+        while start < stop:
+            end = min(start + block - self._locate(offset + start)[1] % block, stop)
+            yield start, end
+            start = end
 
     def _locate(self, offset: int) -> tuple[int, int]:
         """The number of the path that has the byte at ``offset``, and its place there."""
         block, count = self.engine.block_nbytes, len(self.paths)
         return offset // block % count, offset // block // count * block + offset % block
 
+    def _path_of(self, offset: int) -> str:
+        return self.paths[self._locate(offset)[0]]
+
     def _check(self, offset: int, data: memoryview) -> None:
         """OSError if ``data`` that was read is not what was written."""
         assert self.checksums is not None
-        self.checksums.check(lambda _: self.paths[0], offset, data)
+        self.checksums.check(self._path_of, offset, data)
 
-    def _move(self, data: memoryview, address: int, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
+    def _move(self, data: memoryview, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
         """Move one piece, all of it, on an I/O thread."""
-        stripe, place = self._locate(offset)
-        path, direct, cached = self.paths[stripe], self.direct[stripe], self.cached[stripe]
+        number, place = self._locate(offset)
+        path, direct, cached = self.paths[number], self.direct[number], self.cached[number]
         call: Callable[..., int] = SYSTEM.pwritev if write else SYSTEM.preadv
+        verb: Literal["read", "write"] = "write" if write else "read"
+        address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
         # before the write, while the processor's cache has what was updated
         checksums = self.checksums.of(offset, data) if write and self.checksums is not None else []
         moved = 0
         while moved < len(data):
-            left, position = len(data) - moved, place + moved
-            whole = left - left % ALIGN
+            rest, position = data[moved:], place + moved
+            descriptor, buffer = direct, rest[: len(rest) - len(rest) % ALIGN]
             through_bounce = False
-            if direct < 0 or position % ALIGN or not whole:
+            if direct < 0:
+                descriptor, buffer = cached, rest
+            elif position % ALIGN or not buffer:
                 # to the next page boundary, or the last part of a page, through the page cache
-                size = left if direct < 0 else min(left, ALIGN - position % ALIGN)
-                descriptor, buffer = cached, data[moved : moved + size]
+                descriptor, buffer = cached, rest[: ALIGN - position % ALIGN]
             elif (address + moved) % ALIGN:
-                size, through_bounce = min(whole, len(bounce)), True
-                descriptor, buffer = direct, bounce[:size]
+                buffer, through_bounce = bounce[: len(buffer)], True
                 if write:
-                    _copy(buffer, data[moved : moved + size])
-            else:
-                descriptor, buffer = direct, data[moved : moved + whole]
+                    _copy(buffer, rest[: len(buffer)])
             try:
-                name = f"{len(buffer) >> 10} KiB at {position}"
                 begun = self.rates.begin(write)
                 try:
-                    with phase("write" if write else "read", name, flow):
+                    with phase(verb, f"{len(buffer) >> 10} KiB at {position}", flow):
                         now = call(descriptor, [buffer], position)
                 finally:
                     self.rates.end(write, len(buffer), begun)
             except InterruptedError:
                 continue
             except OSError as error:
-                verb = "write" if write else "read"
                 raise OSError(error.errno, f"{verb} of {len(buffer)} bytes at offset {position} failed ({error.strerror})", path) from None
             if now <= 0:
-                verb = "write" if write else "read"
                 raise OSError(errno.EIO, f"{verb} of {len(buffer)} bytes at offset {position} moved none: the file has become shorter", path)
             if through_bounce and not write:
-                _copy(data[moved : moved + now], buffer[:now])
+                _copy(rest[:now], buffer[:now])
             moved += now
         if self.checksums is not None:
             self.checksums.note(checksums)
@@ -653,9 +649,7 @@ class Excerpt:
 
     def is_followed_by(self, other: Excerpt) -> bool:
         """Check that ``other`` begins where this one ends, in the file and in what is read."""
-        if other.seen != self.seen:
-            return False
-        return other.offset - self.offset == other.start - self.start == self.nbytes
+        return other.seen == self.seen and other.offset - self.offset == other.start - self.start == self.nbytes
 
     def part(self, elements: slice, start: int, size: int) -> Excerpt:
         """Some of the elements, of ``size`` bytes each, to be read to element ``start``."""
@@ -697,8 +691,8 @@ class Excerpts(File):
         for excerpt in sorted(excerpts, key=lambda excerpt: excerpt.start):
             if self.excerpts and self.excerpts[-1].is_followed_by(excerpt):
                 # neighbours in the file and here: one read
-                before = self.excerpts.pop()
-                self.excerpts.append(dataclasses.replace(before, nbytes=before.nbytes + excerpt.nbytes))
+                before = self.excerpts[-1]
+                self.excerpts[-1] = dataclasses.replace(before, nbytes=before.nbytes + excerpt.nbytes)
             elif excerpt.nbytes:
                 self.excerpts.append(excerpt)
         self.starts = [excerpt.start for excerpt in self.excerpts]
@@ -719,7 +713,7 @@ class Excerpts(File):
 
     def _cut(self, offset: int, data: memoryview) -> Iterator[tuple[int, int]]:
         """Cut ``data`` at the bounds of excerpts, and at multiples of the block in their files. The rest becomes zero."""
-        block, done = self.engine.block_nbytes, 0
+        done = 0
         first = max(0, bisect.bisect_right(self.starts, offset) - 1)
         last = bisect.bisect_left(self.starts, offset + len(data))
         for excerpt in self.excerpts[first:last]:
@@ -728,10 +722,7 @@ class Excerpts(File):
             if start < end:
                 data[done:start] = bytes(start - done)
                 done = end
-            while start < end:
-                stop = min(start + block - self._locate(offset + start)[1] % block, end)
-                yield start, stop
-                start = stop
+            yield from self._blocks(offset, start, end)
         data[done:] = bytes(len(data) - done)
 
     def _locate(self, offset: int) -> tuple[int, int]:
@@ -741,12 +732,12 @@ class Excerpts(File):
     def _check(self, offset: int, data: memoryview) -> None:
         """OSError if ``data`` that was read is not what was read before."""
         assert self.checksums is not None
-        self.checksums.check(lambda start: self.paths[self._locate(start)[0]], offset, data, "read", _REMEDY)
+        self.checksums.check(self._path_of, offset, data, "read", _REMEDY)
         self.checksums.note(self.checksums.of(offset, data, known=False))
 
-    def _move(self, data: memoryview, address: int, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
+    def _move(self, data: memoryview, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
         try:
-            super()._move(data, address, offset, write, flow, bounce)
+            super()._move(data, offset, write, flow, bounce)
         finally:
             self._refuse_changed(self._locate(offset)[0])
 
@@ -773,7 +764,7 @@ def _past_cache(path: str) -> int:
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+        if error.errno not in _NO_DIRECT:
             raise
         return -1
     return descriptor
