@@ -67,30 +67,30 @@ def phase_s(resource: timeline.Resource) -> float:
 
 def transfer_s() -> float:
     """Seconds that it takes to count one of many transfers for the drive's rate."""
-    rates = nvme.DriveRates(1)
+    rate = nvme.DriveRate(1)
     for _ in range(nvme._WINDOWS * nvme._WINDOW_NBYTES >> 22):
-        rates.end(False, 4 << 20, rates.begin(False))
-    return one_s(lambda: rates.end(False, 4 << 20, rates.begin(False)))
+        rate.end(4 << 20, rate.begin())
+    return one_s(lambda: rate.end(4 << 20, rate.begin()))
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
     """Count phases, and time the calls of the monitor."""
-    enter, begin = timeline.phase.__enter__, nvme.DriveRates.begin
+    enter, begin = timeline.phase.__enter__, nvme.DriveRate.begin
 
     def entering(self: timeline.phase) -> None:
         CALLS["counted" if self.resource in ("wait", "update") else "others"] += 1
         enter(self)
 
-    def beginning(self: nvme.DriveRates, write: bool) -> tuple[int, int] | None:
+    def beginning(self: nvme.DriveRate) -> tuple[int, int] | None:
         CALLS["transfers"] += 1
-        return begin(self, write)
+        return begin(self)
 
-    timeline.phase.__enter__, nvme.DriveRates.begin = entering, beginning  # type: ignore[method-assign]
+    timeline.phase.__enter__, nvme.DriveRate.begin = entering, beginning  # type: ignore[method-assign]
     for name in ("_enter", "_leave"):
         setattr(profiles.profile, name, timed("profile", getattr(profiles.profile, name)))
     yield
-    timeline.phase.__enter__, nvme.DriveRates.begin = enter, begin  # type: ignore[method-assign]
+    timeline.phase.__enter__, nvme.DriveRate.begin = enter, begin  # type: ignore[method-assign]
 
 
 def main() -> None:

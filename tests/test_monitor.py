@@ -248,7 +248,8 @@ def test_the_floor_goes_by_the_rates_that_training_sees(tmp_path: Path, monkeypa
     monkeypatch.setattr(measured, "drive", lambda paths: drive or None)
     monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 1 << 60)  # nothing is seen but what is put in below
     with wrapped(24, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=tmp_path) as optimizer:
-        file, rates = optimizer.tiers["nvme"].spill.files[0][1], Rates(optimizer)
+        windows_of_both = [rate.windows for rate in optimizer.tiers["nvme"].spill.files[0][1].rates.values()]
+        rates = Rates(optimizer)
 
         def taken() -> tuple[dict[str, float], float, float, float]:
             """The rates of an interval with a long wait, what it read and wrote, and its seconds of work without I/O."""
@@ -262,12 +263,12 @@ def test_the_floor_goes_by_the_rates_that_training_sees(tmp_path: Path, monkeypa
         found, *_ = taken()
         assert found["floor_share"] == 1.0  # and not thousands: what has been done can be done
         for read_bps, write_bps in ((1e8, 1e9), (1e9, 1e8), (1e8, 1e8)):  # a drive that changes
-            for windows, rate in zip(file.rates.windows, (read_bps, write_bps), strict=True):
+            for windows, rate in zip(windows_of_both, (read_bps, write_bps), strict=True):
                 windows.extend([rate / 2] * (3 * windows.maxlen // 4) + [rate] + [2 * rate] * (windows.maxlen // 4 - 1))  # few are too fast
             found, read, written, work = taken()
             assert found["floor_s"] == pytest.approx(min(found["step_s"], max(work, read / read_bps + written / write_bps)), rel=1e-3)
         drive.clear()  # ten minutes ago
-        for windows in file.rates.windows:
+        for windows in windows_of_both:
             windows.clear()
         assert "floor_s" in taken()[0] and (rates.drive["read"], rates.drive["write"]) == (1e8, 1e8)  # what was known last
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -275,7 +276,7 @@ def test_the_floor_goes_by_the_rates_that_training_sees(tmp_path: Path, monkeypa
         monkeypatch.setattr(rates, "ranks", Rates(optimizer).ranks)
         assert f"/{host_memory()[0] / 2**31:.0f} GiB" in rates_line(rates.last, rates.ranks)  # as ranks share the machine's memory
         drive.update(read=1e7, write=1e7)
-        for windows in file.rates.windows:
+        for windows in windows_of_both:
             windows.append(1e12)
         found, read, written, _ = taken()  # ranks share the drive, so each sees a part of its rate
         assert found["floor_s"] == pytest.approx(min(found["step_s"], 2 * (read + written) / 1e7))

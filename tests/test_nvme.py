@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.programs import Program, run
 from zk.offload import nvme, scratch
-from zk.offload.nvme import ALIGN, DriveRates, Engine, Excerpt, Excerpts, File, aligned, identity_of
+from zk.offload.nvme import ALIGN, DriveRate, Engine, Excerpt, Excerpts, File, aligned, identity_of
 from zk.offload.scratch import Scratch, sweep
 
 ROOT = Path(__file__).parent.parent
@@ -631,43 +631,43 @@ def test_rates_are_of_the_time_in_which_all_threads_do_the_same(monkeypatch: pyt
     monkeypatch.setattr(nvme, "time", types.SimpleNamespace(perf_counter_ns=lambda: clock[0]))
     monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 1_000)
     monkeypatch.setattr(nvme, "_PAUSE", 3)
-    rates = DriveRates(2)
+    reads, writes = DriveRate(2), DriveRate(2)
 
-    def together(bps: float, first: bool, second: bool) -> None:
+    def together(bps: float, first: DriveRate, second: DriveRate) -> None:
         """Two transfers of 1,000 bytes, each alone for 20 ns, and both at once for as long as the drive takes for what is left."""
         taken = round(1e9 * 2_000 / bps)
-        one = rates.begin(first)
+        one = first.begin()
         clock[0] += 20
-        other = rates.begin(second)
+        other = second.begin()
         clock[0] += taken
-        rates.end(first, 1_000, one)
+        first.end(1_000, one)
         clock[0] += 20
-        rates.end(second, 1_000, other)
+        second.end(1_000, other)
 
-    together(1e9, False, True)
-    alone = rates.begin(False)
+    together(1e9, reads, writes)
+    alone = reads.begin()
     clock[0] += 1  # one thread alone
-    rates.end(False, 10_000, alone)
-    assert rates.seen == {} and rates.ns == [0, 0]
-    together(1e9, False, False)
-    together(1e9, False, False)
-    assert rates.seen == {"read": pytest.approx(1e9, rel=0.02)}
-    together(4e9, True, True)
-    together(4e9, True, True)
-    assert rates.seen == {"read": pytest.approx(1e9, rel=0.02), "write": pytest.approx(4e9, rel=0.05)}
+    reads.end(10_000, alone)
+    assert reads.seen == writes.seen == reads.ns == writes.ns == 0
+    together(1e9, reads, reads)
+    together(1e9, reads, reads)
+    assert reads.seen == pytest.approx(1e9, rel=0.02) and writes.seen == 0
+    together(4e9, writes, writes)
+    together(4e9, writes, writes)
+    assert reads.seen == pytest.approx(1e9, rel=0.02) and writes.seen == pytest.approx(4e9, rel=0.05)
     for _ in range(3 * nvme._WINDOWS):
-        together(5e8, False, False)
-    assert rates.seen["read"] == pytest.approx(5e8, rel=0.02)  # slower: after some windows
-    while sum(window > 1e9 for window in rates.windows[False]) < nvme._WINDOWS // 4:
-        assert rates.seen["read"] == pytest.approx(5e8, rel=0.02)  # few may be too fast
-        together(2e9, False, False)
-    assert rates.seen["read"] == pytest.approx(2e9, rel=0.05) and rates.pause == 3
+        together(5e8, reads, reads)
+    assert reads.seen == pytest.approx(5e8, rel=0.02)  # slower: after some windows
+    while sum(window > 1e9 for window in reads.windows) < nvme._WINDOWS // 4:
+        assert reads.seen == pytest.approx(5e8, rel=0.02)  # few may be too fast
+        together(2e9, reads, reads)
+    assert reads.seen == pytest.approx(2e9, rel=0.05) and reads.pause == 3 and writes.pause == 0
+    ns = reads.ns
     for left in (2, 1, 0):  # of many, few are looked at
-        rates.end(True, 1_000, rates.begin(True))
-        assert rates.pause == left and len(rates.windows[True]) == 2
-    ns = rates.ns[False]
-    together(2e9, False, False)
-    assert rates.ns[False] > ns
+        reads.end(1_000, reads.begin())
+        assert reads.pause == left and reads.ns == ns
+    together(2e9, reads, reads)
+    assert reads.ns > ns
 
 
 def test_files_count_their_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
@@ -676,13 +676,14 @@ def test_files_count_their_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with File(tmp_path / "file", 64 * ALIGN, engine=engine) as file:
         data = aligned(64 * ALIGN)
         file.write(data)
-        assert file.rates.seen.keys() == {"write"} and [len(windows) for windows in file.rates.windows] == [0, 2]
+        reads, writes = file.rates.values()
+        assert len(writes.windows) == 2 and writes.seen > 0 == reads.seen == len(reads.windows)
         file.read(data)
-        assert [len(windows) for windows in file.rates.windows] == [2, 2] and file.rates.active == [0, 0]
+        assert len(reads.windows) == len(writes.windows) == 2 and reads.active == writes.active == 0
         faults.fail["preadv"] = [errno.EIO]
         with pytest.raises(OSError, match="read"):
             file.read(data)
-        assert file.rates.active == [0, 0]
+        assert reads.active == 0
     engine.close()
 
 

@@ -304,8 +304,8 @@ def _close_all(direct: list[int], cached: list[int]) -> None:
     cached.clear()
 
 
-class DriveRates:
-    """Rates of the drive of one file, as its transfers see them: bytes that moved while all ``threads`` read, or all wrote, by the time of that.
+class DriveRate:
+    """The rate at which a drive reads one file, or writes it, as transfers see it: bytes that moved while all ``threads`` did so, by the time of that.
 
     They are counted in windows of 128 MiB for four threads, of which the last ones are kept. The best of them exaggerate, as the drive gives now
     more and now less; those in which threads had to wait for a core, or for Python's lock, are too slow. So the drive's rate is that which a quarter
@@ -315,42 +315,42 @@ class DriveRates:
 
     def __init__(self, threads: int) -> None:
         self.threads, self.lock = threads, threading.Lock()
-        self.windows = tuple(collections.deque[float](maxlen=_WINDOWS) for _ in range(2))  # bytes/s, of reads and of writes
-        self.ns, self.nbytes, self.begun = [0, 0], [0.0, 0.0], [(0, 0.0), (0, 0.0)]
-        self.active, self.since, self.pause = [0, 0], 0, 0
+        self.windows = collections.deque[float](maxlen=_WINDOWS)  # bytes/s
+        self.ns, self.nbytes, self.begun = 0, 0.0, (0, 0.0)
+        self.active = self.since = self.pause = 0
 
     @property
-    def seen(self) -> dict[str, float]:
-        """Bytes/s, "read" and "write", where a window of them has ended."""
-        return {way: rates[3 * len(rates) // 4] for way, rates in zip(("read", "write"), map(sorted, self.windows), strict=True) if rates}
+    def seen(self) -> float:
+        """Bytes/s; 0 before a window has ended."""
+        return sorted(self.windows)[3 * len(self.windows) // 4] if self.windows else 0.0
 
-    def begin(self, write: bool) -> tuple[int, int] | None:
+    def begin(self) -> tuple[int, int] | None:
         """Count a transfer that begins now. What ``end`` is to be given."""
         if self.pause > 0:
             self.pause -= 1
             return None
         now = time.perf_counter_ns()
         with self.lock:
-            self.active[write] += 1
-            if self.active[write] == self.threads:
+            self.active += 1
+            if self.active == self.threads:
                 self.since = now
-            return now, self.ns[write]
+            return now, self.ns
 
-    def end(self, write: bool, nbytes: int, begun: tuple[int, int] | None) -> None:
+    def end(self, nbytes: int, begun: tuple[int, int] | None) -> None:
         """Count it as one that ends now."""
         if begun is None:
             return
         now = time.perf_counter_ns()
         with self.lock:
-            if self.active[write] == self.threads:
-                self.ns[write] += now - self.since
-            self.active[write] -= 1
-            self.nbytes[write] += nbytes * (self.ns[write] - begun[1]) / max(1, now - begun[0])
-            ns, first = self.begun[write]
-            if self.nbytes[write] - first >= _WINDOW_NBYTES * max(1, self.threads // 4):  # far more than is in flight
-                self.windows[write].append(1e9 * (self.nbytes[write] - first) / max(1, self.ns[write] - ns))
-                self.begun[write] = self.ns[write], self.nbytes[write]
-                self.pause = _PAUSE * (len(self.windows[write]) == _WINDOWS)
+            if self.active == self.threads:
+                self.ns += now - self.since
+            self.active -= 1
+            self.nbytes += nbytes * (self.ns - begun[1]) / max(1, now - begun[0])
+            ns, first = self.begun
+            if self.nbytes - first >= _WINDOW_NBYTES * max(1, self.threads // 4):  # far more than is in flight
+                self.windows.append(1e9 * (self.nbytes - first) / max(1, self.ns - ns))
+                self.begun = self.ns, self.nbytes
+                self.pause = _PAUSE * (len(self.windows) == _WINDOWS)
 
 
 class File:
@@ -401,7 +401,7 @@ class File:
         self.closed = False
         self.lock, self.pending = threading.Lock(), list[Request]()
         self.read_nbytes = self.written_nbytes = 0
-        self.rates = DriveRates(self.engine.num_threads)
+        self.rates = {verb: DriveRate(self.engine.num_threads) for verb in ("read", "write")}
         made: list[str] = []
         try:
             for path in self.paths:
@@ -589,12 +589,12 @@ class File:
                 if write:
                     _copy(buffer, rest[: len(buffer)])
             try:
-                begun = self.rates.begin(write)
+                begun = self.rates[verb].begin()
                 try:
                     with phase(verb, f"{len(buffer) >> 10} KiB at {position}", flow):
                         now = call(descriptor, [buffer], position)
                 finally:
-                    self.rates.end(write, len(buffer), begun)
+                    self.rates[verb].end(len(buffer), begun)
             except InterruptedError:
                 continue
             except OSError as error:

@@ -175,8 +175,8 @@ class Spill:
     @property
     def rates(self) -> dict[str, float]:
         """Bytes/s of the drive, "read" and "write", as far as training has seen them."""
-        seen = [file.rates.seen for _, file in self.files if file.writable]
-        return {way: max(rates[way] for rates in seen if way in rates) for way in set().union(*seen)}
+        seen = {verb: [file.rates[verb].seen for _, file in self.files if file.writable] for verb in ("read", "write")}
+        return {verb: max(rates) for verb, rates in seen.items() if any(rates)}
 
     @property
     def buffer_nbytes(self) -> int:
