@@ -305,7 +305,7 @@ def _close_all(direct: list[int], cached: list[int]) -> None:
 
 
 class DriveRate:
-    """The rate at which a drive reads one file, or writes it, as transfers see it: bytes that moved while all ``threads`` did so, by the time of that.
+    """The rate at which a drive reads one file, or writes it, as transfers see it: bytes that moved while all ``threads`` did so.
 
     They are counted in windows of 128 MiB for four threads, of which the last ones are kept. The best of them exaggerate, as the drive gives now
     more and now less; those in which threads had to wait for a core, or for Python's lock, are too slow. So the drive's rate is that which a quarter

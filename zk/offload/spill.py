@@ -16,7 +16,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +29,6 @@ from zk.offload.transfer import Arrival, Transfer, evenly
 from zk.offload.worker import Worker
 from zk.timeline import phase
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
@@ -42,22 +38,28 @@ class Piece:
     nbytes: int
 
 
-class State(enum.Enum):
-    FETCHING = "a read is filling the buffer"
-    OPEN = "somebody works on the buffer"
-    KEPT = "changed, nobody works on it, and the file does not have it yet"
-    EVICTING = "a write, or a copy to the device, is emptying the buffer"
-    CACHED = "nobody works on it, and the file has the same: it stays until its buffer is needed"
+class State(enum.IntEnum):
+    """The use of a buffer; what comes first is given up first, where another piece needs room."""
+
+    CACHED = 0  # nobody works on it, and the file has the same: it stays until its buffer is needed
+    EVICTING = 1  # a write, or a copy to the device, is emptying it
+    FETCHING = 2  # a read is filling it
+    KEPT = 3  # changed, nobody works on it, and the file does not have it yet
+    OPEN = 4  # somebody works on it
 
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
     piece: Piece
     buffer: Tensor  # (at least piece.nbytes,) uint8
-    state: State
+    state: State = State.OPEN
     users: int = 0  # who work on it, while it is open: one who changes it, or some who read
-    request: Event | None = None  # the transfer in flight
+    request: Event = COMPLETED  # the transfer in flight
     dirty: bool = False  # the file does not have what is here, as far as is known
+
+    def become(self, state: State) -> None:
+        """Note a state without a transfer in flight."""
+        self.state, self.request = state, COMPLETED
 
 
 class Spill:
@@ -181,7 +183,7 @@ class Spill:
     @property
     def buffer_nbytes(self) -> int:
         """Host memory that the buffers take."""
-        return sum(buffers.touched for buffers in self.buffers)
+        return sum((len(buffers.slots) + len(buffers.free)) * buffers.largest for buffers in self.buffers)
 
     def close(self) -> None:
         """Wait for what is in flight and close the files."""
@@ -190,20 +192,8 @@ class Spill:
                 closing.callback(file.close)
 
 
-def _locked(method: Callable[P, R]) -> Callable[P, R]:
-    """One thread at a time, over all buffers of a file."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        buffers: Any = args[0]
-        with buffers.spill.lock:
-            return method(*args, **kwargs)
-
-    return call
-
-
 class Buffers:
-    """A bounded number of buffers for pieces of up to ``nbytes`` bytes. May be used from several threads.
+    """A bounded number of buffers for pieces. May be used from several threads.
 
     Args:
         spill: whose pieces.
@@ -217,188 +207,183 @@ class Buffers:
         self.spill, self.nbytes, self.count, self.memory, self.caches = spill, round_up(nbytes), count, memory, caches
         self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
         self.free: list[Tensor] = []
-        self.largest = 0
+        self.largest = 0  # bytes of a buffer that are in use
         spill.buffers.append(self)
 
-    @property
-    def touched(self) -> int:
-        """Bytes of host memory in use."""
-        return (len(self.slots) + len(self.free)) * self.largest
+    def fit(self, nbytes: int) -> None:
+        """Make buffers large enough for pieces of ``nbytes``; those that are too small go once they are free."""
+        with self.spill.lock:
+            if nbytes > self.nbytes:
+                self.nbytes = round_up(nbytes)
+                self.free.clear()
 
     # ---- buffers -------------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Free the buffers of writes that are done. One that failed, and was heard of, is to be written another time."""
         for offset, slot in list(self.slots.items()):
-            if slot.state is not State.EVICTING or slot.request is None or not slot.request.done:
+            if slot.state is not State.EVICTING or not slot.request.done:
                 continue
             if slot.request is self.spill.heard:
-                slot.state, slot.request = State.KEPT, None
+                slot.become(State.KEPT)
             else:
-                self._end(offset, self._rest)
+                self._end(offset)
+                self._rest(offset)
 
-    def _end(self, offset: int, then: Callable[[int], None] | None = None) -> None:
-        """Free a buffer, or do something else ``then``, once its transfer is over. What could not be written stays, to be written another time."""
+    def _end(self, offset: int) -> None:
+        """Wait for the transfer of a buffer. What could not be written stays, to be written another time; what could not be read goes."""
         slot = self.slots[offset]
-        assert slot.request is not None
         try:
             self.spill.stall(slot.request)
         except BaseException:
             if slot.request.done and slot.dirty:
-                slot.state, slot.request = State.KEPT, None
+                slot.become(State.KEPT)
             elif slot.request.done:
                 self._free(offset)
             raise
-        (then or self._free)(offset)
 
     def _free(self, offset: int) -> None:
-        self.free.append(self.slots.pop(offset).buffer)
+        buffer = self.slots.pop(offset).buffer
+        if len(buffer) == self.nbytes:
+            self.free.append(buffer)
 
     def _rest(self, offset: int) -> None:
         """Leave what was read in its buffer until that is needed."""
         slot = self.slots[offset]
         if self.caches and not slot.dirty:
-            slot.state, slot.request = State.CACHED, None
+            slot.become(State.CACHED)
         else:
             self._free(offset)
 
-    def _take(self, patient: bool) -> Tensor | None:
-        """A free buffer; None where there is none without waiting, and ``patient`` is False."""
+    def _take(self) -> Tensor | None:
+        """A buffer that can be had without waiting; None where there is none."""
         self._settle()
-        if self.free:
-            return self.free.pop()
-        if len(self.slots) < self.count:
-            return self.memory(self.nbytes)
-        for offset, slot in self.slots.items():
-            if slot.state is State.CACHED:
-                self._free(offset)
-                return self.free.pop()
-        if not patient:
-            return None
-        for state in (State.EVICTING, State.FETCHING, State.KEPT):
-            for offset, slot in self.slots.items():
-                if slot.state is state:
-                    if state is State.KEPT:
-                        self.evict(slot.piece, changed=True)
-                    self._end(offset)
-                    return self.free.pop()
-        raise AssertionError(f"all {self.count} buffers of {self.nbytes} bytes are in use")
+        if self.free or len(self.slots) < self.count or self._give_up(State.CACHED):
+            return self._buffer()
+        return None
 
-    # ---- the life of a piece -------------------------------------------------------------------------------------------------
+    def _buffer(self) -> Tensor:
+        """One more buffer, for which there is room."""
+        return self.free.pop() if self.free else self.memory(self.nbytes)
 
-    @_locked
-    def fetch(self, piece: Piece) -> bool:
-        """Ask for a piece. False if no buffer is free to read it into; then ask again later, or just open it."""
-        slot = self.slots.get(piece.offset)
-        if slot is None:
-            buffer = self._take(patient=False)
-            if buffer is None:
-                return False
-            self._read(piece, buffer)
-        elif slot.state is State.CACHED:  # not to be given up before its use
-            self.slots[piece.offset] = self.slots.pop(piece.offset)
+    def _give_up(self, *states: State) -> bool:
+        """Free the buffer that can be had soonest of those in one of ``states``, oldest first, once its transfer is over. False: there is none."""
+        able = [slot for slot in self.slots.values() if slot.state in states]
+        if not able:
+            return False
+        slot = min(able, key=lambda slot: slot.state)
+        if slot.state is State.KEPT:
+            self.evict(slot.piece, changed=True)
+        if slot.state is not State.CACHED:
+            self._end(slot.piece.offset)
+        self._free(slot.piece.offset)
         return True
 
-    def _read(self, piece: Piece, buffer: Tensor) -> _Slot:
-        slot = _Slot(piece, buffer, State.FETCHING)
-        try:
-            slot.request = self.spill.read(buffer[: piece.nbytes], piece.offset)
-        except Exception:  # and not Ctrl-C: the drive may be filling it
-            self.free.append(buffer)
-            raise
+    def _begin(self, piece: Piece, buffer: Tensor, read: bool) -> _Slot:
+        """Give ``piece`` a buffer, and start to ``read`` it."""
+        slot = _Slot(piece, buffer)
+        if read:
+            try:
+                slot.request, slot.state = self.spill.read(buffer[: piece.nbytes], piece.offset), State.FETCHING
+            except Exception:  # and not Ctrl-C: the drive may be filling it
+                self.free.append(buffer)
+                raise
         self.slots[piece.offset] = slot
         self.largest = max(self.largest, piece.nbytes)
         return slot
 
-    @_locked
+    # ---- the life of a piece -------------------------------------------------------------------------------------------------
+
+    def fetch(self, piece: Piece) -> bool:
+        """Ask for a piece. False if no buffer is free to read it into; then ask again later, or just open it."""
+        with self.spill.lock:
+            slot = self.slots.get(piece.offset)
+            if slot is None:
+                buffer = self._take()
+                if buffer is None:
+                    return False
+                self._begin(piece, buffer, read=True)
+            elif slot.state is State.CACHED:  # not to be given up before its use
+                self.slots[piece.offset] = self.slots.pop(piece.offset)
+            return True
+
     def open(self, piece: Piece, read: bool = True) -> Tensor:
         """The bytes of a piece (nbytes,) uint8, to work on until it is put back. ``read=False`` if all of it is to be overwritten.
 
         Training may read a piece while a save reads it.
         """
-        slot = self.slots.get(piece.offset)
-        if slot is not None and slot.state is State.OPEN and read:
-            slot.users += 1
+        with self.spill.lock:
+            slot = self.slots.get(piece.offset)
+            if slot is not None and slot.state is State.OPEN and read:
+                slot.users += 1
+                return slot.buffer[: piece.nbytes]
+            if slot is not None and slot.state is State.EVICTING:
+                # what is in the buffer is what is in the file, but a write is reading it; if that failed, it is here alone
+                slot.dirty = not self.spill.succeeds(slot.request) and slot.dirty
+            if read:
+                self.spill.fetches += 1
+                self.spill.hits += slot is not None and slot.request.done
+            if slot is None:
+                buffer = self._take()
+                if buffer is None:
+                    is_given_up = self._give_up(State.EVICTING, State.FETCHING, State.KEPT)
+                    assert is_given_up, f"all {self.count} buffers of {self.nbytes} bytes are in use"
+                    buffer = self._buffer()
+                slot = self._begin(piece, buffer, read)
+            if slot.state is State.FETCHING:
+                self._end(piece.offset)
+            slot.become(State.OPEN)
+            slot.piece, slot.users = piece, 1  # a gradient that is added to becomes longer
+            self.slots[piece.offset] = self.slots.pop(piece.offset)
             return slot.buffer[: piece.nbytes]
-        if slot is not None and slot.state is State.EVICTING:
-            # what is in the buffer is what is in the file, but a write is reading it; if that failed, it is here alone
-            assert slot.request is not None
-            slot.dirty = not self.spill.succeeds(slot.request) and slot.dirty
-        elif slot is None and not read:
-            buffer = self._take(patient=True)
-            assert buffer is not None
-            self.slots[piece.offset] = slot = _Slot(piece, buffer, State.OPEN)
-            self.largest = max(self.largest, piece.nbytes)
-        if read:
-            self.spill.fetches += 1
-            self.spill.hits += slot is not None and (slot.request is None or slot.request.done)
-        if slot is None:
-            buffer = self._take(patient=True)
-            assert buffer is not None
-            slot = self._read(piece, buffer)
-        if slot.state is State.FETCHING:
-            assert slot.request is not None
-            try:
-                self.spill.stall(slot.request)
-            except BaseException:
-                if slot.request.done:
-                    self._free(piece.offset)
-                raise
-        slot.piece, slot.state, slot.request, slot.users = piece, State.OPEN, None, 1  # a gradient that is added to becomes longer
-        self.slots[piece.offset] = self.slots.pop(piece.offset)
-        return slot.buffer[: piece.nbytes]
 
-    @_locked
     def evict(self, piece: Piece, changed: bool, after: Event = COMPLETED) -> None:
         """Put an open or kept piece back: write it behind if it was ``changed`` since it was read, else drop it, once ``after`` is past."""
-        slot = self.slots.get(piece.offset)
-        if slot is None or slot.state not in (State.OPEN, State.KEPT):  # Ctrl-C came before it was open, or after it was put back
-            return
-        if slot.users > 1:
-            assert not changed and after.done, f"{piece} is changed while somebody else reads it"
-            slot.users -= 1
-            return
-        if not changed and not slot.dirty:
-            if after.done:
+        with self.spill.lock:
+            slot = self.slots.get(piece.offset)
+            if slot is None or slot.state not in (State.OPEN, State.KEPT):  # Ctrl-C came before it was open, or after it was put back
+                return
+            if slot.users > 1:
+                assert not changed and after.done, f"{piece} is changed while somebody else reads it"
+                slot.users -= 1
+            elif changed or slot.dirty:
+                slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset, self)
+                slot.state, slot.dirty = State.EVICTING, True
+            elif after.done:
                 self._rest(piece.offset)
             else:
                 slot.request, slot.state = after, State.EVICTING
-            return
-        slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset, self)
-        slot.state, slot.dirty = State.EVICTING, True
 
-    @_locked
     def drop(self, start: int, stop: int) -> None:
         """Give up what is here of these bytes and nobody works on: the file changes under it."""
-        for offset, slot in list(self.slots.items()):
-            if offset < stop and start < offset + slot.piece.nbytes:
-                if slot.state is State.CACHED:
-                    self._free(offset)
-                    continue
-                assert slot.request is not None, f"bytes {start} to {stop} are written while {slot.piece} is in use: {slot.state.value}"
-                try:
-                    self.spill.stall(slot.request)
-                finally:
-                    if slot.request.done:
-                        self._free(offset)
+        with self.spill.lock:
+            for offset, slot in list(self.slots.items()):
+                if offset < stop and start < offset + slot.piece.nbytes:
+                    assert slot.state < State.KEPT, f"bytes {start} to {stop} are written while {slot.piece} is in use: {slot.state.name}"
+                    try:
+                        if slot.state is not State.CACHED:
+                            self.spill.stall(slot.request)
+                    finally:
+                        if slot.request.done:
+                            self._free(offset)
 
-    @_locked
     def copy_cached(self, buffer: Tensor, offset: int) -> bool:
         """Fill ``buffer`` with what is at ``offset`` in the file, if all of that rests here."""
-        for slot in self.slots.values():
-            start = offset - slot.piece.offset
-            is_readable = slot.state is State.CACHED or (slot.state is State.EVICTING and not slot.dirty)  # a copy of it goes on
-            if is_readable and start >= 0 and start + buffer.nbytes <= slot.piece.nbytes:
-                buffer.copy_(slot.buffer[start : start + buffer.nbytes])
-                return True
-        return False
+        with self.spill.lock:
+            for slot in self.slots.values():
+                start = offset - slot.piece.offset
+                is_readable = slot.state <= State.EVICTING and not slot.dirty  # a copy of it goes on
+                if is_readable and start >= 0 and start + buffer.nbytes <= slot.piece.nbytes:
+                    buffer.copy_(slot.buffer[start : start + buffer.nbytes])
+                    return True
+            return False
 
-    @_locked
     def keep(self, piece: Piece) -> None:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
-        slot = self.slots[piece.offset]
-        assert slot.users == 1, f"{piece} is changed while somebody else reads it"
-        slot.state, slot.dirty, slot.users = State.KEPT, True, 0
+        with self.spill.lock:
+            slot = self.slots[piece.offset]
+            assert slot.users == 1, f"{piece} is changed while somebody else reads it"
+            slot.state, slot.dirty, slot.users = State.KEPT, True, 0
 
 
 # elements of one chunk of the update: big enough that one transfer runs at the drive's full speed, small enough that a few fit anywhere
