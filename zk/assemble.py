@@ -22,7 +22,7 @@ from zk.offload.packing import Packing
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.section import Section, Shadow
-from zk.offload.spill import FileFields, FileGrads, FileParams
+from zk.offload.spill import FileGrads, FileParams
 from zk.offload.state import OptimizerShard
 from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, HostCopies, MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
@@ -43,7 +43,7 @@ class _Part:
     start: int
     numel: int
     tier: Tier
-    state: FileFields | None = None
+    state: Fields | None = None
     grads: FileGrads | None = None
 
 
@@ -296,7 +296,7 @@ class Assembly(Placement):
 
     def _states(
         self, tier: Tier, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], stream: Stream | None, packing: Packing | None
-    ) -> ResidentFields | FileFields:
+    ) -> Fields:
         """Room for master and moments."""
         if isinstance(tier, NVMeTier):
             return tier.store(chunks, fields, packing)

@@ -82,10 +82,10 @@ class Spill:
         self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
 
-    def reserve(self, nbytes: int) -> int:
-        """The offset of ``nbytes`` bytes, whole pages, which exist after the next ``create``."""
+    def reserve(self, nbytes: int, starts: Iterable[int] = (0,)) -> int:
+        """The offset of ``nbytes`` bytes, whole pages, which exist after the next ``create``. ``starts``: of pieces that are read, in these."""
         offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes)
-        self.starts.add(offset)
+        self.starts |= {offset + start for start in starts}
         return offset
 
     def borrow(self, file: Excerpts) -> int:
@@ -399,7 +399,7 @@ class FileFields:
     """Flat fields of consecutive elements of a shard, in the file; one chunk of all fields is one piece, moved at once.
 
     Args:
-        spill: the file; room is reserved here.
+        buffers: for its chunks.
         chunks: slices of the shard, in order and without gaps.
         fields: name -> dtype.
         packing: of what is kept of whole parameters, behind the elements of each chunk.
@@ -407,20 +407,18 @@ class FileFields:
 
     resident = False
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> None:
-        self.chunks, self.fields, self.packing = chunks, fields, packing
-        self.is_empty = not fields and packing is None  # plain SGD in fp32 keeps nothing
-        self.buffers: Buffers | None = None
+    def __init__(self, buffers: Buffers, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> None:
+        self.buffers, self.chunks, self.fields, self.packing = buffers, chunks, fields, packing
         self.numel: int = chunks[-1].stop - chunks[0].start
-        self.pieces = self._reserve(spill)  # by the start of the chunk
-        self.largest = max(piece.nbytes for piece in self.pieces.values())
+        self.pieces = self._reserve()  # by the start of the chunk
+        buffers.fit(max(piece.nbytes for piece in self.pieces.values()))
 
-    def _reserve(self, spill: Spill) -> dict[int, Piece]:
-        """Take room for each chunk, in whole pages."""
+    def _reserve(self) -> dict[int, Piece]:
+        """Take room for each chunk in the file, in whole pages."""
         element, pieces = sum(dtype.itemsize for dtype in self.fields.values()), {}
         for chunk in self.chunks:
             nbytes = round_up((chunk.stop - chunk.start) * element + self._packed_nbytes(chunk))
-            pieces[chunk.start] = Piece(spill.reserve(nbytes), nbytes)
+            pieces[chunk.start] = Piece(self.buffers.spill.reserve(nbytes), nbytes)
         return pieces
 
     def _packed_nbytes(self, chunk: slice) -> int:
@@ -434,14 +432,10 @@ class FileFields:
 
     def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if there is no buffer for it now."""
-        assert self.buffers is not None
-        return self.is_empty or self.buffers.fetch(self.pieces[chunk.start])
+        return self.buffers.fetch(self.pieces[chunk.start])
 
     def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """The fields of a chunk: name -> (its elements,), to work on in place."""
-        assert self.buffers is not None
-        if self.is_empty:
-            return {}
         data = self.buffers.open(self.pieces[chunk.start], read)
         numel, start, views = chunk.stop - chunk.start, 0, {}
         for name, dtype in self.fields.items():
@@ -454,9 +448,6 @@ class FileFields:
 
     def close(self, chunk: slice, changed: bool, keep: bool = False) -> None:
         """Put a chunk back; ``keep`` it in memory, unwritten, if it is among the first to be used next time."""
-        assert self.buffers is not None
-        if self.is_empty:
-            return
         if changed and keep:
             self.buffers.keep(self.pieces[chunk.start])
         else:
@@ -481,51 +472,50 @@ class FileParams(FileFields):
 
     memory = "host"
 
-    def __init__(self, spill: Spill, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], borrowed: int | None = None) -> None:
-        self.spill, self.borrowed = spill, borrowed
-        super().__init__(spill, chunks, fields)
-        self.whole_buffers: Buffers | None = None
+    def __init__(
+        self, buffers: Buffers, whole_buffers: Buffers, chunks: Sequence[slice], dtype: torch.dtype, borrowed: int | None = None
+    ) -> None:
+        self.whole_buffers, self.dtype, self.borrowed = whole_buffers, dtype, borrowed
+        super().__init__(buffers, chunks, {"param": dtype})
+        whole_buffers.fit(self.piece.nbytes)
 
     @property
     def piece(self) -> Piece:
         """All of the slice."""
         return Piece(self.pieces[0].offset, round_up(self.nbytes("param")))
 
-    def _reserve(self, spill: Spill) -> dict[int, Piece]:
+    def _reserve(self) -> dict[int, Piece]:
         """Take room for the slice, of which chunks are pieces, unless it is there."""
-        bounds = [chunk.start * self.fields["param"].itemsize for chunk in self.chunks]
-        if self.borrowed is not None:
-            offset = self.borrowed
-        else:
-            offset = spill.reserve(self.nbytes("param"))
-            spill.starts |= {offset + start for start in bounds}  # written whole, read by chunk
+        bounds = [chunk.start * self.dtype.itemsize for chunk in self.chunks]
+        offset = self.borrowed
+        if offset is None:
+            offset = self.buffers.spill.reserve(self.nbytes("param"), bounds)  # written whole, read by chunk
         ends = [*bounds[1:], round_up(self.nbytes("param"))]
         return {chunk.start: Piece(offset + start, end - start) for chunk, start, end in zip(self.chunks, bounds, ends, strict=True)}
 
     def prefetch(self) -> bool:
         """Ask for the slice; False if there is no buffer for it now."""
-        assert self.whole_buffers is not None
         return self.whole_buffers.fetch(self.piece)
 
     def whole(self) -> Tensor:
         """The slice (numel,), readable until ``release``."""
-        assert self.whole_buffers is not None
-        return self._view(self.whole_buffers.open(self.piece))
+        return self._open()
 
     def release(self, after: Event = COMPLETED) -> None:
         """Done with what ``whole`` gave, once ``after`` is past."""
-        assert self.whole_buffers is not None
         self.whole_buffers.evict(self.piece, changed=False, after=after)
 
     def write(self, values: Tensor) -> None:
         """Replace the slice by ``values`` (numel,)."""
-        assert self.whole_buffers is not None
         if self.borrowed is not None:
             if self._has(values):
                 return
             self._leave()
-        self._view(self.whole_buffers.open(self.piece, read=False)).copy_(values)
+        self._open(read=False).copy_(values)
         self.whole_buffers.evict(self.piece, changed=True)
+
+    def _open(self, read: bool = True) -> Tensor:
+        return self.whole_buffers.open(self.piece, read)[: self.nbytes("param")].view(self.dtype)
 
     def _has(self, values: Tensor) -> bool:
         """Check that ``values`` are what is there, bit for bit.
@@ -542,18 +532,15 @@ class FileParams(FileFields):
 
     def _leave(self) -> None:
         """Take room on the drive, for values that are not those in files of the user's."""
-        with self.spill.lock:
+        with self.buffers.spill.lock:
             before, self.borrowed = self.borrowed, None
             try:
-                pieces = self._reserve(self.spill)
-                self.spill.create()
+                pieces = self._reserve()
+                self.buffers.spill.create()
             except BaseException:
                 self.borrowed = before
                 raise
             self.pieces = pieces
-
-    def _view(self, data: Tensor) -> Tensor:
-        return data[: self.nbytes("param")].view(self.fields["param"])
 
 
 class FileGrads:
@@ -564,16 +551,14 @@ class FileGrads:
     """
 
     def __init__(
-        self, spill: Spill, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int, sum_dtype: torch.dtype
+        self, whole: Buffers, parts: Buffers, chunks: Sequence[slice], transfer: Transfer, worker: Worker, num_threads: int, sum_dtype: torch.dtype
     ) -> None:
-        self.chunks, self.transfer, self.worker, self.num_threads, self.sum_dtype = chunks, transfer, worker, num_threads, sum_dtype
+        self.whole, self.parts, self.transfer, self.worker, self.num_threads, self.sum_dtype = whole, parts, transfer, worker, num_threads, sum_dtype
         self.start, self.numel = chunks[0].start, chunks[-1].stop - chunks[0].start
-        self.nbytes_of_sum: int = self.numel * sum_dtype.itemsize
-        self.offset = spill.reserve(self.nbytes_of_sum)
         starts = ((chunk.start - self.start) * nbytes for chunk in chunks for nbytes in (2, sum_dtype.itemsize))
-        spill.starts |= {self.offset + start for start in starts}  # written whole, read by chunk
-        self.whole: Buffers | None = None  # for pieces of numel elements
-        self.parts: Buffers | None = None  # for chunks
+        self.offset = whole.spill.reserve(self.numel * sum_dtype.itemsize, starts)  # written whole, read by chunk
+        whole.fit(self.numel * sum_dtype.itemsize)
+        parts.fit(max(chunk.stop - chunk.start for chunk in chunks) * sum_dtype.itemsize)
         self.dtype: torch.dtype | None = None
         self.sum = 0.0
         self.added = COMPLETED  # the last addition
@@ -598,7 +583,6 @@ class FileGrads:
             arrival.drop()
 
     def _add(self, grad: Tensor) -> None:
-        assert self.whole is not None
         dtype = grad.dtype if self.dtype is None else self.sum_dtype
         if self.dtype is not None:
             self.whole.open(self._piece(0, self.numel, self.dtype))
@@ -620,7 +604,7 @@ class FileGrads:
     def discard(self) -> None:
         """Give back the buffer of a gradient that was handed over, and has been used."""
         if self.here is not None:
-            assert self.whole is not None and self.dtype is not None
+            assert self.dtype is not None
             self.here = None
             self.whole.evict(self._piece(0, self.numel, self.dtype), changed=False)
 
@@ -635,7 +619,7 @@ class FileGrads:
     def sum_of_squares(self) -> float:
         """Of the gradient, in float64; 0 without one."""
         self.added.wait()
-        return self.sum if self.dtype is not None else 0.0
+        return self.sum
 
     def _part(self, chunk: slice) -> Piece:
         self.added.wait()
@@ -644,21 +628,19 @@ class FileGrads:
 
     def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if there is no buffer for it now."""
-        assert self.parts is not None
         return self.is_handed_over or self.parts.fetch(self._part(chunk))
 
     def open(self, chunk: slice) -> Tensor:
         """Give a chunk (its elements,), to be read until ``close``."""
-        piece = self._part(chunk)
-        assert self.parts is not None and self.dtype is not None
+        piece, dtype = self._part(chunk), self.dtype
         if self.is_handed_over:
             assert self.here is not None, "a gradient is used that was discarded"
             return self.here[chunk.start - self.start : chunk.stop - self.start]
-        return self.parts.open(piece)[: (chunk.stop - chunk.start) * self.dtype.itemsize].view(self.dtype)
+        assert dtype is not None
+        return self.parts.open(piece)[: (chunk.stop - chunk.start) * dtype.itemsize].view(dtype)
 
     def close(self, chunk: slice) -> None:
         """Done with a chunk."""
-        assert self.parts is not None
         if not self.is_handed_over:
             self.parts.evict(self._part(chunk), changed=False)
 
@@ -666,7 +648,7 @@ class FileGrads:
         """Forget the gradient, also one that could not be written."""
         self.added.join()
         self.discard()
-        self.added, self.dtype, self.is_handed_over = COMPLETED, None, False
+        self.added, self.dtype, self.sum, self.is_handed_over = COMPLETED, None, 0.0, False
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -310,16 +310,22 @@ class NVMeTier:
     def __init__(
         self, paths: Sequence[str], rank: int, ahead: int, checksum: bool, transfer: Transfer, worker: Worker, handed_over: int = 0
     ) -> None:
-        self.ahead, self.handed_over, self.transfer, self.worker = ahead, handed_over, transfer, worker
+        self.transfer, self.worker = transfer, worker
         self.scratch = Scratch(paths, rank)
         self.checksum = checksum
         self.crosses = False  # the device updates what is here, so chunks are copied to it and back
         self.spill = Spill(self._file)
-        self.buffers: dict[str, Buffers] = {}  # by what they are for
-        # what has no buffers yet
-        self.stores: list[FileFields] = []
-        self.homes: list[FileParams] = []
-        self.all_grads: list[FileGrads] = []
+        self.states, self.params, self.parts = (Buffers(self.spill, 0, CHUNKS_IN_MEMORY, self._updated) for _ in range(3))  # the last: of gradients
+        self.whole_params = Buffers(self.spill, 0, ahead, self._crossing, caches=True)
+        self.gradients = Buffers(self.spill, 0, GRADIENTS_IN_MEMORY + handed_over, self._updated if handed_over else staging)
+
+    def _crossing(self, nbytes: int) -> Tensor:
+        """A buffer on the way to the device, or from it."""
+        return staging(nbytes) if self.transfer.joined else self.transfer.memory(nbytes, torch.uint8)
+
+    def _updated(self, nbytes: int) -> Tensor:
+        """A buffer of what is updated."""
+        return self._crossing(nbytes) if self.crosses else staging(nbytes)
 
     def _file(self, nbytes: int, starts: Iterable[int]) -> File:
         name = f"state-{len(self.spill.files)}" if self.spill.files else "state"
@@ -349,53 +355,26 @@ class NVMeTier:
             cuts += [end + chunk.start * dtype.itemsize for chunk in self.chunks(0, numel)]
             end += round_up(numel * dtype.itemsize)
         first = self.spill.borrow(Excerpts(excerpts, end, checksum=self.checksum, cuts=cuts))
-        homes = {}
-        for key, (numel, dtype, _) in slices.items():
-            homes[key] = FileParams(self.spill, self.chunks(0, numel), {"param": dtype}, first + starts[key])
-        self.homes += homes.values()
-        return homes
+        return {key: self._params(self.chunks(0, numel), dtype, first + starts[key]) for key, (numel, dtype, _) in slices.items()}
+
+    def _params(self, chunks: Sequence[slice], dtype: torch.dtype, borrowed: int | None = None) -> FileParams:
+        return FileParams(self.params, self.whole_params, chunks, dtype, borrowed)
 
     def home(self, numel: int, dtype: torch.dtype, uncut: Sequence[slice] = ()) -> FileParams:
         """Room for parameters."""
-        self.homes.append(FileParams(self.spill, self.chunks(0, numel, uncut), {"param": dtype}))
-        return self.homes[-1]
+        return self._params(self.chunks(0, numel, uncut), dtype)
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> FileFields:
-        """Room for optimizer state."""
-        self.stores.append(FileFields(self.spill, chunks, fields, packing))
-        return self.stores[-1]
+    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> Fields:
+        """Room for optimizer state. None of it, as of plain SGD in fp32, is in no file."""
+        return FileFields(self.states, chunks, fields, packing) if fields or packing is not None else ResidentFields(chunks, {}, self.memory)
 
     def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> FileGrads:
         """Room for a gradient, as MemoryTier has it; all that is updated passes through one sort of buffers, whoever updates it."""
-        self.all_grads.append(FileGrads(self.spill, chunks, self.transfer, self.worker, num_threads, sum_dtype))
-        return self.all_grads[-1]
+        return FileGrads(self.gradients, self.parts, chunks, self.transfer, self.worker, num_threads, sum_dtype)
 
     def create(self) -> None:
-        """Take the room on the drive that was asked for since the last time, and buffers in host memory. OSError if there is not enough room."""
-        (stores, homes, all_grads), (self.stores, self.homes, self.all_grads) = (self.stores, self.homes, self.all_grads), ([], [], [])
+        """Take the room on the drive that was asked for since the last time. OSError if there is not enough."""
         self.spill.create()
-        crossing = staging if self.transfer.joined else lambda nbytes: self.transfer.memory(nbytes, torch.uint8)
-        memory = crossing if self.crosses else staging
-        states = self._buffers("states", [store.largest for store in stores], CHUNKS_IN_MEMORY, memory)
-        params = self._buffers("params", [home.largest for home in homes], CHUNKS_IN_MEMORY, memory)
-        whole = self._buffers("whole params", [home.piece.nbytes for home in homes], self.ahead, crossing, caches=True)
-        chunks = [(chunk.stop - chunk.start) * grads.sum_dtype.itemsize for grads in all_grads for chunk in grads.chunks]
-        parts = self._buffers("chunks of gradients", chunks, CHUNKS_IN_MEMORY, memory)
-        sizes, updated_from = [grads.nbytes_of_sum for grads in all_grads], memory if self.handed_over else staging
-        gradients = self._buffers("gradients", sizes, GRADIENTS_IN_MEMORY + self.handed_over, updated_from)
-        for store in stores:
-            store.buffers = states
-        for home in homes:
-            home.buffers, home.whole_buffers = params, whole
-        for grads in all_grads:
-            grads.whole, grads.parts = gradients, parts
-
-    def _buffers(self, use: str, sizes: Sequence[int], count: int, memory: Callable[[int], Tensor], caches: bool = False) -> Buffers:
-        """Buffers for pieces of these sizes: those that there are, if they are large enough."""
-        nbytes = max(sizes, default=0)
-        if use not in self.buffers or self.buffers[use].nbytes < nbytes:
-            self.buffers[use] = Buffers(self.spill, nbytes, count, memory, caches)
-        return self.buffers[use]
 
     def metrics(self) -> dict[str, float]:
         """Pieces fetched, the share that was there when needed, milliseconds of waiting for the drive, and bytes moved, since the start."""
