@@ -188,15 +188,12 @@ class HostGrads(_Resident):
         arrival = self.transfer.offload(grad, self.pieces)
         if self.first is None and self.total is None:
             self.squares, self.first = 0.0 if is_measured else sum_of_squares(grad, self.num_threads), arrival
-        else:
-            first, self.first = self.first, None
-            if first is not None and self.returns:
-                self.locked = self.transfer.room(grad.numel(), self.sum_dtype)
-                self.total = self.locked.tensor
-            elif first is not None:
-                self.total = zeros(grad.numel(), self.sum_dtype, torch.device("cpu"))
-            assert self.total is not None
-            self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
+            return arrival.events[-1]
+        if self.total is None:
+            self.locked = self.transfer.room(grad.numel(), self.sum_dtype) if self.returns else None
+            self.total = zeros(grad.numel(), self.sum_dtype, torch.device("cpu")) if self.locked is None else self.locked.tensor
+        first, self.first = self.first, None
+        self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
         return arrival.events[-1]
 
     @property
@@ -469,7 +466,6 @@ def place(
     param_tier, optimizer_tier, host_budget = config.param_tier, config.optimizer_tier, config.host_budget
     assert not isinstance(host_budget, str)
     room = dict(room or rooms(config, device))
-    may_spill = buffer_nbytes is not None
     needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.state_nbytes for need in needs)
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
         if buffer_nbytes > host_budget:
@@ -480,40 +476,37 @@ def place(
         room["host"] -= buffer_nbytes
     shared = device.type == "cpu" and config.device_budget is None  # the device is the host: what one takes the other has not
     used = {"device": 0, "host": 0, "nvme": 0}
+    in_order = list(used)[: 2 if buffer_nbytes is None else 3]  # "auto" fills these
 
     def left(tier: str) -> int:
         return max(0, room[tier] - (used["device"] + used["host"] if shared else used[tier]))
 
-    def order(wanted: str, may_leave: bool) -> list[str]:
+    def order(wanted: str) -> list[str]:
         """The tiers to try; the last one takes what is left over."""
-        if wanted == "auto":
-            return ["device"] if not may_leave else ["device", "host", "nvme"] if may_spill else ["device", "host"]
-        return ["host", "nvme"] if wanted == "nvme" and host_budget is not None else [wanted]
+        return in_order if wanted == "auto" else ["host", "nvme"] if wanted == "nvme" and host_budget is not None else [wanted]
 
-    def whole(wanted: str, nbytes: int, may_leave: bool) -> str:
-        tiers = order(wanted, may_leave)
+    def whole(nbytes: int) -> str:
+        tiers = order(param_tier) if param_tier != "auto" or config.stage == 3 else ["device"]
         tier = next((tier for tier in tiers[:-1] if nbytes <= left(tier)), tiers[-1])
         used[tier] += nbytes
         return tier
 
     def divided(need: Needs, rests_on_drive: bool) -> list[tuple[str, int]]:
         parts: list[tuple[str, int]] = []
-        rest, tiers = need.numel, order(optimizer_tier, may_leave=True)
+        rest, tiers = need.numel, order(optimizer_tier)
         if rests_on_drive and len(tiers) > 1:
             tiers = [tier for tier in tiers if tier != "device"]  # they are updated in host memory
         for tier in tiers:
             fits = rest if tier == tiers[-1] else min(rest, max(0, left(tier) - need.packed_nbytes) // need.element_nbytes)
-            if fits < rest and (rests_on_drive or need.is_whole or fits < _SECTION):
-                fits = 0  # what is on the drive is updated as it is moved, by whole chunks
-            elif fits < rest:
-                fits -= fits % _SECTION
+            if fits < rest:  # what is on the drive is updated as it is moved, by whole chunks
+                fits = 0 if rests_on_drive or need.is_whole else fits - fits % _SECTION
             if fits:
                 parts.append((tier, fits))
                 used[tier] += fits * need.element_nbytes + need.packed_nbytes  # (all of which is on one tier)
                 rest -= fits
         return parts or [(tiers[0], 0)]
 
-    params = [whole(param_tier, need.param_nbytes, config.stage == 3) for need in needs]
+    params = [whole(need.param_nbytes) for need in needs]
     # copies of parameters that rest on the device are in the host's memory, whether the state beside them is there or on NVMe
     copied = [need for need, tier in zip(needs, params, strict=True) if tier == "device" and optimizer_tier != "device"]
     stay = left("device") if optimizer_tier == "auto" else 0
@@ -522,9 +515,8 @@ def place(
         stay -= staying
         used["host"] += max(0, need.numel - staying // need.element_nbytes) * need.copy_nbytes
     states = [divided(need, tier == "nvme") for need, tier in zip(needs, params, strict=True)]
-    remedies = {"device": "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"}
-    remedies["host"] = "more ranks, or 'nvme' tiers with nvme_path"
-    for name, remedy in remedies.items():
+    moves = "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"
+    for name, remedy in (("device", moves), ("host", "more ranks, or 'nvme' tiers with nvme_path")):
         budget = getattr(config, f"{name}_budget")
         if budget is not None and used[name] > budget:
             raise ValueError(
