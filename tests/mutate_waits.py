@@ -125,7 +125,7 @@ _WAITS = frozenset(
     "wait synchronize _wait follow arrive settle stall join _settle _after_writes".split()  # noqa: SIM905
 )
 # a call of these may be told what to come after
-_TOLD = frozenset(("release", "_give_back", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
+_TOLD = frozenset(("release", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
 _EVENT = re.compile(r"^(after|(self\.)?uploaded|event|mark|\w+\.mark|self\.reader|\*busy|.*\.arriving|.*\.events\[.*\]|.*\.event)$")
 # attributes that hold what is to be waited for
 _HOLDERS = frozenset(("reader", "copies", "left", "writer", "after", "arriving", "event", "busy", "request", "uploaded", "read"))

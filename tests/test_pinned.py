@@ -79,6 +79,11 @@ def locked() -> dict[int, int]:
     return {start: stop - start for start, (stop, by) in memory._pinned.items() if by == "cudaHostRegister"}
 
 
+def in_use(arena: Arena) -> int:
+    """Bytes that are handed out and not released."""
+    return arena.nbytes - sum(stop - start for start, stop in arena.spans(free=True))
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_locked_at_first() -> None:
     for link, pool in POOLS.items():
@@ -130,8 +135,7 @@ def test_blocks_never_overlap_and_the_arena_grows_only_when_no_hole_is_large_eno
             gone.event = Late() if flag else None
             gone.record.release(gone.event or COMPLETED)
             released.append(gone)
-        in_use = sum(busy.span[1] - busy.span[0] for busy in live)
-        assert arena.in_use_nbytes == in_use
+        assert in_use(arena) == sum(busy.span[1] - busy.span[0] for busy in live)
         assert sum(locked().values()) in (0, arena.nbytes)
     for busy in live:
         busy.check()
@@ -151,12 +155,12 @@ def test_cycle_after_cycle_fits_into_the_exact_sum(blocks: list[tuple[int, bool]
         forever = []
         order.shuffle(asked)
         records = [(arena.acquire(numel, torch.uint8, lasting), lasting) for numel, lasting in asked]
-        assert arena.in_use_nbytes == total
+        assert in_use(arena) == total
         order.shuffle(records)
         for record, lasting in records:
             if not lasting:
                 record.release(Late() if order.random() < 0.5 else COMPLETED)
-    assert arena.nbytes == total and arena.num_growths == 0
+    assert arena.nbytes == total
 
 
 def test_what_lasts_lies_at_the_low_end_and_what_passes_fills_the_smallest_hole_from_the_high_end() -> None:
@@ -184,7 +188,7 @@ def test_memory_under_a_copy_is_handed_out_once_the_copy_is_over() -> None:
     second = arena.acquire(PAGE // 4, torch.float32)
     second.tensor.fill_(2.0)
     link.follow(arrival)
-    assert (device == 1.0).all() and arena.num_growths == 0
+    assert (device == 1.0).all() and arena.nbytes == PAGE
 
 
 def test_released_blocks_are_waited_for_oldest_first_and_no_longer_than_needed() -> None:
@@ -196,7 +200,7 @@ def test_released_blocks_are_waited_for_oldest_first_and_no_longer_than_needed()
     arena.acquire(2 * PAGE, torch.uint8)
     assert [event.done for event in events] == [True, True, False]
     arena.acquire(2 * PAGE, torch.uint8)  # waiting would not help
-    assert arena.nbytes == 5 * PAGE and arena.num_growths == 1
+    assert arena.nbytes == 5 * PAGE
     events[2].done = True
 
 
@@ -236,7 +240,7 @@ def test_tensors_are_page_aligned_and_have_storages_of_their_own() -> None:
         assert record.tensor.shape == (7,) and record.tensor.dtype == dtype and record.tensor.data_ptr() % PAGE == 0
         assert record.tensor.untyped_storage().data_ptr() == record.tensor.data_ptr()  # a view saves and races as itself
     empty = arena.acquire(0, torch.float32)
-    assert empty.tensor.shape == (0,) and arena.in_use_nbytes == 4 * PAGE
+    assert empty.tensor.shape == (0,) and in_use(arena) == 4 * PAGE
     empty.release()
     assert list(locked().values()) == [5 * PAGE]
 
@@ -275,7 +279,7 @@ def test_what_the_system_refuses_to_lock_is_said_once_and_used_pageable(
         caplog.at_level(logging.WARNING, "zk"),
     ):
         records = [arena.acquire(PAGE, torch.uint8) for _ in range(3)]  # the region, and two more
-    assert len(caplog.records) == 1 and not arena.is_pinned and arena.num_growths == 2
+    assert len(caplog.records) == 1 and not arena.is_pinned and arena.nbytes == 3 * PAGE
     message = caplog.records[0].getMessage()
     assert re.search(r"cudaErrorMemoryAllocation: out of memory.*" + remedy, message), message
     for value, record in enumerate(records):
@@ -304,7 +308,7 @@ def test_close_waits_for_what_is_in_flight_and_then_unlocks_everything_once() ->
     late = weakref.ref(event := Late())
     kept.release(event)  # nobody will wait for it, so nobody keeps it
     del event
-    assert late() is None and arena.in_use_nbytes == 0 and (kept.tensor == 7).all()
+    assert late() is None and in_use(arena) == 0 and (kept.tensor == 7).all()
 
 
 def test_a_wait_that_fails_raises_and_still_unlocks() -> None:
@@ -425,6 +429,6 @@ def test_threads_never_get_the_same_memory() -> None:
             thread.join()
     finally:
         threading.settrace(None)
-    assert not failures and arena.in_use_nbytes == 0 and sum(locked().values()) == arena.nbytes
+    assert not failures and in_use(arena) == 0 and sum(locked().values()) == arena.nbytes
     arena.close()
     assert not locked()

@@ -68,10 +68,6 @@ class _Block:
     stop: int
     after: Event = COMPLETED
 
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
     def overlaps(self, other: _Block) -> bool:
         return self.region is other.region and self.start < other.stop and other.start < self.stop
 
@@ -87,7 +83,14 @@ class Record:
 
     def release(self, after: Event = COMPLETED) -> None:
         """The memory may be handed out again once ``after`` is done. Its content must not be touched from here on."""
-        self._arena._give_back(self, after)
+        arena, block = self._arena, self._block
+        with arena._lock:
+            assert not self._released, "a record is released twice"
+            self._block, self._released = None, True
+            if block is not None and not arena._closed:
+                block.region.gaps = _joined([*block.region.gaps, (block.start, block.stop)])
+                block.after = after
+                arena._pending.append(block)
 
 
 class Arena:
@@ -104,8 +107,6 @@ class Arena:
         assert not link.joined, "device and host memory are the same here: nothing is copied, and nothing needs page-locked memory"
         self.link = link
         self.is_pinned = True  # False once the system has refused
-        self.in_use_nbytes = 0  # handed out and not released, in whole pages
-        self.num_growths = 0  # blocks there was no room for, each a region of its own
         self._lock, self._closed = threading.Lock(), False
         self._regions: list[_Region] = []
         self._pending: list[_Block] = []  # released, oldest first, and not yet known to be over
@@ -135,13 +136,11 @@ class Arena:
                 places = self._places(nbytes, lasting)
                 if not places:
                     self._map(nbytes)
-                    self.num_growths += 1
                     self._pin()
                     places = self._places(nbytes, lasting)
                 block = next((place for place in places if not any(place.overlaps(other) for other in self._pending)), None)
                 if block is not None:
                     self._cut(block)
-                    self.in_use_nbytes += nbytes
                     memory = block.region.memory.numpy().data
                     return Record(torch.frombuffer(memory, dtype=dtype, count=numel, offset=block.start), self, block)
                 oldest = self._pending[0].after
@@ -174,18 +173,6 @@ class Arena:
         with self._lock:
             self._closed = True
         self._unlock()
-
-    def _give_back(self, record: Record, after: Event) -> None:
-        with self._lock:
-            assert not record._released, "a record is released twice"
-            block, record._block, record._released = record._block, None, True
-            if block is None:
-                return
-            self.in_use_nbytes -= block.nbytes
-            if not self._closed:
-                block.region.gaps = _joined([*block.region.gaps, (block.start, block.stop)])
-                block.after = after
-                self._pending.append(block)
 
     # ---- blocks (with the lock held) -----------------------------------------------------------------------------------------
 
