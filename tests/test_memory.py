@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,10 +94,9 @@ def test_ranks_of_a_machine_count_on_their_share_of_what_is_free(monkeypatch: py
 
 def test_a_limit_of_addresses_counts_less_what_the_process_has(machine: Path) -> None:
     limit = {resource.RLIMIT_AS: 8 * GIB}
-    (machine / "statm").write_text(f"{5 * GIB // mmap.PAGESIZE} 1 1 1 0 1 0\n")
     assert free_addresses() > 64 * GIB or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     with mock.patch.object(resource, "getrlimit", lambda which: (limit.get(which, resource.RLIM_INFINITY),) * 2):
-        with mock.patch.object(memory, "_OWN_PAGES", machine / "statm"):
+        with mock.patch.object(psutil.Process, "memory_info", lambda process: mock.Mock(vms=5 * GIB)):
             assert host_memory() == (8 * GIB, 3 * GIB)
             with mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=6 * GIB)):
                 assert free_memory(torch.device("cpu"), True, []) == {"host": 3 * GIB}  # swap needs addresses too

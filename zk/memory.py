@@ -140,7 +140,6 @@ def peak_nbytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_OWN_PAGES = Path("/proc/self/statm")  # the first number: pages of addresses that are taken
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # of version 2 and 1: limit, usage, and what of the usage are pages of files: the kernel drops them where memory is short, also those in use
 _FIELDS = (
@@ -173,15 +172,9 @@ def ranks_here(world: int) -> int:
 
 
 def free_addresses() -> int:
-    """Bytes of addresses that this process may still take (ulimit -v); ``sys.maxsize`` without a limit, or where what it has is not known."""
+    """Bytes of addresses that this process may still take (ulimit -v); ``sys.maxsize`` without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    try:
-        taken = int(_OWN_PAGES.read_text().split()[0]) * mmap.PAGESIZE
-    except (OSError, ValueError, IndexError):  # no /proc
-        return sys.maxsize
-    return max(0, limit - taken)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - int(psutil.Process().memory_info().vms))
 
 
 def host_memory() -> tuple[int, int]:
@@ -201,9 +194,7 @@ def host_memory() -> tuple[int, int]:
             continue
         total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if addresses != resource.RLIM_INFINITY:
-        total, available = min(total, addresses), min(available, free_addresses())
-    return total, available
+    return total if addresses == resource.RLIM_INFINITY else min(total, addresses), min(available, free_addresses())
 
 
 def free_swap() -> int:

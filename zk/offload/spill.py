@@ -401,21 +401,21 @@ class FileFields:
     Args:
         buffers: for its chunks.
         chunks: slices of the shard, in order and without gaps.
-        fields: name -> dtype.
+        dtypes: of each field.
         packing: of what is kept of whole parameters, behind the elements of each chunk.
     """
 
     resident = False
 
-    def __init__(self, buffers: Buffers, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> None:
-        self.buffers, self.chunks, self.fields, self.packing = buffers, chunks, fields, packing
+    def __init__(self, buffers: Buffers, chunks: Sequence[slice], dtypes: Mapping[str, torch.dtype], packing: Packing | None = None) -> None:
+        self.buffers, self.chunks, self.dtypes, self.packing = buffers, chunks, dtypes, packing
         self.numel: int = chunks[-1].stop - chunks[0].start
         self.pieces = self._reserve()  # by the start of the chunk
         buffers.fit(max(piece.nbytes for piece in self.pieces.values()))
 
     def _reserve(self) -> dict[int, Piece]:
         """Take room for each chunk in the file, in whole pages."""
-        element, pieces = sum(dtype.itemsize for dtype in self.fields.values()), {}
+        element, pieces = sum(dtype.itemsize for dtype in self.dtypes.values()), {}
         for chunk in self.chunks:
             nbytes = round_up((chunk.stop - chunk.start) * element + self._packed_nbytes(chunk))
             pieces[chunk.start] = Piece(self.buffers.spill.reserve(nbytes), nbytes)
@@ -425,11 +425,6 @@ class FileFields:
         packed = slice(0, 0) if self.packing is None else self.packing.bytes_of(chunk)
         return packed.stop - packed.start
 
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of each field."""
-        return self.fields
-
     def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if there is no buffer for it now."""
         return self.buffers.fetch(self.pieces[chunk.start])
@@ -438,7 +433,7 @@ class FileFields:
         """The fields of a chunk: name -> (its elements,), to work on in place."""
         data = self.buffers.open(self.pieces[chunk.start], read)
         numel, start, views = chunk.stop - chunk.start, 0, {}
-        for name, dtype in self.fields.items():
+        for name, dtype in self.dtypes.items():
             stop = start + numel * dtype.itemsize
             views[name] = data[start:stop].view(dtype)
             start = stop
@@ -461,7 +456,7 @@ class FileFields:
         """Bytes of a field."""
         if name == PACKED:
             return self.packing.nbytes if self.packing is not None else 0
-        return self.numel * self.fields[name].itemsize
+        return self.numel * self.dtypes[name].itemsize
 
 
 class FileParams(FileFields):
@@ -585,8 +580,8 @@ class FileGrads:
     def _add(self, grad: Tensor) -> None:
         dtype = grad.dtype if self.dtype is None else self.sum_dtype
         if self.dtype is not None:
-            self.whole.open(self._piece(0, self.numel, self.dtype))
-        piece = self._piece(0, self.numel, dtype)
+            self.whole.open(self._piece(self.dtype))
+        piece = self._piece(dtype)
         here = self.whole.open(piece, read=False)[: self.numel * dtype.itemsize].view(dtype)  # the same memory
         if self.dtype is None:
             here.copy_(grad)
@@ -606,10 +601,12 @@ class FileGrads:
         if self.here is not None:
             assert self.dtype is not None
             self.here = None
-            self.whole.evict(self._piece(0, self.numel, self.dtype), changed=False)
+            self.whole.evict(self._piece(self.dtype), changed=False)
 
-    def _piece(self, start: int, numel: int, dtype: torch.dtype) -> Piece:
-        return Piece(self.offset + start * dtype.itemsize, round_up(numel * dtype.itemsize))
+    def _piece(self, dtype: torch.dtype, chunk: slice | None = None) -> Piece:
+        """A chunk of it, or all of it."""
+        chunk = chunk or slice(self.start, self.start + self.numel)
+        return Piece(self.offset + (chunk.start - self.start) * dtype.itemsize, round_up((chunk.stop - chunk.start) * dtype.itemsize))
 
     @property
     def is_here(self) -> bool:
@@ -624,7 +621,7 @@ class FileGrads:
     def _part(self, chunk: slice) -> Piece:
         self.added.wait()
         assert self.dtype is not None
-        return self._piece(chunk.start - self.start, chunk.stop - chunk.start, self.dtype)
+        return self._piece(self.dtype, chunk)
 
     def fetch(self, chunk: slice) -> bool:
         """Ask for a chunk; False if there is no buffer for it now."""
