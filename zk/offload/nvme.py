@@ -27,7 +27,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import mmap
 import operator
 import os
 import queue
@@ -77,11 +76,13 @@ def round_up(nbytes: int, multiple: int = ALIGN) -> int:
 def can_bypass_cache(directory: str) -> bool:
     """Tell if files in ``directory`` take O_DIRECT; tried once for each directory, with one warning where they do not."""
     probe = os.path.join(directory, f".zk-probe-{secrets.token_hex(8)}")
-    buffer = memoryview(mmap.mmap(-1, ALIGN))
-    descriptor = -1
+    buffer = aligned(ALIGN).numpy().data
     try:
         descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        return os.pwritev(descriptor, [buffer], 0) == ALIGN and os.preadv(descriptor, [buffer], 0) == ALIGN
+        try:
+            return os.pwritev(descriptor, [buffer], 0) == ALIGN and os.preadv(descriptor, [buffer], 0) == ALIGN
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
@@ -90,8 +91,6 @@ def can_bypass_cache(directory: str) -> bool:
         )
         return False
     finally:
-        if descriptor >= 0:
-            os.close(descriptor)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(probe)
 
@@ -509,22 +508,22 @@ class File:
             os.fsync(descriptor)
 
     def _start(self, tensor: Tensor, offset: int, write: bool) -> Request:
-        verb = "write" if write else "read"
+        verb, where = "write" if write else "read", ", ".join(self.paths)
         if self.closed:
-            raise ValueError(f"{verb} on a closed file: {', '.join(self.paths)}")
+            raise ValueError(f"{verb} on a closed file: {where}")
         self.engine.check()
         if write and not self.writable:
-            raise ValueError(f"write on a file opened for reading: {', '.join(self.paths)}")
+            raise ValueError(f"write on a file opened for reading: {where}")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"{verb} needs a contiguous tensor in host memory; got {tuple(tensor.shape)} on {tensor.device}")
         if offset < 0 or offset + tensor.nbytes > self.nbytes:
-            raise ValueError(f"{verb} of {tensor.nbytes} bytes at offset {offset} is outside the {self.nbytes} bytes of {', '.join(self.paths)}")
+            raise ValueError(f"{verb} of {tensor.nbytes} bytes at offset {offset} is outside the {self.nbytes} bytes of {where}")
         data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         pieces = list(self._cut(offset, data))
         if self.checksums is not None and write:
             self.checksums.forget(offset, offset + len(data))
         check = functools.partial(self._check, offset, data) if self.checksums is not None and not write else None
-        request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}", len(pieces), self.timeout_s, check)
+        request = Request(f"the {verb} of {len(data)} bytes at offset {offset} of {where}", len(pieces), self.timeout_s, check)
         try:
             with self.lock:
                 self.pending = [other for other in self.pending if not other.done or (other.error is not None and not other.reported)]
@@ -760,7 +759,7 @@ def _past_cache(path: str) -> int:
     descriptor = -1
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        SYSTEM.preadv(descriptor, [memoryview(mmap.mmap(-1, ALIGN))], 0)
+        SYSTEM.preadv(descriptor, [aligned(ALIGN).numpy().data], 0)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)

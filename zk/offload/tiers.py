@@ -188,12 +188,12 @@ class HostGrads(_Resident):
         arrival = self.transfer.offload(grad, self.pieces)
         if self.first is None and self.total is None:
             self.squares, self.first = 0.0 if is_measured else sum_of_squares(grad, self.num_threads), arrival
-            return arrival.events[-1]
-        if self.total is None:
-            self.locked = self.transfer.room(grad.numel(), self.sum_dtype) if self.returns else None
-            self.total = zeros(grad.numel(), self.sum_dtype, torch.device("cpu")) if self.locked is None else self.locked.tensor
-        first, self.first = self.first, None
-        self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
+        else:
+            if self.total is None:
+                self.locked = self.transfer.room(grad.numel(), self.sum_dtype) if self.returns else None
+                self.total = zeros(grad.numel(), self.sum_dtype, torch.device("cpu")) if self.locked is None else self.locked.tensor
+            first, self.first = self.first, None
+            self.added = self.worker.submit(functools.partial(_add_up, self.total, first, arrival, self.reader))
         return arrival.events[-1]
 
     @property
