@@ -308,7 +308,7 @@ class _Overtaking:
 
 
 def test_a_rank_that_is_ahead_may_be_refused_before_others_have_seen_it() -> None:
-    one = Presence(_Overtaking(), 0, 2)
+    one = Presence(_Overtaking(), 0)
     try:
         assert one.meet("here", [0, 1], 10.0, "mine") == {0: "mine", 1: "words"}
     finally:

@@ -174,7 +174,7 @@ class Group(Comm):
         self.interrupted: KeyboardInterrupt | None = None  # put off until what was announced has begun
         self.timeout: timedelta = self.row._get_backend(torch.device("cpu" if self.gloo else "cuda")).options._timeout
         self.place = _next_place(self.ranks)
-        self.presence = Presence(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        self.presence = Presence(dist.distributed_c10d._get_default_store(), dist.get_rank())
         if not _GROUPS:
             atexit.register(_leave, os.getpid())
         _GROUPS.add(self)
@@ -224,7 +224,7 @@ class Group(Comm):
     def board(self) -> Board:
         """Make a board on which another thread hears what other ranks have to say in one piece of work, without connections of its own."""
         self.boards += 1
-        return Board(self.presence, f"{self.place}/{self.boards}", self.ranks, self.rank, self.timeout.total_seconds())
+        return Board(self.presence, f"{self.place}/{self.boards}", self.ranks, self.timeout.total_seconds())
 
     def close(self) -> None:
         """Let go of the process groups, so that destroying them ends their threads; leave those on which nothing is in flight to later optimizers."""

@@ -29,11 +29,11 @@ class Presence:
 
     Args:
         store: of the default process group.
-        rank, world: in that group.
+        rank: in that group.
     """
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, store: Any, rank: int) -> None:
+        self.rank = rank
         try:
             self.store = store.clone()
         except (RuntimeError, AttributeError):  # a kind of store that has one connection
@@ -68,28 +68,25 @@ class Presence:
     def ended(self, ranks: Sequence[int]) -> list[int]:
         """Those of ``ranks`` that have ended for sure: processes on this machine that are there no more. Empty where the store does not answer."""
         try:
-            beats = self.ask(lambda: self._read(ranks))
+            return _ended(self.ask(lambda: self._read(ranks)))
         except RuntimeError:
             return []
-        return [rank for rank, beat in beats.items() if _has_ended(beat.split()[0])]
 
     def who_is_gone(self, ranks: Sequence[int]) -> str:
         """Name those of a group's ``ranks``, in a sentence. Empty where all show signs of life: then only the error says what is wrong."""
         try:
-            first = last = self.ask(lambda: self._read(ranks))
-            until = time.monotonic() + PATIENCE_S
-            while any(first[rank] == last.get(rank) for rank in first) and time.monotonic() < until:
-                if any(_has_ended(beat.split()[0]) for beat in last.values()):
-                    break
+            first = self.ask(lambda: self._read(ranks))
+            gone, until = list(first), time.monotonic() + PATIENCE_S
+            while gone and not _ended(first) and time.monotonic() < until:
                 time.sleep(BEAT_S / 4)
                 last = self.ask(lambda: self._read(ranks))
+                gone = [rank for rank in gone if last.get(rank) == first[rank]]
         except RuntimeError as error:
             return str(error)
-        over = time.monotonic() >= until
-        named = [str(ranks.index(rank)) for rank in first if (over and first[rank] == last.get(rank)) or _has_ended(first[rank].split()[0])]
+        named = [str(ranks.index(rank)) for rank in _ended(first) or gone]
         return f"rank{'s' * (len(named) > 1)} {', '.join(named)} ended, or stands still: no sign of life any more. " if named else ""
 
-    def meet(self, place: str, ranks: Sequence[int], timeout_s: float, words: str = "") -> dict[int, str]:
+    def meet(self, place: str, ranks: Sequence[int], timeout_s: float, words: str) -> dict[int, str]:
         """Return each one's words once all of ``ranks`` have come to ``place``. RuntimeError, naming who is missing and why, if that cannot be.
 
         Each of these ends it: a rank that gives up there, one that has ended, ``timeout_s`` seconds, Ctrl-C.
@@ -159,13 +156,13 @@ class Board:
 
     Args:
         name: the same on all ranks, and of no other board.
-        ranks: in the default group; ``rank`` is this one's position among them.
+        ranks: in the default group.
         timeout_s: how many seconds to wait for the others.
     """
 
-    def __init__(self, presence: Presence, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+    def __init__(self, presence: Presence, name: str, ranks: Sequence[int], timeout_s: float) -> None:
         self.presence, self.store, self.name, self.ranks = presence, presence.store, name, list(ranks)
-        self.rank, self.world, self.timeout_s, self.count = rank, len(ranks), timeout_s, 0
+        self.rank, self.world, self.timeout_s, self.count = self.ranks.index(presence.rank), len(ranks), timeout_s, 0
 
     def exchange(self, text: str, what: str, is_error: bool = False) -> list[str]:
         """The words of each rank, by rank. RuntimeError where one of them does not come."""
@@ -234,6 +231,11 @@ def _has_ended(process: str) -> bool:
         return space == os.readlink("/proc/self/ns/pid") and _begun(int(number)) != begun
     except (OSError, ValueError):
         return False
+
+
+def _ended(beats: dict[int, str]) -> list[int]:
+    """The ranks whose processes have ended for sure."""
+    return [rank for rank, beat in beats.items() if _has_ended(beat.split()[0])]
 
 
 def _go_on(reference: weakref.ref[Presence], tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
