@@ -122,7 +122,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 # statements that are nothing but a wait
 _WAITS = frozenset(
-    "wait synchronize _wait follow arrive settle stall join _settle _after_writes".split()  # noqa: SIM905
+    "wait wait_for synchronize _wait follow arrive settle stall join _settle _after_writes".split()  # noqa: SIM905
 )
 # a call of these may be told what to come after
 _TOLD = frozenset(("release", "close", "evict", "_give", "give", "publish", "take_home", "offload_to", "upload", "update", "beside"))
@@ -215,8 +215,6 @@ class _Finder(ast.NodeVisitor):
             owner = self._source(node.func.value)
             if owner.endswith(("transfer", "uploads")):
                 self._add(node, f"__import__('contextlib').nullcontext({owner}.mark)", f"{self._source(node)} -> with compute")
-        if name == "guard" and len(values) == 2 and re.match(r"work\.wait|functools\.partial\(.*wait.*, work\)", self._source(values[1])):
-            self._add(values[1], "lambda: None", f"{self._source(node)} -> without the wait")
         if name == "stream" and self._source(node).startswith("torch.cuda.stream("):
             self._add(node, "__import__('contextlib').nullcontext()", f"{self._source(node)} -> with compute")
         for keyword in node.keywords:

@@ -283,14 +283,10 @@ def a_failure_of_nobody(_: None) -> str:
     with zk.ZeroOptimizer(model, adamw(model), stage=2) as optimizer:
         wrong = torch.zeros(4, 4, device=device).t()[:, ::2]  # which no backend takes
         assert isinstance(optimizer.comm, Group)
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            optimizer.comm.guard("a test", lambda: fail(wrong))
+        with pytest.raises((RuntimeError, ValueError)) as caught, optimizer.comm.guard("a test"):
+            raise RuntimeError(f"a tensor of strides {wrong.stride()} is refused")
         dist.barrier()  # neither leaves while the other looks who lives
         return str(caught.value)
-
-
-def fail(tensor: Tensor) -> None:
-    raise RuntimeError(f"a tensor of strides {tensor.stride()} is refused")
 
 
 def test_no_rank_is_blamed_for_what_failed_while_all_of_them_live() -> None:

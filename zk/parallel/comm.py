@@ -118,16 +118,13 @@ class _Works:
     ``finish`` runs once, on the stream of the first ``wait``.
     """
 
-    def __init__(
-        self, comm: Group, label: str, works: list[dist.Work], finish: Callable[[], object], wait_for: Callable[[dist.Work], object]
-    ) -> None:
-        self.comm, self.label, self.works, self.wait_for = comm, label, works, wait_for
+    def __init__(self, comm: Group, label: str, works: Sequence[dist.Work], finish: Callable[[], object], on_device: bool) -> None:
+        self.comm, self.label, self.works, self.on_device = comm, label, works, on_device
         self.finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
         with phase("wait", f"other ranks: {self.label}"):
-            for work in self.works:
-                self.comm.guard(self.label, functools.partial(self.wait_for, work))
+            self.comm.wait_for_all(self.label, self.works, self.on_device)
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
@@ -291,15 +288,19 @@ class Group(Comm):
     def _say(self, data: bytes, lengths: Sequence[int], control: Any) -> list[str]:
         """Exchange texts of known lengths in bytes."""
         label = self._label(TEXT, -1)
-        mine = torch.zeros(max(lengths), dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-        all_ = torch.empty(self.world, max(lengths), dtype=torch.uint8)
-        works: list[dist.Work] = []
-        self.unheard += 1
-        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
-        self.guard(label, lambda: self.wait_for(works[0], is_promised=True))
+        rows, work = self._tell(label, torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8), control)
+        with self.guard(label):
+            self.wait_for(work, is_promised=True)
         self.unheard -= 1
-        return [row[:length].numpy().tobytes().decode() for row, length in zip(all_, lengths, strict=True)]
+        return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def _tell(self, label: str, mine: Tensor, control: Any) -> tuple[Tensor, dist.Work]:
+        """Start to exchange ``mine`` (n,) over the connections of announcements: what all ranks say (world, n), once the work has ended."""
+        rows = mine.new_empty(self.world, len(mine))
+        self.unheard += 1
+        with self.guard(label):
+            work = _all_gather(rows.view(-1), mine, control)
+        return rows, work
 
     def fail(self, error: BaseException, rank: int | None = None) -> None:
         """Tell ranks that wait, or come to wait, for this one, which they may know as another ``rank``, why it will not come."""
@@ -349,16 +350,26 @@ class Group(Comm):
             return what or "a collective that is not zk's"
         return _VERBS[operation] + (f" of unit {self.names[unit]!r}" if 0 <= unit < len(self.names) else "")
 
-    def guard(self, label: str, call: Callable[[], object]) -> None:
-        """Run a call into torch.distributed; a failure is raised again with what was asked and by whom."""
+    @contextlib.contextmanager
+    def guard(self, label: str) -> Iterator[None]:
+        """Context for calls into torch.distributed: a failure is raised again with what was asked and by whom."""
         try:
-            call()
+            yield
         except RuntimeError as error:
             where = f"rank {self.rank} of {self.world} failed in collective {self.count} ({label})"
             reason = self.presence.failure(self.place)
             if reason:
                 raise RuntimeError(f"{where}: {reason}") from error
             raise RuntimeError(f"{where}: {self.presence.who_is_gone(self.ranks)}{error}") from error
+
+    def wait_for_all(self, label: str, works: Sequence[dist.Work], on_device: bool) -> None:
+        """Wait for collectives that have been started: on a device the current stream does."""
+        with self.guard(label):
+            for work in works:
+                if on_device:
+                    work.wait()
+                else:
+                    self.wait_for(work)
 
     def _announce(self, operation: int, unit: int, value: int = 0, what: str = "") -> tuple[str, Callable[[], list[int]]]:
         """Tell the other ranks what comes next. Returns its label and a check that raises if any of them is about to do something else.
@@ -369,16 +380,12 @@ class Group(Comm):
         self.count += 1
         label = self._label(operation, unit, what)
         number = self.count
-        mine = torch.tensor([operation, unit, number, value])
-        all_ = torch.empty(self.world, 4, dtype=torch.int64)
-        works: list[dist.Work] = []
-        self.unheard += 1
-        self.guard(label, lambda: works.append(_all_gather(all_.view(-1), mine, control)))
+        all_, work = self._tell(label, torch.tensor([operation, unit, number, value]), control)
 
         @functools.cache
         def check() -> list[int]:
-            with phase("wait", f"other ranks: they announce {label}"):
-                self.guard(label, lambda: self.wait_for(works[0], is_promised=self.gloo or operation == TEXT))
+            with phase("wait", f"other ranks: they announce {label}"), self.guard(label):
+                self.wait_for(work, is_promised=self.gloo or operation == TEXT)
             self.unheard -= 1
             rows = all_.tolist()
             said = [max(row[3], 0) if row[0] == TEXT else 0 for row in rows]
@@ -395,7 +402,7 @@ class Group(Comm):
                 rank = next(rank for rank, row in enumerate(rows) if row[:3] != [operation, unit, number])
                 raise RankError(
                     f"ranks diverged at collective {number}: rank {self.rank} is in {label} while rank {rank} is in "
-                    f"{labels[rank].rstrip(chr(0))} (its number {rows[rank][2]}). Every rank must run the same modules in the same order: "
+                    f"{labels[rank].rstrip()} (its number {rows[rank][2]}). Every rank must run the same modules in the same order: "
                     "look for a branch that depends on the rank's data, or for a call made on one rank only",
                     self.ranks,
                 )
@@ -407,66 +414,65 @@ class Group(Comm):
 
     def _launch(
         self,
-        label: str,
-        check: Callable[[], list[int]],
-        start: Callable[[], list[dist.Work]],
+        operation: int,
+        unit: int,
+        group: Any,
+        start: Callable[[], Sequence[dist.Work]],
         finish: Callable[[], object] | None = None,
-        on_device: bool = False,
     ) -> Awaited:
-        works: list[dist.Work] = []
-        start_ns = now_ns()
-        self.unheard += 1
-        self.guard(label, lambda: works.extend(start()))
-        if self.gloo and recording():  # NCCL's own kernels tell more
-            _note_when_done(label, start_ns, works)
+        """Announce a collective, and start it in ``group``. ``finish`` is the arithmetic after it."""
+        with self._undivided():
+            label, check = self._announce(operation, unit)
+            start_ns = now_ns()
+            self.unheard += 1
+            with self.guard(label):
+                works = start()
+            if self.gloo and recording():  # NCCL's own kernels tell more
+                ended = torch.futures.collect_all([work.get_future() for work in works])
+                ended.add_done_callback(lambda _: note("collective", label, start_ns, now_ns()))  # they may be waited for much later
 
-        def done() -> None:
-            check()
-            if finish is not None:
-                with phase("collective", f"{label}: its arithmetic"):
-                    finish()
-            self.unheard -= 1
+            def done() -> None:
+                check()
+                if finish is not None:
+                    with phase("collective", f"{label}: its arithmetic"):
+                        finish()
+                self.unheard -= 1
 
-        pending = _Works(self, label, works, done, dist.Work.wait if on_device else self.wait_for)
-        if not self.overlap:
-            pending.wait()
-        return pending
+            pending = _Works(self, label, works, done, on_device=_backend_of(group) != "gloo")
+            if not self.overlap:
+                pending.wait()
+            return pending
 
     def all_gather(self, unit: int, full: Tensor, shard: Tensor) -> Awaited:
         """Collect every rank's ``shard`` (shard_numel,) into ``full`` (shards * shard_numel,). ``shard`` may be a view of ``full``.
 
         Host memory goes over gloo, whatever carries the device's.
         """
-        with self._undivided():
-            label, check = self._announce(GATHER, unit)
-            on_device = not self.gloo and full.device.type != "cpu"
-            group = self.row if on_device else self.row_of_host
-            return self._launch(label, check, lambda: _gather(full, shard, group), on_device=on_device)
+        group = self.row if full.device.type != "cpu" else self.row_of_host
+        return self._launch(GATHER, unit, group, lambda: _gather(full, shard, group))
 
     def reduce_scatter(self, unit: int, bucket: Tensor, shard: Tensor, stats: Tensor | None = None) -> Awaited:
         """The mean over ranks of ``bucket`` (shards * shard_numel,), this rank's slice of it to ``shard`` (shard_numel,).
 
         Summed in fp32 in the order of ranks and rounded once, whatever carries it, if it is to be exact. ``stats`` as for ``zk.kernels.reduce``.
         """
-        with self._undivided():
-            label, check = self._announce(REDUCE, unit)
-            # what each rank has for this one; or their mean, as NCCL takes it
-            rows = bucket.new_empty(self.shards if self.exact else 1, shard.numel())
-            reduce = unchecked("reduce", shard.device)
+        # what each rank has for this one; or their mean, as NCCL takes it
+        rows = bucket.new_empty(self.shards if self.exact else 1, shard.numel())
+        reduce = unchecked("reduce", shard.device)
 
-            def start() -> list[dist.Work]:
-                return [_exchange(rows, bucket, self.row) if self.exact else _reduce_scatter(rows[0], bucket, self.row)]
+        def start() -> list[dist.Work]:
+            return [_exchange(rows, bucket, self.row) if self.exact else _reduce_scatter(rows[0], bucket, self.row)]
 
-            def finish() -> None:
-                if self.column is None:
-                    reduce(rows, shard, stats)
-                    return
-                mean = torch.empty_like(shard, dtype=torch.float32)
-                reduce(rows, mean, None)
-                whole = self._mean_of_replicas(label, mean, shard.dtype)
-                reduce(whole[None], shard, stats)
+        def finish() -> None:
+            if self.column is None:
+                reduce(rows, shard, stats)
+                return
+            mean = torch.empty_like(shard, dtype=torch.float32)
+            reduce(rows, mean, None)
+            whole = self._mean_of_replicas(self._label(REDUCE, unit), mean, shard.dtype)
+            reduce(whole[None], shard, stats)
 
-            return self._launch(label, check, start, finish, on_device=not self.gloo)
+        return self._launch(REDUCE, unit, self.row, start, finish)
 
     def _mean_of_replicas(self, label: str, mine: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean over the column of each rank's ``mine`` (n,) fp32, in ``dtype``: each has a part of it to sum, and gathers the others'."""
@@ -474,53 +480,31 @@ class Group(Comm):
         part = math.ceil(mine.numel() / replicas)
         padded, rows = mine.new_zeros(replicas * part), mine.new_empty(replicas, part)
         padded[: mine.numel()] = mine
-        self._finish(label, [_exchange(rows, padded, self.column)])
+        self.wait_for_all(label, [_exchange(rows, padded, self.column)], on_device=not self.gloo)
         whole = torch.empty(replicas * part, dtype=dtype, device=mine.device)
         summed = torch.empty(part, dtype=dtype, device=mine.device)
         unchecked("reduce", mine.device)(rows, summed, None)
-        self._finish(label, _gather(whole, summed, self.column))
+        self.wait_for_all(label, _gather(whole, summed, self.column), on_device=not self.gloo)
         return whole[: mine.numel()]
-
-    def _finish(self, label: str, works: Sequence[dist.Work]) -> None:
-        """Wait for what was started."""
-        for work in works:
-            self.guard(label, functools.partial(self.wait_for if self.gloo else dist.Work.wait, work))
 
     def broadcast(self, unit: int, tensor: Tensor, operation: int = BROADCAST) -> None:
         """Overwrite ``tensor`` (contiguous) on every rank with the first rank's. Host memory goes over gloo, as in ``all_gather``."""
-        with self._undivided():
-            label, check = self._announce(operation, unit)
-            on_device = tensor.device.type != "cpu" and not self.gloo
-            group = self.group if on_device else self._of_host
-            as_bytes = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL knows all dtypes
-            pending = self._launch(label, check, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)], on_device=on_device)
+        group = self.group if tensor.device.type != "cpu" else self._of_host
+        as_bytes = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL knows all dtypes
+        pending = self._launch(operation, unit, group, lambda: [dist.broadcast(as_bytes, self.ranks[0], group=group, async_op=True)])
         pending.wait()
 
     def all_reduce(self, tensor: Tensor, operation: int = NORM, unit: int | None = None) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place; of a size that follows from the ``unit`` that it is about, if there is one."""
-        with self._undivided():
-            about = -tensor.numel() if unit is None else unit  # another size would end the process inside gloo
-            label, check = self._announce(operation, about)
-            pending = self._launch(label, check, lambda: [dist.all_reduce(tensor, group=self._of_host, async_op=True)])
+        about = -tensor.numel() if unit is None else unit  # another size would end the process inside gloo
+        group = self._of_host
+        pending = self._launch(operation, about, group, lambda: [dist.all_reduce(tensor, group=group, async_op=True)])
         pending.wait()
-
-
-def _note_when_done(label: str, start_ns: int, works: Sequence[dist.Work]) -> None:
-    """A span until the last of ``works`` has ended, which gloo's own threads tell; they may be waited for much later."""
-    ended = itertools.count(1)
-
-    def end(_: object) -> None:
-        if next(ended) == len(works):
-            note("collective", label, start_ns, now_ns())
-
-    for work in works:
-        work.get_future().add_done_callback(end)
 
 
 def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11 has the second only
-    work: dist.Work = call(full, shard, group=group, async_op=True)
-    return work
+    return call(full, shard, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def _backend_of(group: dist.ProcessGroup | None) -> str:
@@ -543,14 +527,12 @@ def _gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.
 def _exchange(rows: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to send each rank its part of ``bucket``; ``rows`` are what they have for this one."""
     sent = rows.view(-1).view(torch.uint8), bucket.view(torch.uint8)
-    work: dist.Work = dist.all_to_all_single(*sent, group=group, async_op=True)
-    return work
+    return dist.all_to_all_single(*sent, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def _reduce_scatter(shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
     call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    work: dist.Work = call(shard, bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
-    return work
+    return call(shard, bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -598,13 +580,12 @@ def together(comm: Comm | Board, what: str) -> Iterator[None]:
     except RuntimeError as error:
         failure = failure or RuntimeError(f"{what}: {error}")
         raise (_mark_known(failure, comm) if _is_known(error, comm) else failure) from error
-    if failure is not None:
-        raise _mark_known(failure, comm)
     failed = {rank: json.loads(words) for rank, words in enumerate(said) if words}
-    if failed:
+    if failed and failure is None:
         kinds = {kind for kind, _ in failed.values()}
         reasons = "; ".join(f"on rank {rank}: {reason if kind in _KINDS else f'{kind}: {reason}'}" for rank, (kind, reason) in failed.items())
         failure = _KINDS.get(kinds.pop() if len(kinds) == 1 else "", RuntimeError)(f"{what} has failed elsewhere, {reasons}")
+    if failure is not None:
         raise _mark_known(failure, comm)
 
 
@@ -658,7 +639,7 @@ def giving_up(process_group: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if dist.is_available() and dist.is_initialized() and isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
+        if _are_connected() and isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
             ranks = ranks_of(process_group)
             fail(dist.distributed_c10d._get_default_store(), _next_place(ranks), why(ranks.index(dist.get_rank()), error))
         raise
@@ -716,21 +697,24 @@ def _dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int] | None, 
     return mesh.get_group(1), ranks_of(mesh), mesh.get_group(0)
 
 
+def _are_connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def world_to_join(process_group: Ranks) -> int:
     """How many ranks ``connect`` would find."""
-    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+    if process_group is not None or _are_connected():
         return len(ranks_of(process_group))
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def connect(process_group: Ranks, overlap: bool, device: torch.device, exact: bool = True) -> Comm:
     """The ranks to train with: the group given, the default group, one made from torchrun's environment, or this process alone."""
-    available = dist.is_available()
-    if process_group is None and available and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_group is None and not _are_connected():
+        if not dist.is_available() or world_to_join(None) < 2:
+            return Comm()
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **_meeting_place())
-    if process_group is None and not (available and dist.is_initialized()):
-        return Comm()
     ranks = ranks_of(process_group)
     if dist.get_rank() not in ranks:
         raise ValueError(f"this rank, {dist.get_rank()}, is not in process_group, which has ranks {ranks}; give each rank the group that it is in")
