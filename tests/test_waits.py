@@ -767,10 +767,11 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
     layout = Layout.of([param.numel() for param in model.parameters()], comm.world)
     unit = Unit("all", [model], list(model.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
     reducer = GradReducer(comm, True, False, lambda param: None)
-    reducer.add(UnitStore(unit, 0, layout, comm, mock.Mock(), "device", layout.shard(0), mock.Mock(), torch.zeros(layout.numel)))
+    store = UnitStore(unit, 0, layout, comm, mock.Mock(), "device", layout.shard(0), mock.Mock(), torch.zeros(layout.numel))
+    reducer.add(store)
     with reducer.no_sync():
         model(torch.ones(2, 3)).sum().backward()
-    reducer._reduce(0)
+    reducer._reduce(store)
     assert comm.started and reducer.queue
     reducer.forget()
     assert all(pending.waited for pending in comm.started) and not reducer.queue

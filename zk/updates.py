@@ -146,13 +146,13 @@ class Updates:
         held, grads = self.optimizer.held, self.optimizer.grads
         trained = [number for number, store in enumerate(held) if store.shard is not None]
         if isinstance(self.publisher, Group):  # ranks publish alike, and a forward may use units of its own (experts): as backward ended with them
-            return [grads.stores[position].index for position in reversed(grads.order)], False
+            return [store.index for store in reversed(grads.order)], False
         if self.optimizer.config.overlap_step:  # as forward will want them
             order = [number for number in self.forward_order if held[number].shard is not None]
             return order + [number for number in trained if number not in self.forward_order], False
         if "nvme" in self.optimizer.tiers:  # there and back again: what is still in memory comes first
             return trained, self.optimizer.counters["steps"] % 2 == 1
-        return [grads.stores[position].index for position in grads.order], False  # in which gradients have left
+        return [store.index for store in grads.order], False  # in which gradients have left
 
     def forward_uses(self, number: int, *_: Any) -> None:
         """Hook: wait for a unit's own update, and note in which order forward uses units.

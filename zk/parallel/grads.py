@@ -66,10 +66,10 @@ class GradReducer:
     ) -> None:
         self.comm, self.in_backward, self.replicate, self.check, self.follow, self.before = comm, in_backward, replicate, check, follow, before
         self.stores: list[UnitStore] = []
-        self.order: list[int] = []  # positions in stores
+        self.order: list[UnitStore] = []
         self.learned = False
-        self.completed: list[int] = []
-        self.started: set[int] = set()
+        self.completed: list[UnitStore] = []
+        self.started: set[UnitStore] = set()
         self.queue: list[tuple[UnitStore, Awaited, Tensor, Tensor, Tensor | None]] = []
         self.pool: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}  # buckets to use again, each with what to come after
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -89,7 +89,7 @@ class GradReducer:
         position = len(self.stores)
         self.stores.append(store)
         # until the order is known: last block first, what is left over last of all
-        self.order = sorted(range(len(self.stores)), key=lambda i: (self.stores[i].unit.name.startswith("rest"), -i))
+        self.order = sorted(self.stores, key=lambda store: (store.unit.name.startswith("rest"), -store.index))
         self.learned = False
         take_grad = torch.compiler.disable(weakly(self.take_grad))  # weak, as parameters would keep alive what keeps them alive
         for index, param in enumerate(store.unit.users):
@@ -117,18 +117,16 @@ class GradReducer:
         self.is_joined = True
         try:
             yield
-        except BaseException:
+        finally:
             self.is_joined = False
-            raise
-        self.is_joined = False
         self._backward_ended()
 
     def leave(self, stores: Sequence[UnitStore]) -> None:
         """Pass on the gradients of units that are complete, inside of ``joined``."""
         with self.lock:
-            for position, store in enumerate(self.stores):
+            for store in self.stores:
                 if store in stores and (self.comm.world > 1 or store.unreduced):
-                    self._completed(position)
+                    self._completed(store)
 
     @property
     def eager(self) -> bool:
@@ -176,14 +174,14 @@ class GradReducer:
                 return
             self.flatten(store)
             if not self.is_joined:
-                self._completed(position)
+                self._completed(store)
 
-    def _completed(self, position: int) -> None:
+    def _completed(self, store: UnitStore) -> None:
         """A unit has all of its gradients: reduce it, and those that have waited for it."""
-        self.completed.append(position)
-        if self.eager and self.stores[position].unit.chooser is None:
-            for following in self.order if self.comm.world > 1 else (position,):
-                if following not in self.started and self.stores[following].unit.chooser is None:
+        self.completed.append(store)
+        if self.eager and store.unit.chooser is None:
+            for following in self.order if self.comm.world > 1 else (store,):
+                if following not in self.started and following.unit.chooser is None:
                     if following not in self.completed:
                         break
                     self._reduce(following)
@@ -217,9 +215,8 @@ class GradReducer:
         if store.bucket is None:
             store.wide |= store.accumulated
             store.bucket, store.stats = self._take(store), stats_on(store.unit.device)
-        elif store.accumulated and store.bucket.dtype != torch.float32:
-            before, store.bucket = store.bucket, store.bucket.float()
-            self._give(before)
+        elif store.accumulated:
+            self._widen(store)
         new = sorted(waiting.keys() - again)
         if new:
             flat = [store.unit.flat(index, waiting[index]).contiguous() for index in new]
@@ -229,6 +226,12 @@ class GradReducer:
         for index in again:
             store.unit.shaped(index, store.bucket[store.layout.whole(index)]).add_(waiting[index])
         store.present.update(waiting)
+
+    def _widen(self, store: UnitStore) -> None:
+        """Go on with an fp32 bucket."""
+        if store.bucket is not None and store.bucket.dtype != torch.float32:
+            narrow, store.bucket = store.bucket, store.bucket.float()
+            self._give(narrow)
 
     def drop(self, store: UnitStore, indices: Collection[int]) -> None:
         """Forget what there is of some parameters."""
@@ -265,9 +268,9 @@ class GradReducer:
 
     def recycle(self, store: UnitStore, grad: Tensor | None) -> None:
         """A gradient given to the sink is not needed any more."""
-        if grad is not None and grad.numel() == store.layout.numel and grad.device == store.unit.device:
-            if store.wide and grad.dtype != torch.float32:
-                return  # the next bucket will be a wide one
+        if grad is None or grad.numel() != store.layout.numel or grad.device != store.unit.device:
+            return
+        if grad.dtype == torch.float32 or not store.wide:  # else the next bucket will be a wide one
             self._give(grad)
 
     # ---- reduce --------------------------------------------------------------------------------------------------------------
@@ -275,40 +278,36 @@ class GradReducer:
     def reduce_together(self, chooser: nn.Module | None = None) -> None:
         """Reduce, in backward, what any rank has of the units of a chooser, or of all choosers. On all ranks."""
         with self.lock:
-            choosers = {position: self.stores[position].unit.chooser for position in self.order}
-            places = [position for position, its in choosers.items() if its is not None and chooser in (None, its)]
+            stores = [store for store in self.order if store.unit.chooser is not None and chooser in (None, store.unit.chooser)]
             if chooser is not None:  # a rank may use none of its experts
                 self._watch_backward()
-            if self.eager and places and not self.is_joined:
-                for position in self._left(places)[0]:
-                    self._reduce(position)
+            if self.eager and stores and not self.is_joined:
+                for store in self._left(stores)[0]:
+                    self._reduce(store)
 
-    def _left(self, places: Sequence[int], flags: Sequence[bool] = ()) -> tuple[list[int], list[bool]]:
-        """Find those of ``places`` of which any rank has a bucket, and give them one precision on all ranks.
+    def _left(self, stores: Sequence[UnitStore], flags: Sequence[bool] = ()) -> tuple[list[UnitStore], list[bool]]:
+        """Find those of ``stores`` of which any rank has a bucket, and give them one precision on all ranks.
 
         Returns them, and which of the ``flags`` any rank has set.
         """
-        stores = [self.stores[position] for position in places]
         for store in stores:
             self.flatten(store)
         mine = [[store.bucket is not None, store.wide or store.accumulated, store.accumulated] for store in stores]
-        said = [ranks > 0 for ranks in self.comm.ranks_with([*itertools.chain.from_iterable(mine), *flags], REDUCE)]
+        said = (ranks > 0 for ranks in self.comm.ranks_with([*itertools.chain.from_iterable(mine), *flags], REDUCE))
         left = []
-        for number, (position, store) in enumerate(zip(places, stores, strict=True)):
-            has, wide, accumulated = said[3 * number : 3 * number + 3]
+        for store in stores:
+            has, wide, accumulated = itertools.islice(said, 3)
             if has:
-                left.append(position)
+                left.append(store)
                 store.wide, store.accumulated = wide, accumulated
-                if wide and store.bucket is not None and store.bucket.dtype != torch.float32:
-                    narrow, store.bucket = store.bucket, store.bucket.float()
-                    self._give(narrow)
-        return left, said[3 * len(places) :]
+                if wide:
+                    self._widen(store)
+        return left, list(said)
 
-    def _reduce(self, position: int) -> None:
+    def _reduce(self, store: UnitStore) -> None:
         """Start the reduction of a unit's bucket; a unit without gradients takes part with zeros, as other ranks may have some."""
         self.before()
-        store = self.stores[position]
-        self.started.add(position)
+        self.started.add(store)
         self.flatten(store)
         bucket = store.bucket if store.bucket is not None else self._take(store)
         for index in set(range(len(store.unit.params))) - store.present:
@@ -355,10 +354,9 @@ class GradReducer:
             if self.is_joined:
                 return
             if self.eager:
-                for position in self.order:
-                    store = self.stores[position]
-                    if store.unit.chooser is None and (store.bucket is not None or (position not in self.started and self.comm.world > 1)):
-                        self._reduce(position)
+                for store in self.order:
+                    if store.unit.chooser is None and (store.bucket is not None or (store not in self.started and self.comm.world > 1)):
+                        self._reduce(store)
                 self.reduce_together()
                 while self.queue:
                     self._complete()
@@ -373,10 +371,9 @@ class GradReducer:
 
     def _learn(self) -> None:
         """Take the first rank's order of completion for all that follows."""
-        seen = dict.fromkeys(self.completed)
-        order = torch.tensor(list(seen) + [i for i in self.order if i not in seen])
-        self.comm.broadcast(-1, order, STATE)
-        self.order, self.learned = order.tolist(), True
+        positions = torch.tensor([self.stores.index(store) for store in dict.fromkeys((*self.completed, *self.order))])
+        self.comm.broadcast(-1, positions, STATE)
+        self.order, self.learned = [self.stores[position] for position in positions.tolist()], True
 
     @torch.no_grad()
     def _collect_kept(self, store: UnitStore) -> None:
@@ -406,17 +403,17 @@ class GradReducer:
             self._collect_kept(store)
         if not keep:
             self.take_assigned()
-        used = [index in store.unreduced for store in self.stores for index in range(len(store.unit.params))]
-        left, flags = self._left(self.order, used)  # of no_sync, of a backward that was interrupted, or by hand
-        for position in left:
-            self._reduce(position)
+        places = [(store, index) for store in self.stores for index in range(len(store.unit.params))]
+        # of no_sync, of a backward that was interrupted, or by hand
+        left, used = self._left(self.order, [index in store.unreduced for store, index in places])
+        for store in left:
+            self._reduce(store)
         while self.queue:
             self._complete()
         self.forget()
         self.flushed = True
-        is_used = iter(flags)
-        for store in self.stores:
-            store.used |= {index for index in range(len(store.unit.params)) if next(is_used)}
+        for store, index in itertools.compress(places, used):
+            store.used.add(index)
 
     def forget(self) -> None:
         """Drop gradients that are not reduced yet, and all memory of a backward that was interrupted."""
@@ -552,7 +549,7 @@ class Gradients:
                 )
             self.reducer.flatten(held)
             if held.bucket is not None:  # what there is goes on now, the rest of it after
-                self.reducer._reduce(self.reducer.stores.index(held))
+                self.reducer._reduce(held)
             held.used |= held.unreduced
             held.unreduced.clear()
         else:
