@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,7 @@ from zk.owners import HOLDERS, Gradients, Holder, hold, holder_of
 if TYPE_CHECKING:
     from zk.events import Ticket
 
-_PROPERTIES = frozenset((
-    "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
-    "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "retains_grad", "_backward_hooks", "output_nr", "is_mps",
-    "is_xpu", "is_sparse_csr", "is_mkldnn", "_post_accumulate_grad_hooks",
-))  # fmt: skip
+_VALUES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))  # properties that show values; all others of torch's own are metadata
 _METHODS = frozenset((
     "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
     "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "untyped_storage",
@@ -44,7 +41,8 @@ _LIKE = frozenset((
 def _is_metadata(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(function, "__self__", None), "__name__", "") in _PROPERTIES
+        shown = getattr(function, "__self__", None)
+        return isinstance(shown, types.GetSetDescriptorType) and shown.__name__ not in _VALUES
     return name in _METHODS or name in _LIKE
 
 
@@ -88,30 +86,44 @@ def _watches_data(param: nn.Parameter) -> bool:
     return holder is not None and holder.watches_data
 
 
-class _GradElsewhere:
-    """Mixin: the gradient may be somewhere else."""
+class _StandIn:
+    """Mixin: the gradient may be somewhere else. Copied, pickled and shown as what it stands in for."""
 
     own_class: type[nn.Parameter] = nn.Parameter
 
     @property
-    def grad(self) -> Tensor | None:
-        gradients = _elsewhere(self)  # type: ignore[arg-type]
-        return own_grad(self) if gradients is None else gradients.read(self)  # type: ignore[arg-type]
+    def grad(self: Any) -> Tensor | None:
+        gradients = _elsewhere(self)
+        return own_grad(self) if gradients is None else gradients.read(self)
 
     @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        gradients = _elsewhere(self)  # type: ignore[arg-type]
+    def grad(self: Any, value: Tensor | None) -> None:
+        gradients = _elsewhere(self)
         if gradients is None:
             _GRAD.__set__(self, value)
         else:
-            gradients.write(self, value)  # type: ignore[arg-type]
+            gradients.write(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self: Any) -> None:
         self.grad = None
 
+    def __repr__(self: Any, **kwargs: Any) -> str:
+        if is_released(self):
+            return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
+        with _as_itself(self):
+            return repr(self)
 
-class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        with _as_itself(self):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        with _as_itself(self):
+            return self.__reduce_ex__(protocol)
+
+
+class Watched(_StandIn, nn.Parameter):  # type: ignore[misc]
     """A full parameter. What is done to its ``data`` leaves no trace, so it counts as written."""
 
     @property
@@ -124,21 +136,12 @@ class Watched(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
         _data_taken(self)
         _DATA.__set__(self, value)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        with _as_itself(self):
-            return repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _as_itself(self):
-            return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _as_itself(self):
-            return self.__reduce_ex__(protocol)
-
 
 @contextlib.contextmanager
 def _as_itself(param: nn.Parameter) -> Iterator[None]:
+    """Context: the parameter can be used, and is of its own class."""
+    if isinstance(param, Released):
+        _use(param)
     role = type(param)
     stand_in([param], None)
     try:
@@ -147,11 +150,11 @@ def _as_itself(param: nn.Parameter) -> Iterator[None]:
         param.__class__ = role  # type: ignore[assignment]
 
 
-class Released(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
+class Released(_StandIn, nn.Parameter):  # type: ignore[misc]
     """A parameter without memory. Never constructed: the class of existing parameters is set to a subclass of it."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONVERT and isinstance(args[0], Released) and _stays(func, args[0], args[1:], kwargs):
             return args[0]  # model.to(where it is): nothing to do
@@ -166,28 +169,13 @@ class Released(_GradElsewhere, nn.Parameter):  # type: ignore[misc]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Parameter(released by stage 3, shape={tuple(self.shape)}, dtype={self.dtype}; zk.gather makes it readable)"
-
 
 class Updating(Released):
     """A parameter whose update goes on in the background: any use of its values waits for that."""
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        _use(self)
-        return repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _use(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _use(self)
-        return self.__reduce_ex__(protocol)
-
 
 @functools.cache
-def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Parameter]:
+def _class_for(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Parameter]:
     if kind is nn.Parameter:
         return role
     return type(kind.__name__, (role, kind), {"own_class": kind})  # under its own name, as libraries tell "Params4bit" by that
@@ -196,8 +184,8 @@ def _stand_in(kind: type[nn.Parameter], role: type[nn.Parameter]) -> type[nn.Par
 def stand_in(params: Sequence[nn.Parameter], role: type[nn.Parameter] | None) -> None:
     """Give parameters the class for ``role``: Released, as they have no memory, or Watched, as they are full; None: their own."""
     for param in params:
-        own = param.own_class if isinstance(param, _GradElsewhere) else type(param)
-        param.__class__ = own if role is None else _stand_in(own, role)  # type: ignore[assignment]
+        own = param.own_class if isinstance(param, _StandIn) else type(param)
+        param.__class__ = own if role is None else _class_for(own, role)  # type: ignore[assignment]
 
 
 def mark(param: nn.Parameter, holder: Holder, update: Ticket | None = None) -> None:
@@ -255,7 +243,7 @@ def own_grad(param: nn.Parameter) -> Tensor | None:
 def grad_left(param: nn.Parameter) -> None:
     """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
-    if not isinstance(param, _GradElsewhere) and _keeper_of(param) is not None:
+    if not isinstance(param, _StandIn) and _keeper_of(param) is not None:
         stand_in([param], Watched)
 
 
@@ -267,19 +255,19 @@ def grad_is_away(param: nn.Parameter) -> bool:
 
 def ask_elsewhere(param: nn.Parameter) -> None:
     """Ask for a gradient that is not in torch's own place from now on."""
-    if not isinstance(param, _GradElsewhere) and own_grad(param) is None and _keeper_of(param) is not None:
+    if not isinstance(param, _StandIn) and own_grad(param) is None and _keeper_of(param) is not None:
         stand_in([param], Watched)
 
 
 def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
     """Give the parameter its own class for a forward, as code from torch.compile goes by the class; ``False``: the forward has ended."""
-    if whether and isinstance(param, Watched):
+    if not whether:
+        redress(param)
+    elif isinstance(param, Watched):
         stand_in([param], None)
-    elif not whether and not isinstance(param, Released):
-        _dress_full(param)
 
 
 def grad_gone(param: nn.Parameter) -> None:
     """Note that there is no gradient any more."""
-    if isinstance(param, Watched) and not _watches_data(param):
+    if isinstance(param, Watched):
         _dress_full(param)
