@@ -41,8 +41,6 @@ class Experts:
 
     def chooser_in(self, entered: Sequence[nn.Module]) -> nn.Module | None:
         """The innermost chooser among modules whose forward is in progress."""
-        if not self.of:
-            return None
         return next((module for module in reversed(entered) if module in self.of), None)
 
     def choose(self, chooser: nn.Module, wanted: UnitStore | None, has_graph: bool | None = None) -> bool:

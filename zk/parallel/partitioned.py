@@ -75,16 +75,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def owned(stores: Sequence[UnitStore]) -> dict[nn.Module, list[tuple[UnitStore, list[int]]]]:
+def owned(model: nn.Module, stores: Sequence[UnitStore]) -> dict[nn.Module, dict[UnitStore, list[int]]]:
     """The parameters that are each module's own: their stores, and their numbers there."""
-    owners: dict[nn.Module, list[tuple[UnitStore, list[int]]]] = {}
-    for store in stores:
-        for anchor in store.unit.anchors:
-            for module in anchor.modules():
-                params = {id(tensor) for param in module._parameters.values() if param is not None for _, tensor in inner_tensors(param)}
-                own = [index for index, param in enumerate(store.unit.params) if id(param) in params]
-                if own and not any(other is store for other, _ in owners.get(module, ())):
-                    owners.setdefault(module, []).append((store, own))
+    places = {id(param): (store, index) for store in stores for index, param in enumerate(store.unit.params)}
+    owners: dict[nn.Module, dict[UnitStore, list[int]]] = {}
+    for module in model.modules() if stores else ():
+        for param in module.parameters(recurse=False):
+            for _, tensor in inner_tensors(param):
+                if id(tensor) in places:
+                    store, index = places[id(tensor)]
+                    owners.setdefault(module, {}).setdefault(store, []).append(index)
     return owners
 
 
@@ -129,18 +129,13 @@ class Prefetcher:
             self.position = order.index(unit, self.position) + 1
         except ValueError:
             return  # off the known path: wait for it to come back
-        self._look_ahead(order, {unit})
-
-    def _look_ahead(self, order: Sequence[int], known: set[int]) -> None:
-        following, doubtful = [], self.doubtful.get(self.mode, {})
-        for unit in itertools.islice(order, self.position, self.position + 4 * (2 * self.ahead + 1)):
-            if unit not in known and unit not in doubtful:
-                known.add(unit)
-                following.append(unit)
-        for unit in following[: self.ahead]:
-            self.ask(unit)
-        for unit in following[self.ahead : 2 * self.ahead + 1]:
-            self.fetch(unit)
+        ahead = itertools.islice(order, self.position, self.position + 4 * (2 * self.ahead + 1))
+        doubtful = self.doubtful.get(self.mode, {})
+        following = list(dict.fromkeys(other for other in ahead if other != unit and other not in doubtful))
+        for other in following[: self.ahead]:
+            self.ask(other)
+        for other in following[self.ahead : 2 * self.ahead + 1]:
+            self.fetch(other)
 
     def between_passes(self) -> None:
         """No pass is in progress: fetch what the next training pass begins with."""
@@ -180,7 +175,7 @@ class Partition:
         self.by_module: dict[nn.Module, list[UnitStore]] = {}  # what a forward of the module uses
         self.experts = Experts(comm, weakly(self._gather))
         self.experts_done: Callable[[nn.Module], None] = lambda _: None  # called with a chooser whose backward is complete
-        self.owners: dict[nn.Module, list[tuple[UnitStore, list[int]]]] = {}  # and what its state_dict() does
+        self.owners: dict[nn.Module, dict[UnitStore, list[int]]] = {}  # and what its state_dict() does
         self.handles: list[RemovableHandle] = []
         self.entered: list[nn.Module] = []  # modules whose forward is in progress
         self.thread = 0  # in which they are
@@ -221,7 +216,7 @@ class Partition:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         gather, copy, keep = Hook(self._gather_own), Hook(self._copy_own), Hook(self._keep_own)
-        owners = owned(self.stores)
+        owners = owned(self.model, self.stores)
         for module in [module for module in owners if module not in self.owners]:
             self.handles.append(module.register_state_dict_pre_hook(gather))
             self.handles.append(module.register_state_dict_post_hook(copy))
@@ -275,18 +270,18 @@ class Partition:
     # ---- state_dict() and load_state_dict() of the model and its parts, on all ranks ------------------------------------------
 
     def _gather_own(self, module: nn.Module, *_: Any) -> None:
-        for store, _own in self.owners[module]:
+        for store in self.owners[module]:
             store.pin()
 
     def _copy_own(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and self._stores_of(value):
                 state[key] = rebuilt(value, lambda tensor: tensor.detach().clone())
-        for store, _own in self.owners[module]:
+        for store in self.owners[module]:
             store.unpin()
 
     def _keep_own(self, module: nn.Module, *_: Any) -> None:
-        for store, own in self.owners[module]:
+        for store, own in self.owners[module].items():
             self.written(store, own)
             store.unpin()
 
