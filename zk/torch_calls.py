@@ -26,7 +26,7 @@ from zk.store import State
 @functools.cache
 def watch_torch() -> None:
     """From now on torch's functions know of gradients that have left. Done once; later calls do nothing."""
-    _put_before("clip_grad_norm_", _clip_norm)
+    _clip_first()
     for kind, params_of in ((nn.Module, nn.Module.parameters), (torch.optim.Optimizer, _grouped)):
         _drop_before(kind, params_of)
     _go_to_owner("state_dict")
@@ -80,28 +80,28 @@ def _drop_before(kind: type[Any], params_of: Callable[[Any], Iterator[nn.Paramet
     kind.zero_grad = zero_grad
 
 
-def _put_before(name: str, ours: Callable[..., Any]) -> None:
-    """Let torch's function call ``ours`` with what it called so far as first argument, also where others imported it by name long ago."""
-    function = getattr(clip_grad, name)
+def _clip_first() -> None:
+    """Let torch's ``clip_grad_norm_`` call zk's with what it called so far as first argument, also where others imported it by name long ago."""
+    function: Any = clip_grad.clip_grad_norm_
     inner = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)).get("func")  # it is under a no_grad wrapper
     if inner is None:
-        raise RuntimeError(f"torch {torch.__version__} defines {name} in another way than zk knows; torch 2.11 to 2.13 are supported")
-    inner.cell_contents = functools.partial(ours, inner.cell_contents)
+        raise RuntimeError(f"torch {torch.__version__} defines clip_grad_norm_ in another way than zk knows; torch 2.11 to 2.13 are supported")
+    inner.cell_contents = functools.partial(_clip_norm, inner.cell_contents)
+
+
+def _trainer_of(param: Tensor) -> Any:
+    """The ZeroOptimizer that trains a parameter, or None."""
+    owner = owner_of(param)
+    return owner if owner is not None and param in owner.units and owner.units[param][0].shard is not None else None
 
 
 def _owner_of_all(params: list[Tensor]) -> Any:
     """The ZeroOptimizer that trains these parameters, all that it trains, and no others with a gradient; None for anything else."""
-    owner = next((owner for param in params if (owner := owner_of(param)) is not None and _is_trained(owner, param)), None)
-    if owner is None:
+    owner = next(filter(None, map(_trainer_of, params)), None)
+    given = set(params)
+    if owner is None or not all(given.issuperset(held.unit.users) for held in owner._trained):
         return None
-    given = {id(param) for param in params}
-    if any(id(param) not in given for held in owner._trained for param in held.unit.users):
-        return None
-    return owner if all((owner_of(param) is owner and _is_trained(owner, param)) or param.grad is None for param in params) else None
-
-
-def _is_trained(owner: Any, param: Tensor) -> bool:
-    return param in owner.units and owner.units[param][0].shard is not None
+    return owner if all(_trainer_of(param) is owner or param.grad is None for param in params) else None
 
 
 def _clip_norm(
@@ -122,18 +122,22 @@ def _clip_norm(
     return norm
 
 
+def _owners_of(params: Iterable[Tensor]) -> list[Any]:
+    """The ZeroOptimizers that hold these parameters, each once."""
+    return list(filter(None, dict.fromkeys(map(owner_of, params))))
+
+
 def _drop_gradients(params: list[nn.Parameter], set_to_none: bool) -> bool:
     """Those of ``params`` that have left are dropped, or become zeros. False if that was all that there is to do."""
-    owners = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
-    given = {id(param) for param in params}
-    for owner in owners.values():
-        pending = owner.with_gradients()
-        if all(id(param) in given for param in pending.values()):
+    given = set(params)
+    for owner in _owners_of(params):
+        pending = owner.with_gradients().values()
+        if given.issuperset(pending):
             owner.zero_grad(set_to_none)
-        else:
-            for param in pending.values():
-                if id(param) in given:
-                    param.grad = None if set_to_none else torch.zeros_like(param.grad)  # type: ignore[arg-type]
+            continue
+        for param in pending:
+            if param in given:
+                param.grad = None if set_to_none else torch.zeros_like(param.grad)
     return any(owner_of(param) is None or own_grad(param) is not None for param in params)
 
 
@@ -148,9 +152,8 @@ def _scale_stage(stage: Any, of_torch: Callable[..., None], grad_scale_factor: i
 
 def _stage_backward(stage: Any, of_torch: Callable[..., Any], backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
     """Backward of one micro-batch through a pipeline's stage. Only the last one reduces."""
-    owners = {id(owner): owner for param in stage.submod.parameters() if (owner := owner_of(param)) is not None}
     with contextlib.ExitStack() as contexts:
-        for owner in owners.values():
+        for owner in _owners_of(stage.submod.parameters()):
             owner.refuse_collectives_beside("stages of a pipeline")
             if not last_backward and owner.comm.world > 1:
                 contexts.enter_context(owner.no_sync())
@@ -168,8 +171,8 @@ def _stage_backward(stage: Any, of_torch: Callable[..., Any], backward_type: str
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"][:1]:
-            owner = owner_of(param)
-            if owner is not None and owner is not optimizer and _is_trained(owner, param):
+            owner = _trainer_of(param) if owner_of(param) is not optimizer else None
+            if owner is not None:
                 name = type(optimizer).__name__
                 if any(inner is optimizer for inner in owner.inners):
                     raise RuntimeError(f"this {name} was given to a ZeroOptimizer, which has its gradients; call step() of that one")
