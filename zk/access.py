@@ -18,14 +18,14 @@ def keep_gathered(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
 
     So do ``others`` that are gathered.
     """
-    stores = [
-        {id(store): store for param in given for _, tensor in inner_tensors(param) if (store := holder_of(tensor)) is not None}
+    wanted, there = (
+        dict.fromkeys(store for param in given for _, tensor in inner_tensors(param) if (store := holder_of(tensor)) is not None)
         for given in (params, others)
-    ]
-    for store in stores[0].values():
+    )
+    for store in wanted:
         if store.state is not State.GATHERED:
             store.use()
-    kept: list[UnitStore] = [store for store in (stores[0] | stores[1]).values() if store.state is State.GATHERED]
+    kept: list[UnitStore] = [store for store in wanted | there if store.state is State.GATHERED]
     for store in kept:
         store.pins += 1
     try:
@@ -50,7 +50,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     if not all(isinstance(param, Tensor) for param in given):
         raise TypeError(f"zk.gather takes parameters, such as model.parameters(); got {params!r}")
     wanted = [tensor for param in given for _, tensor in inner_tensors(param)]
-    held: dict[int, tuple[UnitStore, list[int]]] = {}
+    held: dict[UnitStore, list[int]] = {}
     for param in wanted:
         owner = owner_of(param)
         if owner is not None:
@@ -59,10 +59,10 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
                 owner._end_save()  # which may read what is written here
                 owner.updates.wait()  # which publishes on the same ranks
             unit, index = owner.units[param]
-            held.setdefault(id(unit), (unit, []))[1].append(index)
+            held.setdefault(unit, []).append(index)
     entered: list[UnitStore] = []
     try:
-        for unit, _ in held.values():
+        for unit in held:
             unit.arrive()
             unit.pin()
             entered.append(unit)
@@ -77,7 +77,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
                 error.add_note("zk: torch.func within zk.gather(params) needs torch.no_grad() around that, as no graph outside needs params then")
             raise
         if write:
-            for unit, indices in held.values():
+            for unit, indices in held.items():
                 unit.keep_written(indices)
     finally:
         lost = False
