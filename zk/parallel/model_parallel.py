@@ -57,8 +57,10 @@ def connect_parts(comm: Comm, group: dist.ProcessGroup | DeviceMesh | None, repl
         ValueError: where the groups are no grid of data parallel and model parallel ranks, or what is replicated is not known.
     """
     meshes = meshes_of(model, comm.ranks)
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise ValueError(f"model_parallel_group is a mesh of {group.ndim} dimensions; give one of them, such as mesh['tensor']")
     if group is not None:
-        carrier = _only_dimension(group) if isinstance(group, DeviceMesh) else group
+        carrier = group.get_group() if isinstance(group, DeviceMesh) else group
         ranks = ranks_of(carrier, "model_parallel_group")
     elif meshes:
         over = max(meshes, key=len)
@@ -93,12 +95,6 @@ def connect_parts(comm: Comm, group: dist.ProcessGroup | DeviceMesh | None, repl
     }
     said = everyone.exchange(json.dumps([part, comm.rank == 0, mine]), "joining the parts of the model")
     return _compared(everyone, part, len(ranks), [json.loads(words) for words in said])
-
-
-def _only_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        raise ValueError(f"model_parallel_group is a mesh of {mesh.ndim} dimensions; give one of them, such as mesh['tensor']")
-    return mesh.get_group()
 
 
 # the shape of a parameter in the whole model, and where in each dimension a part of it begins and ends; None where that is not known
