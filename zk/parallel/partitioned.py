@@ -67,7 +67,7 @@ def _owner_of(hooks: Any) -> Any:
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
     found = []
-    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -212,16 +212,20 @@ class Partition:
                 by_module.setdefault(anchor, []).append(store)
         for chooser in self.experts.of:
             by_module.setdefault(chooser, [])
-        for module in [module for module in by_module if module not in self.by_module]:
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for module in by_module.keys() - self.by_module.keys():
+            self.handles += (
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            )
         gather, copy, keep = Hook(self._gather_own), Hook(self._copy_own), Hook(self._keep_own)
         owners = owned(self.model, self.stores)
-        for module in [module for module in owners if module not in self.owners]:
-            self.handles.append(module.register_state_dict_pre_hook(gather))
-            self.handles.append(module.register_state_dict_post_hook(copy))
-            self.handles.append(module.register_load_state_dict_pre_hook(gather))
-            self.handles.append(module.register_load_state_dict_post_hook(keep))
+        for module in owners.keys() - self.owners.keys():
+            self.handles += (
+                module.register_state_dict_pre_hook(gather),
+                module.register_state_dict_post_hook(copy),
+                module.register_load_state_dict_pre_hook(gather),
+                module.register_load_state_dict_post_hook(keep),
+            )
         self.by_module, self.owners = by_module, owners
 
     @contextlib.contextmanager
@@ -340,7 +344,7 @@ class Partition:
             blocks = [store.index for store in self._released_with(module) if self.model not in store.unit.anchors]
             calls.update(blocks)
         # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
-        inputs = [t for given in (*args, *kwargs.values()) for t in _tensors(given) if t.grad_fn is not None] if blocks else []
+        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None] if blocks else []
         if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
             _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks, module, calls))
 
@@ -358,8 +362,7 @@ class Partition:
         if module in self.experts.of:
             self.experts.choose_no_more(module, None if in_backward or output is None else has_graph)
         # bitsandbytes keeps a view of the codes for backward where autograd does not see it; some ranks may not use the router
-        own = [store for store in self.by_module[module] if store.lease is not None]
-        gathered = [store for store in own if module in self.experts.of or store.has_codes]
+        gathered = [store for store in self.by_module[module] if store.lease is not None and (module in self.experts.of or store.has_codes)]
         gathered += [store for store in self.experts.of.get(module, ()) if store.state is State.GATHERED]
         for tensor in with_graph if gathered else ():
             tensor.register_hook(functools.partial(weakly(self._outputs_done), [store.index for store in gathered]))
@@ -377,7 +380,7 @@ class Partition:
                 hooks.__exit__(None, None, None)
             if not torch.is_grad_enabled():
                 self.prefetcher.end()
-                self.release_all()
+                self._release_all()
         return passed_on
 
     def _use(self, store: UnitStore) -> None:
@@ -524,12 +527,12 @@ class Partition:
 
     def backward_ended(self) -> None:
         """Everything is released; the order that was seen is the one to expect."""
-        self.task, self.makes_graph = -1, False
         self.prefetcher.end()
-        self.release_all()
+        self._release_all()
 
-    def release_all(self) -> None:
-        """Release what no forward is using."""
+    def _release_all(self) -> None:
+        """Release what no forward is using: no backward is in progress."""
+        self.task, self.makes_graph = -1, False
         self.repeated.clear()
         for store in self.stores:
             if not store.depth:
@@ -538,5 +541,4 @@ class Partition:
     def reset(self) -> None:
         """Between steps: nothing is in progress, whatever was interrupted."""
         if not self.entered:
-            self.task, self.makes_graph = -1, False
-            self.release_all()
+            self._release_all()
