@@ -106,14 +106,17 @@ def _box_of(piece: Piece) -> _Box:
 
 
 def _box(name: str, param: Tensor, replicated: Sequence[str] | None, part: int, count: int) -> _Box:
-    """The place of a plain tensor, of which ``count`` parts of one size make the whole, or of which all have the same."""
-    along, shape = _cut_along(name, param, replicated), list(param.shape)
-    if along is None:
+    """The place of a plain tensor, of which ``count`` parts of one size make the whole, or that is replicated; None where that is not known."""
+    shape, place = list(param.shape), [[0, size] for size in param.shape]
+    if replicated is not None and any(f".{words}." in f".{name}." for words in replicated):
+        return shape, place
+    if not getattr(param, "tensor_model_parallel", False):
+        return (shape, place) if replicated is None else None  # as Megatron has it
+    along = getattr(param, "partition_dim", None)
+    if along is None or getattr(param, "partition_stride", 1) != 1:
         return None
-    place = [[0, size] for size in shape]
-    if along is not True:
-        size = shape[along]
-        shape[along], place[along] = size * count, [part * size, (part + 1) * size]
+    size = shape[along]
+    shape[along], place[along] = size * count, [part * size, (part + 1) * size]
     return shape, place
 
 
@@ -127,15 +130,6 @@ def _make_up_the_whole(boxes: Sequence[_Box]) -> bool:
         if all(start < its_stop and its_start < stop for (start, stop), (its_start, its_stop) in zip(one, other, strict=True)):
             return False  # they have elements in common
     return sum(math.prod(stop - start for start, stop in place) for place in places) == math.prod(known[0][0])
-
-
-def _cut_along(name: str, param: Tensor, replicated: Sequence[str] | None) -> int | bool | None:
-    """The dimension in which a parameter is cut over model parallel ranks; True for one that all have alike, None where that is not known."""
-    if replicated is not None and any(f".{words}." in f".{name}." for words in replicated):
-        return True
-    if getattr(param, "tensor_model_parallel", False):
-        return getattr(param, "partition_dim", None) if getattr(param, "partition_stride", 1) == 1 else None
-    return True if replicated is None else None  # as Megatron has it
 
 
 def _compared(everyone: Group, part: int, count: int, said: Sequence[tuple[int, bool, dict[str, Any]]]) -> Parts:
