@@ -766,7 +766,7 @@ def test_a_bucket_whose_reduction_is_dropped_is_not_used_again_before_it_is_over
     model, comm = nn.Linear(3, 5), LateComm()
     layout = Layout.of([param.numel() for param in model.parameters()], comm.world)
     unit = Unit("all", [model], list(model.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
-    reducer = GradReducer(comm, True, False, lambda param: None)
+    reducer = GradReducer(comm, True, False, lambda param: None, Awaited.wait, lambda: None)
     store = UnitStore(unit, 0, layout, comm, mock.Mock(), "device", layout.shard(0), mock.Mock(), torch.zeros(layout.numel))
     reducer.add(store)
     with reducer.no_sync():

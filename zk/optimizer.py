@@ -241,7 +241,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "keep_gradients=False has no effect at stage 1 over several ranks, where gradients are whole until step(); use stage=2, or remove it"
             )
         looks_at = functools.partial(weakly(self._check_kept), "reading or writing param.grad")
-        self.gradients = Gradients(self.units, self.grads, self.comm, weakly(self._settle), looks_at)
+        self.gradients = Gradients(self.units, self.grads, weakly(self._settle), looks_at)
         if config.overlap_step == "backward":
             self.speculation = Speculation(self)
         for number, unit in enumerate(units):

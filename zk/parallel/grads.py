@@ -61,8 +61,8 @@ class GradReducer:
         in_backward: bool,
         replicate: bool,
         check: Callable[[nn.Parameter], None],
-        follow: Callable[[Event], None] = Awaited.wait,
-        before: Callable[[], None] = lambda: None,
+        follow: Callable[[Event], None],
+        before: Callable[[], None],
     ) -> None:
         self.comm, self.in_backward, self.replicate, self.check, self.follow, self.before = comm, in_backward, replicate, check, follow, before
         self.stores: list[UnitStore] = []
@@ -153,22 +153,23 @@ class GradReducer:
                 if not store.arrived:
                     store.expected = sum(p.requires_grad for p in store.unit.users)
                 hooked = len(param._post_accumulate_grad_hooks) > 1  # type: ignore[attr-defined]
-            if grad is not None and hooked and grad_is_away(param):
-                raise RuntimeError(
-                    f"a hook of parameter {store.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, as it "
-                    "was clipped with all others, was used in a step without zero_grad(), came before the hook, or has a loss scale; register hooks "
-                    "before the first backward, call zero_grad() after each step, and accumulate without a loss scale"
-                )
-            if grad is not None and grad.requires_grad and self.loss_scale() != 1:
-                raise RuntimeError(
-                    "backward with create_graph=True and a loss scale: gradients that are part of a graph stay in param.grad, with the scale; use "
-                    "torch.autograd.grad(loss, params, create_graph=True), or set loss_scale=None"
-                )
-            if grad is not None and (hooked or grad.requires_grad or len(self.threads) > 1):
-                # what the user's hooks work on, what is part of a graph, and what another thread may be adding to, stays where it is until the step
-                store.kept.add(index)
-            elif grad is not None:
-                self.collect(store, index, param, grad)
+            if grad is not None:
+                if hooked and grad_is_away(param):
+                    raise RuntimeError(
+                        f"a hook of parameter {store.unit.names[index]!r} sees its new gradient alone: the one that it is to be added to has left, "
+                        "as it was clipped with all others, was used in a step without zero_grad(), came before the hook, or has a loss scale; "
+                        "register hooks before the first backward, call zero_grad() after each step, and accumulate without a loss scale"
+                    )
+                if grad.requires_grad and self.loss_scale() != 1:
+                    raise RuntimeError(
+                        "backward with create_graph=True and a loss scale: gradients that are part of a graph stay in param.grad, with the scale; "
+                        "use torch.autograd.grad(loss, params, create_graph=True), or set loss_scale=None"
+                    )
+                if hooked or grad.requires_grad or len(self.threads) > 1:
+                    # what hooks work on, what is part of a graph, and what another thread may be adding to, stays where it is until the step
+                    store.kept.add(index)
+                else:
+                    self.collect(store, index, param, grad)
             store.arrived.add(index)
             if len(store.arrived) < store.expected:
                 return
@@ -448,7 +449,6 @@ class Gradients:
     Args:
         units: where each parameter is: its unit, and its number in that.
         reducer: takes gradients away.
-        comm: the ranks.
         reduce_rest: reduces what has not been reduced, on all ranks; True leaves what is in its own place there.
         check: raises where gradients cannot be had any more.
     """
@@ -457,20 +457,17 @@ class Gradients:
         self,
         units: Mapping[nn.Parameter, tuple[UnitStore, int]],
         reducer: GradReducer,
-        comm: Comm,
         reduce_rest: Callable[[bool], None],
         check: Callable[[], None],
     ) -> None:
-        self.units, self.reducer, self.comm, self.reduce_rest, self.check = units, reducer, comm, reduce_rest, check
-        self.looked: list[UnitStore] = []  # units whose gradients have been brought back
+        self.units, self.reducer, self.comm, self.reduce_rest, self.check = units, reducer, reducer.comm, reduce_rest, check
+        self.looked: dict[UnitStore, None] = {}  # units whose gradients have been brought back
         self.is_hidden = False  # the gradients that have left are not shown
 
     def has_left(self, param: nn.Parameter) -> bool:
         """Check that the parameter has a gradient, and that it is somewhere else."""
         held, index = self.units[param]
-        if index in held.unreduced:
-            return True
-        return index in held.used and held.shown.get(index, param) is not None
+        return index in held.unreduced or (index in held.used and held.shown.get(index, param) is not None)
 
     def is_asked(self, param: nn.Parameter) -> bool:
         """Check that it has one there, or may have one on another rank."""
@@ -507,8 +504,8 @@ class Gradients:
             held.shown[index] = None
             if all(held.shown.get(other, param) is None for other in held.used | held.unreduced):
                 held.drop_gradient()
-            elif held not in self.looked:
-                self.looked.append(held)
+            else:
+                self.looked[held] = None
             grad_gone(param)
             return
         if not isinstance(value, Tensor):
@@ -557,8 +554,7 @@ class Gradients:
         if index in held.used and not self._is_shown(held, index):
             alone = self.comm.world == 1  # else who has a reference may differ by rank, and what is brought back is so together
             for other in [other for other in self.looked if alone and other is not held and other.only_here()]:
-                self.looked.remove(other)
+                del self.looked[other]
                 other.renew()
             held.bring_back()
-        if held not in self.looked:
-            self.looked.append(held)
+        self.looked[held] = None
