@@ -339,7 +339,7 @@ def test_the_hooks_of_stage_3_pass_on_what_is_not_theirs_and_keep_what_is(tmp_pa
         assert torch.equal(y, plain(batch(0))) and len(packed) > 20
         assert zero.partition.by_storage and not set(packed) & zero.partition.by_storage.keys() and zero.partition.saved_hooks is None
         y.square().sum().backward()
-        assert all(store.state.name == "RELEASED" for store in zero.partition.stores)
+        assert all(store.state.name == "RELEASED" for store in zero.partition.stores.values())
         zero.zero_grad()
         y = model(batch(0))
         storage = StorageWeakRef(y.untyped_storage())

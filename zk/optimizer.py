@@ -858,7 +858,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._end_save()
             self.grads.forget()
             if gather:
-                for held in self.partition.stores:
+                for held in self.partition.stores.values():
                     held.pin()
         finally:
             self._end()

@@ -16,7 +16,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def owned(model: nn.Module, stores: Sequence[UnitStore]) -> dict[nn.Module, dict[UnitStore, list[int]]]:
+def owned(model: nn.Module, stores: Collection[UnitStore]) -> dict[nn.Module, dict[UnitStore, list[int]]]:
     """The parameters that are each module's own: their stores, and their numbers there."""
     places = {id(param): (store, index) for store in stores for index, param in enumerate(store.unit.params)}
     owners: dict[nn.Module, dict[UnitStore, list[int]]] = {}
@@ -167,11 +167,10 @@ class Partition:
 
     def __init__(self, model: nn.Module, ahead: int, written: Callable[[UnitStore, list[int]], None], comm: Comm) -> None:
         self.model, self.ahead, self.written = model, ahead, written
-        self.stores: list[UnitStore] = []
+        self.stores: dict[int, UnitStore] = {}  # by index
         self.by_storage: dict[int, UnitStore] = {}
         self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
         self.asked: list[UnitStore] = []  # ahead of use, oldest first
-        self.by_index: dict[int, UnitStore] = {}
         self.by_module: dict[nn.Module, list[UnitStore]] = {}  # what a forward of the module uses
         self.experts = Experts(comm, weakly(self._gather))
         self.experts_done: Callable[[nn.Module], None] = lambda _: None  # called with a chooser whose backward is complete
@@ -191,23 +190,22 @@ class Partition:
 
     def add(self, store: UnitStore) -> None:
         """Watch one more unit."""
-        self.stores.append(store)
+        self.stores[store.index] = store
         store.known, store.on_write = self.by_storage, self.written
         if store.lease is not None:
             self.by_storage[store.full.untyped_storage()._cdata] = store
-        self.by_index[store.index] = store
 
     def remove(self, store: UnitStore) -> None:
         """Watch a unit no more."""
-        self.stores = [other for other in self.stores if other is not store]
+        self.stores.pop(store.index, None)  # (below stage 3 it is not watched)
         self.by_storage.pop(store.full.untyped_storage()._cdata, None)
 
     def attach(self) -> None:
         """Put hooks on the modules that have none; again after ``add`` and ``remove``."""
         before, after = Hook(self._before), Hook(self._after)
         by_module: dict[nn.Module, list[UnitStore]] = {self.model: []} if self.stores else {}
-        self.experts.find(self.stores)
-        for store in self.stores:
+        self.experts.find(self.stores.values())
+        for store in self.stores.values():
             for anchor in store.unit.anchors:
                 by_module.setdefault(anchor, []).append(store)
         for chooser in self.experts.of:
@@ -218,7 +216,7 @@ class Partition:
                 module.register_forward_hook(after, with_kwargs=True, always_call=True),
             )
         gather, copy, keep = Hook(self._gather_own), Hook(self._copy_own), Hook(self._keep_own)
-        owners = owned(self.model, self.stores)
+        owners = owned(self.model, self.stores.values())
         for module in owners.keys() - self.owners.keys():
             self.handles += (
                 module.register_state_dict_pre_hook(gather),
@@ -262,7 +260,7 @@ class Partition:
             for pack, unpack in reversed(above):
                 stack._push_saved_tensors_default_hooks(pack, unpack)
         self.saved_hooks, self.entered = None, []
-        for store in self.stores:
+        for store in self.stores.values():
             store.depth = 0
 
     def detach(self) -> None:
@@ -293,7 +291,7 @@ class Partition:
 
     def _ask(self, index: int) -> None:
         """Start to gather a unit. Of what was asked for and has not been used when its turn was over, the pass has taken another way."""
-        store = self.by_index[index]
+        store = self.stores[index]
         if store.state is not State.RELEASED:
             return
         self.asked = [other for other in self.asked if other.state is State.GATHERING]
@@ -303,7 +301,7 @@ class Partition:
         self.asked.append(store)
 
     def _fetch(self, index: int) -> None:
-        self.by_index[index].fetch()
+        self.stores[index].fetch()
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
         """Context: parameters that autograd saves for backward are gathered for it again."""
@@ -455,7 +453,7 @@ class Partition:
 
     def _outputs_done(self, indices: Sequence[int], *_: Any) -> None:
         self._watch_backward()
-        stores = [store for store in map(self.by_index.__getitem__, indices) if store.state is not State.GATHERED]
+        stores = [store for store in map(self.stores.__getitem__, indices) if store.state is not State.GATHERED]
         self._gather(stores)
         for store in stores:
             store.is_borrowed |= self.makes_graph
@@ -475,7 +473,7 @@ class Partition:
         self._watch_backward()
         calls.subtract(blocks)
         for index in blocks:
-            store = self.by_index[index]
+            store = self.stores[index]
             if not calls[index] and not store.depth and store.unit.ends_with(module, is_backward=True):
                 store.release()
         if module in self.experts.of:
@@ -534,7 +532,7 @@ class Partition:
         """Release what no forward is using: no backward is in progress."""
         self.task, self.makes_graph = -1, False
         self.repeated.clear()
-        for store in self.stores:
+        for store in self.stores.values():
             if not store.depth:
                 store.release()
 
