@@ -264,7 +264,7 @@ def test_a_collective_is_a_span_until_it_ends_and_not_until_it_is_waited_for(tmp
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         comm = Group(None)
-        comm.name_units(["blocks.0"], {})
+        comm.names = ["blocks.0"]
         bucket, shard = torch.ones(64), torch.empty(64)
         with Recorder() as recorder:
             pending = comm.reduce_scatter(0, bucket, shard)

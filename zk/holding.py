@@ -35,17 +35,16 @@ def find(optimizer: Any) -> list[Unit]:
 
 def agree(optimizer: Any, numbered: Sequence[tuple[int, Unit]]) -> None:
     """Agree with the other ranks on units that are about to be held, each as its number."""
-    names = [store.unit.name for store in optimizer.held]
+    optimizer.comm.names = names = [store.unit.name for store in optimizer.held]
     for number, unit in numbered:
         names[number : number + 1] = [unit.name]
     params = {
-        name: f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, {unit.dtype}{', as fp32' * unit.is_widened}, in unit "
-        + repr(unit.name)
-        + scales_of(param)
+        f"parameter {name!r}": f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, "
+        f"{unit.dtype}{', as fp32' * unit.is_widened}, in unit {unit.name!r}{scales_of(param)}"
         for _, unit in numbered
         for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
     }
-    optimizer.comm.name_units(names, params)
+    optimizer.comm.agree(params, "hold different models")
 
 
 def hold(optimizer: Any, unit: Unit, number: int) -> None:

@@ -72,9 +72,7 @@ class Comm:
     rank, world = 0, 1
     shard_rank, shards, replica = 0, 1, 0
     ranks: Sequence[int] = ()
-
-    def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
-        return
+    names: Sequence[str] = ()  # of units, for error messages
 
     def agree(self, rules: Mapping[str, object], failing: str = "") -> None:
         return
@@ -163,7 +161,6 @@ class Group(Comm):
         self.replica = dist.get_rank(column) if column is not None else 0
         self.gloo = _backend_of(self.row) == "gloo"
         self.overlap, self.exact = overlap, exact
-        self.names: tuple[str, ...] = ()
         self.count = self.boards = 0
         self.unheard = 0  # collectives that have begun here, and not ended well
         self.owned: dict[tuple[str, str, tuple[int, ...], timedelta], Any] = {}  # groups that are not the user's
@@ -229,11 +226,6 @@ class Group(Comm):
             _LEFT.update(self.owned)
         self.owned = {}
         self.group = self.control = self.row = self.row_of_host = self.column = None
-
-    def name_units(self, names: Sequence[str], params: Mapping[str, object]) -> None:
-        """Agree on the units: ``names`` for error messages; ``params`` says what each parameter is. RuntimeError on all ranks where these differ."""
-        self.names = tuple(names)
-        self.agree({f"parameter {name!r}": value for name, value in params.items()}, "hold different models")
 
     def agree(self, rules: Mapping[str, object], failing: str = "train by different rules") -> None:
         """Compare what must be the same on all ranks; RuntimeError on all of them, naming the first difference, where it is not."""
