@@ -489,8 +489,7 @@ class Group(Comm):
     def all_reduce(self, tensor: Tensor, operation: int = NORM, unit: int | None = None) -> None:
         """Sum ``tensor`` (host memory) over ranks, in place; of a size that follows from the ``unit`` that it is about, if there is one."""
         about = -tensor.numel() if unit is None else unit  # another size would end the process inside gloo
-        group = self._of_host
-        pending = self._launch(operation, about, group, lambda: [dist.all_reduce(tensor, group=group, async_op=True)])
+        pending = self._launch(operation, about, self._of_host, lambda: [dist.all_reduce(tensor, group=self._of_host, async_op=True)])
         pending.wait()
 
 

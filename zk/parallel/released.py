@@ -30,9 +30,7 @@ _METHODS = frozenset((
     "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
     "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "untyped_storage",
     "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "zero_grad", "_has_compatible_shallow_copy_type",
-))  # fmt: skip
-# what makes a tensor of the same shape, and reads no value
-_LIKE = frozenset((
+    # what makes a tensor of the same shape, and reads no value
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_empty_strided",
     "new_zeros", "new_ones", "new_full", "new_tensor",
 ))  # fmt: skip
@@ -43,7 +41,7 @@ def _is_metadata(function: Any) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         shown = getattr(function, "__self__", None)
         return isinstance(shown, types.GetSetDescriptorType) and shown.__name__ not in _VALUES
-    return name in _METHODS or name in _LIKE
+    return name in _METHODS
 
 
 # what takes parameters as the places where gradients go
