@@ -57,7 +57,7 @@ def _go_to_owner(name: str) -> None:
     @functools.wraps(of_torch)
     def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         owner = next((owner_of(param) for param in _grouped(self)), None)
-        if owner is None or not owner._built or owner.closed or not any(inner is self for inner in owner.inners):
+        if owner is None or not owner._built or owner.closed or self not in owner.inners:
             return of_torch(self, *args, **kwargs)
         return getattr(owner, name)(*args, **kwargs) if len(owner.inners) == 1 else getattr(owner, f"{name}_of")(self, *args, **kwargs)
 
@@ -174,7 +174,7 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             owner = _trainer_of(param) if owner_of(param) is not optimizer else None
             if owner is not None:
                 name = type(optimizer).__name__
-                if any(inner is optimizer for inner in owner.inners):
+                if optimizer in owner.inners:
                     raise RuntimeError(f"this {name} was given to a ZeroOptimizer, which has its gradients; call step() of that one")
                 raise RuntimeError(
                     f"this {name} has parameters that a ZeroOptimizer trains, and would find no gradients; call close(gather=True) of that one "
