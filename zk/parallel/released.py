@@ -156,13 +156,14 @@ class Released(_StandIn, nn.Parameter):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func in _CONVERT and isinstance(args[0], Released) and _stays(func, args[0], args[1:], kwargs):
             return args[0]  # model.to(where it is): nothing to do
-        if getattr(func, "__self__", None) is _DATA and len(args) == 2 and args[1] is args[0]:
+        is_data = getattr(func, "__self__", None) is _DATA
+        if is_data and len(args) == 2 and args[1] is args[0]:
             return None
         if not _is_metadata(func) and func not in _ENGINE:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Released):
                     _use(leaf)
-            if getattr(func, "__self__", None) is _DATA and len(args) == 1:
+            if is_data and len(args) == 1:
                 _data_taken(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
