@@ -103,67 +103,25 @@ def _round_to_bf16(x):
     return rounded if x == x else U32(0x7FC0)
 
 
-def _load(array, i): ...
-def _store(array, i, x): ...
-def _rounded_as(array, x): ...
-def _load_first(array, i, code): ...
-def _store_first(array, i, m, code, mix): ...
-def _load_second(array, i): ...
-def _store_second(array, i, v, flag, mix): ...
-def _load_master(param, master, i, flag): ...
-def _store_master(param, master, i, x, mix): ...
-def _mixed(array, g, x, seed): ...
+def _by_types(choose):
+    """Decorator: calls in compiled code run what the function returns for the types of their arguments."""
+    return overload(choose, inline="always")(choose)
 
 
-@overload(_load, inline="always")
-def _(array, i):
+@_by_types
+def _widened(kept):
+    """An element as a float."""
+    if kept == types.float32:
+        return lambda kept: kept
+    return (lambda kept: _as_float(U32(kept) << U32(16))) if kept == types.uint16 else (lambda kept: _half_to_float(kept))
+
+
+@_by_types
+def _rounded(array, x):
+    """x as an element of ``array``."""
     if array.dtype == types.float32:
-        return lambda array, i: array[i]
-    if array.dtype == types.uint16:
-        return lambda array, i: _as_float(U32(array[i]) << U32(16))
-    return lambda array, i: _half_to_float(array[i])
-
-
-@overload(_store, inline="always")
-def _(array, i, x):
-    def store_float(array, i, x):
-        array[i] = x
-
-    def store_bf16(array, i, x):
-        array[i] = U16(_round_to_bf16(x))
-
-    def store_half(array, i, x):
-        array[i] = _float_to_half(x)
-
-    return {types.float32: store_float, types.uint16: store_bf16}.get(array.dtype, store_half)
-
-
-@overload(_rounded_as, inline="always")
-def _(array, x):
-    """x in the precision of ``array``, as a float."""
-    if array.dtype == types.uint16:
-        return lambda array, x: _as_float(_round_to_bf16(x) << U32(16))
-    return lambda array, x: _half_to_float(_float_to_half(x))
-
-
-@overload(_load_second, inline="always")
-def _(array, i):
-    """The second moment, and the bit that its sign carries (see codec.py) or its code."""
-
-    def load_float(array, i):
-        bits = _as_bits(array[i])
-        return _as_float(bits & U32(0x7FFFFFFF)), bits >> U32(31)
-
-    def load_bf16(array, i):
-        bits = U32(array[i])
-        return _as_float((bits & U32(0x7FFF)) << U32(16)), bits >> U32(15)
-
-    def load_code(array, i):
-        code = U32(array[i])
-        bits = U32(U32(U32(_exponent(code) + V_FIRST) << U32(23)) | U32(U32(code & U32(3)) << V_SHIFT if code < V_WHOLE else U32(0)))
-        return _as_float(bits) - SMALLEST, code
-
-    return {types.float32: load_float, types.uint16: load_bf16}.get(array.dtype, load_code)
+        return lambda array, x: x
+    return (lambda array, x: U16(_round_to_bf16(x))) if array.dtype == types.uint16 else (lambda array, x: _float_to_half(x))
 
 
 @numba.njit(inline="always")
@@ -171,8 +129,24 @@ def _exponent(code):
     return U32(code >> U32(2)) if code < V_WHOLE else U32(code - V_OFF)
 
 
-@overload(_mixed, inline="always")
-def _(array, g, x, seed):
+@_by_types
+def _load_second(kept):
+    """The second moment, and the bit that its sign carries (see codec.py) or its code."""
+
+    def load(kept):
+        bits = _as_bits(_widened(kept))
+        return _as_float(bits & U32(0x7FFFFFFF)), bits >> U32(31)
+
+    def load_code(kept):
+        code = U32(kept)
+        bits = U32(U32(U32(_exponent(code) + V_FIRST) << U32(23)) | U32(U32(code & U32(3)) << V_SHIFT if code < V_WHOLE else U32(0)))
+        return _as_float(bits) - SMALLEST, code
+
+    return load_code if kept == types.uint8 else load
+
+
+@_by_types
+def _mixed(array, g, x, seed):
     """The bits that rounding to codes goes by; zero where ``array`` holds none."""
 
     def mix(array, g, x, seed):
@@ -184,21 +158,24 @@ def _(array, g, x, seed):
     return mix if array.dtype == types.uint8 else lambda array, g, x, seed: U32(0)
 
 
-@overload(_load_first, inline="always")
-def _(array, i, code):
+@_by_types
+def _load_first(kept, code):
     """The first moment, beside the code of the second one."""
 
-    def load_code(array, i, code):
-        own = U32(array[i])
+    def load_code(kept, code):
+        own = U32(kept)
         size = _as_float(U32(U32((own & U32(127)) << M_SHIFT) + U32(M_FIRST << U32(23)))) - M_ADDED
         unit = _as_float(U32((M_UNIT + U32(_exponent(code) >> U32(1))) << U32(23)))
         return _as_float(U32(_as_bits(size * unit) | U32((own >> U32(7)) << U32(31))))
 
-    return load_code if array.dtype == types.uint8 else lambda array, i, code: _load(array, i)
+    return load_code if kept == types.uint8 else lambda kept, code: _widened(kept)
 
 
-@overload(_store_first, inline="always")
-def _(array, i, m, code, mix):
+@_by_types
+def _store_first(array, i, m, code, mix):
+    def store(array, i, m, code, mix):
+        array[i] = _rounded(array, m)
+
     def store_code(array, i, m, code, mix):
         unit = _as_float(U32((U32(254) - M_UNIT - U32(_exponent(code) >> U32(1))) << U32(23)))
         size = _as_float(U32(_as_bits(m) & U32(0x7FFFFFFF))) * unit + M_ADDED
@@ -206,11 +183,11 @@ def _(array, i, m, code, mix):
         own = U32(U32(U32(_as_bits(size) + U32(mix & U32((U32(1) << M_SHIFT) - U32(1)))) >> M_SHIFT) - U32(M_FIRST << U32(4)))
         array[i] = U8(U32(own if own < U32(127) else U32(127)) | U32((_as_bits(m) >> U32(31)) << U32(7)))
 
-    return store_code if array.dtype == types.uint8 else lambda array, i, m, code, mix: _store(array, i, m)
+    return store_code if array.dtype == types.uint8 else store
 
 
-@overload(_store_second, inline="always")
-def _(array, i, v, flag, mix):
+@_by_types
+def _store_second(array, i, v, flag, mix):
     def store_float(array, i, v, flag, mix):
         array[i] = _as_float(_as_bits(v) | (flag << U32(31)))
         return flag
@@ -232,32 +209,35 @@ def _(array, i, v, flag, mix):
     return {types.float32: store_float, types.uint16: store_bf16}.get(array.dtype, store_code)
 
 
-@overload(_load_master, inline="always")
-def _(param, master, i, flag):
+@numba.njit(inline="always")
+def _joined(upper, rounded_up, below):
+    """The master of a bf16 parameter: ``upper``, which it was rounded up to or not, and the bits below."""
+    written = rounded_up & U32(upper & U32(0x7FFF) == 0)  # no master is rounded up to zero
+    return _as_float(U32(((upper - (rounded_up ^ written)) << U32(16)) | (below & (written - U32(1)))))
+
+
+@_by_types
+def _load_master(param, master, i, flag):
     def load_split(param, master, i, flag):
-        lower, upper = U32(master[i]), U32(param[i])
-        rounded_up = (lower >> U32(15)) & (U32(1) ^ flag)
-        written = rounded_up & U32(upper & U32(0x7FFF) == 0)  # no master is rounded up to zero
-        return _as_float(((upper - (rounded_up ^ written)) << U32(16)) | (lower & (written - U32(1))))
+        lower = U32(master[i])
+        return _joined(U32(param[i]), (lower >> U32(15)) & (U32(1) ^ flag), lower)
 
     def load_24(param, master, i, flag):
-        lower, upper = U32(master[i]), U32(param[i])
-        rounded_up = lower >> U32(7)
-        written = rounded_up & U32(upper & U32(0x7FFF) == 0)
-        return _as_float(U32(((upper - (rounded_up ^ written)) << U32(16)) | ((lower << U32(8)) & (written - U32(1)))))
+        lower = U32(master[i])
+        return _joined(U32(param[i]), lower >> U32(7), lower << U32(8))
 
     def load_separate(param, master, i, flag):
         # a parameter that is not its master rounded was written from outside: the master follows
-        x, p = master[i], _load(param, i)
-        return x if _rounded_as(param, x) == p else p
+        x, p = master[i], _widened(param[i])
+        return x if _widened(_rounded(param, x)) == p else p
 
     if isinstance(master, types.NoneType):
         return lambda param, master, i, flag: param[i]
     return {types.float32: load_separate, types.uint8: load_24}.get(master.dtype, load_split)
 
 
-@overload(_store_master, inline="always")
-def _(param, master, i, x, mix):
+@_by_types
+def _store_master(param, master, i, x, mix):
     """Writes master and parameter; returns the bit for the sign of the second moment."""
 
     def store_param(param, master, i, x, mix):
@@ -266,7 +246,7 @@ def _(param, master, i, x, mix):
 
     def store_both(param, master, i, x, mix):
         master[i] = x
-        _store(param, i, x)
+        param[i] = _rounded(param, x)
         return U32(0)
 
     def store_24(param, master, i, x, mix):
@@ -304,16 +284,17 @@ def _jit(**options):
 
 
 @_jit()
-def _adam_block(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed):
+def _adam_block(param, grad, master, m, v, scalars):
+    scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed = scalars
     for i in range(param.size):
-        v_i, flag = _load_second(v, i)
+        v_i, flag = _load_second(v[i])
         x = _load_master(param, master, i, flag)
-        g = _load(grad, i) * scale
+        g = _widened(grad[i]) * scale
         mix = _mixed(v, g, x, seed)
         if l2 != F32(0):
             g = _fma(l2, x, g)
         x = x * decay
-        m_i = _load_first(m, i, flag)
+        m_i = _load_first(m[i], flag)
         m_i = _fma(lerp, g - m_i, g if from_grad else m_i)
         v_i = _fma(one_minus_beta2 * g, g, v_i * beta2)
         x = x + (step_size * m_i) / (np.sqrt(v_i) / bc2_sqrt + eps)
@@ -323,23 +304,16 @@ def _adam_block(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, be
 
 
 @_jit(parallel=True)
-def _adam_parallel(param, grad, master, m, v, scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed):
+def _adam_parallel(param, grad, master, m, v, scalars):
     for block in prange((param.size + BLOCK - 1) // BLOCK):
         a = block * BLOCK
         b = min(param.size, a + BLOCK)
-        x, g = param[a:b], grad[a:b]
-        own = _cut(master, a, b)
-        _adam_block(x, g, own, m[a:b], v[a:b], scale, l2, decay, lerp, from_grad, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, seed)
+        _adam_block(param[a:b], grad[a:b], _cut(master, a, b), m[a:b], v[a:b], scalars)
 
 
-def _cut(array, a, b): ...
-
-
-@overload(_cut, inline="always")
-def _(array, a, b):
-    if isinstance(array, types.NoneType):
-        return lambda array, a, b: None
-    return lambda array, a, b: array[a:b]
+@_by_types
+def _cut(array, a, b):
+    return (lambda array, a, b: None) if isinstance(array, types.NoneType) else lambda array, a, b: array[a:b]
 
 
 @_jit()
@@ -352,22 +326,16 @@ def _sum_of_squares_block(grad):
         for j in range(0, 64, 64 // grad.itemsize):
             _prefetch(grad, i + AHEAD // grad.itemsize + j)
         for j in range(64):
-            sums[j] += np.float64(_load(row, j)) ** 2
+            sums[j] += np.float64(_widened(row[j])) ** 2
     for i in range(whole, grad.size):
-        sums[0] += np.float64(_load(grad, i)) ** 2
+        sums[0] += np.float64(_widened(grad[i])) ** 2
     return sums.sum()
-
-
-def _sum_of_squares_blocks(grad, partial):
-    for block in range(partial.size):
-        partial[block] = _sum_of_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
 
 
 @_jit(parallel=True)
 def _sum_of_squares_parallel(grad, partial):
     for block in prange(partial.size):
-        a = block * BLOCK
-        partial[block] = _sum_of_squares_block(grad[a : min(grad.size, a + BLOCK)])
+        partial[block] = _sum_of_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
 
 
 @contextlib.contextmanager
@@ -393,12 +361,16 @@ def _team(pid: int) -> Worker:
     return Worker("zk cores")
 
 
-def _launch(few: bool, function: Callable[..., None], num_threads: int, *arguments: Any) -> None:
-    """Call a compiled function: on threads of the device's node, where zk's are bound; ``few``: on this one."""
+def _launch(alone: Callable[..., None], parallel: Callable[..., None], num_threads: int, first: np.ndarray, *arguments: Any) -> None:
+    """Call one of two functions over (n,) arrays: on threads of the device's node, where zk's are bound; on this one for a few elements."""
+    few = first.size <= 2 * BLOCK  # starting threads would take longer
 
     def call() -> None:
-        with _threads(num_threads) if function in (_adam_parallel, _sum_of_squares_parallel) else contextlib.nullcontext():
-            function(*arguments)
+        if few or num_threads == 1:
+            alone(first, *arguments)
+            return
+        with _threads(num_threads):
+            parallel(first, *arguments)
 
     if few or numa.bound is None or numa.is_own(threading.current_thread()):
         call()
@@ -431,10 +403,10 @@ def compile_ahead(
         num_threads: 1 leaves out what runs on several threads.
         say: called if the first function is not in the cache, before all others are compiled, and if another process compiles it.
     """
-    work = [(_sum_of_squares_block, (grad,)), (_sum_of_squares_parallel, (grad, np.zeros(0)))]
+    work: list[tuple[Any, tuple[Any, ...]]] = [(_sum_of_squares_block, (grad,)), (_sum_of_squares_parallel, (grad, np.zeros(0)))]
     if arrays is not None:
         param, *state = arrays
-        work = [(function, (param, grad, *state, *scalars)) for function in (_adam_block, _adam_parallel)] + work
+        work = [(function, (param, grad, *state, scalars)) for function in (_adam_block, _adam_parallel)] + work
     for function, like in work:
         signature = tuple(map(numba.typeof, like))
         if signature not in function.overloads and (num_threads > 1 or not function.targetoptions.get("parallel")):
@@ -448,14 +420,12 @@ def compile_ahead(
 def adam(
     param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int
 ) -> None:
-    """Update in place. All arrays (n,), contiguous; ``scalars`` as in the signature of ``_adam_block`` from ``scale`` on."""
-    few = param.size <= 2 * BLOCK  # starting threads would take longer
-    _launch(few, _adam_block if few or num_threads == 1 else _adam_parallel, num_threads, param, grad, master, m, v, *scalars)
+    """Update in place. All arrays (n,), contiguous; ``scalars`` as ``AdamStep`` has them."""
+    _launch(_adam_block, _adam_parallel, num_threads, param, grad, master, m, v, scalars)
 
 
 def sum_of_squares(grad: np.ndarray, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
     partial = np.zeros((grad.size + BLOCK - 1) // BLOCK)
-    few = partial.size <= 2
-    _launch(few, _sum_of_squares_blocks if few or num_threads == 1 else _sum_of_squares_parallel, num_threads, grad, partial)
+    _launch(_sum_of_squares_parallel.py_func, _sum_of_squares_parallel, num_threads, grad, partial)
     return float(partial.sum())
