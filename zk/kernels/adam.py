@@ -95,54 +95,49 @@ def _adam_kernel(
     CODED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    own = None if master is None else master + start
+    start, at = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    param, grad, exp_avg, exp_avg_sq = param + start + at, grad + start + at, exp_avg + start + at, exp_avg_sq + start + at
+    master = None if master is None else master + start + at
+    scalars = scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step
     if start + BLOCK <= numel:  # no mask: 16 bytes at a time
-        _adam_block(
-            param + start, grad + start, own, exp_avg + start, exp_avg_sq + start,
-            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step, None, FROM_GRAD, L2, SPLIT, CODED, BLOCK,
-        )  # fmt: skip
+        _adam_block(param, grad, master, exp_avg, exp_avg_sq, scalars, None, FROM_GRAD, L2, SPLIT, CODED)
     else:
-        _adam_block(
-            param + start, grad + start, own, exp_avg + start, exp_avg_sq + start,
-            scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step,
-            (numel - start).to(tl.int32), FROM_GRAD, L2, SPLIT, CODED, BLOCK,
-        )  # fmt: skip
+        mask = at < (numel - start).to(tl.int32)
+        _adam_block(param, grad, master, exp_avg, exp_avg_sq, scalars, mask, FROM_GRAD, L2, SPLIT, CODED)
+
+
+@jit
+def _joined(upper, rounded_up, below):
+    """The master of a bf16 parameter: ``upper``, which it was rounded up to or not, and the bits below."""
+    upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
+    is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)  # no master is rounded up to zero
+    return tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | below).to(tl.float32, bitcast=True)
 
 
 @jit
 def _adam_block(
-    param, grad, master, exp_avg, exp_avg_sq, scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size,
-    step, count, FROM_GRAD: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.arange(0, BLOCK)
-    mask = None if count is None else at < count
-    other = None if count is None else 0
-    p = tl.load(param + at, mask=mask, other=other)
+    param, grad, master, exp_avg, exp_avg_sq, scalars, mask, FROM_GRAD: tl.constexpr, L2: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr
+):
+    scale, l2, decay, lerp, beta2, one_minus_beta2, bc2_sqrt, eps, step_size, step = scalars
+    p = tl.load(param, mask)
     if CODED:
-        code = tl.load(exp_avg_sq + at, mask=mask, other=other).to(tl.uint32)
+        code = tl.load(exp_avg_sq, mask).to(tl.uint32)
         v = _second_moment(code)
-        m = _first_moment(tl.load(exp_avg + at, mask=mask, other=other).to(tl.uint32), code)
+        m = _first_moment(tl.load(exp_avg, mask).to(tl.uint32), code)
     else:
-        m = widened(tl.load(exp_avg + at, mask=mask, other=other))
-        v = widened(tl.load(exp_avg_sq + at, mask=mask, other=other))
-    g = product(widened(tl.load(grad + at, mask=mask, other=other)), scale)
+        m, v = widened(tl.load(exp_avg, mask)), widened(tl.load(exp_avg_sq, mask))
+    g = product(widened(tl.load(grad, mask)), scale)
     if SPLIT:
         v_bits = v.to(tl.uint32, bitcast=True)
         v = (v_bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-        lower = tl.load(master + at, mask=mask, other=other).to(tl.uint32) & 0xFFFF
-        upper = p.to(tl.uint16, bitcast=True).to(tl.uint32)
-        rounded_up = (lower >> 15) & (1 ^ (v_bits >> 31))
-        is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)  # no master is rounded up to zero
-        x = tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | lower).to(tl.float32, bitcast=True)
+        lower = tl.load(master, mask).to(tl.uint32) & 0xFFFF
+        x = _joined(p, (lower >> 15) & (1 ^ (v_bits >> 31)), lower)
     elif CODED and master is not None:
-        lower = tl.load(master + at, mask=mask, other=other).to(tl.uint32)
-        upper = p.to(tl.uint16, bitcast=True).to(tl.uint32)
-        is_written = (lower >= 128) & (upper & 0x7FFF == 0)
-        x = tl.where(is_written, upper << 16, ((upper - (lower >> 7)) << 16) | (lower << 8)).to(tl.float32, bitcast=True)
+        lower = tl.load(master, mask).to(tl.uint32)
+        x = _joined(p, lower >> 7, lower << 8)
     elif master is not None:
         # a parameter that is not its master rounded was written from outside: the master follows
-        x = tl.load(master + at, mask=mask, other=other)
+        x = tl.load(master, mask)
         x = tl.where(widened(rounded(x, p.dtype)) == widened(p), x, widened(p))
     else:
         x = p
@@ -151,41 +146,38 @@ def _adam_block(
     if L2:
         g = tl.fma(l2, x, g)
     x = product(x, decay)
-    if FROM_GRAD:
-        m = tl.fma(lerp, g - m, g)
-    else:
-        m = tl.fma(lerp, g - m, m)
+    m = tl.fma(lerp, g - m, g if FROM_GRAD else m)
     v = tl.fma(product(g, one_minus_beta2), g, product(v, beta2))
     x = x + tl.div_rn(product(m, step_size), tl.div_rn(tl.sqrt_rn(v), bc2_sqrt) + eps)
     if CODED:
         code = _second_code(v, mix)
-        tl.store(exp_avg_sq + at, code.to(tl.uint8), mask=mask)
-        tl.store(exp_avg + at, _first_code(m, code, mix).to(tl.uint8), mask=mask)
+        tl.store(exp_avg_sq, code.to(tl.uint8), mask)
+        tl.store(exp_avg, _first_code(m, code, mix).to(tl.uint8), mask)
         if master is None:
-            tl.store(param + at, x, mask=mask)
+            tl.store(param, x, mask)
         else:
             bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + ((mix * GOLDEN) >> 24), 0x7FC00000)
-            tl.store(param + at, (((bits & 0xFFFFFF00) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
-            tl.store(master + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=mask)
+            tl.store(param, (((bits & 0xFFFFFF00) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask)
+            tl.store(master, ((bits >> 8) & 0xFF).to(tl.uint8), mask)
     else:
-        tl.store(exp_avg + at, rounded(m, exp_avg.dtype.element_ty), mask=mask)
+        tl.store(exp_avg, rounded(m, exp_avg.dtype.element_ty), mask)
     if SPLIT:
         bits = x.to(tl.uint32, bitcast=True)
         upper = rounded_bits(x)
-        tl.store(param + at, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
-        tl.store(master + at, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+        tl.store(param, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask)
+        tl.store(master, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask)
         tie_down = ((bits >> 15) & 1) & (upper == (bits >> 16)).to(tl.uint32)
         if exp_avg_sq.dtype.element_ty == tl.float32:
             v = (v.to(tl.uint32, bitcast=True) | (tie_down << 31)).to(tl.float32, bitcast=True)
-            tl.store(exp_avg_sq + at, v, mask=mask)
+            tl.store(exp_avg_sq, v, mask)
         else:
             v_bits = (rounded_bits(v) | (tie_down << 15)).to(tl.uint16)
-            tl.store(exp_avg_sq + at, v_bits.to(tl.bfloat16, bitcast=True), mask=mask)
+            tl.store(exp_avg_sq, v_bits.to(tl.bfloat16, bitcast=True), mask)
     elif not CODED:
         if master is not None:
-            tl.store(master + at, x, mask=mask)
-        tl.store(param + at, rounded(x, param.dtype.element_ty), mask=mask)
-        tl.store(exp_avg_sq + at, rounded(v, exp_avg_sq.dtype.element_ty), mask=mask)
+            tl.store(master, x, mask)
+        tl.store(param, rounded(x, param.dtype.element_ty), mask)
+        tl.store(exp_avg_sq, rounded(v, exp_avg_sq.dtype.element_ty), mask)
 
 
 def _launch(

@@ -27,11 +27,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED) if tl else INTERPRETED
 
 @jit
 def _tanh(x):
-    if _INTERPRETED:
-        result = 2 * tl.sigmoid(2 * x) - 1
-    else:
-        result = libdevice.tanh(x)
-    return result
+    return 2 * tl.sigmoid(2 * x) - 1 if _INTERPRETED else libdevice.tanh(x)
 
 
 @jit

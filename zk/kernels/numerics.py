@@ -31,11 +31,7 @@ def jit(function: Callable[..., Any]) -> Any:
 @jit
 def product(a, b):
     """a * b in fp32, rounded once: never the first half of a fused multiply-add."""
-    if _INTERPRETED:
-        result = a * b
-    else:
-        result = libdevice.mul_rn(a, b)
-    return result
+    return a * b if _INTERPRETED else libdevice.mul_rn(a, b)
 
 
 @jit
@@ -48,11 +44,7 @@ def rounded_bits(x):
 @jit
 def rounded(x, dtype: tl.constexpr):
     """fp32 ``x`` in ``dtype``, to nearest even. (The interpreter's own conversion to bf16 cuts off.)"""
-    if _INTERPRETED and dtype == tl.bfloat16:
-        result = rounded_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        result = x.to(dtype)
-    return result
+    return rounded_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True) if _INTERPRETED and dtype == tl.bfloat16 else x.to(dtype)
 
 
 @jit
@@ -68,11 +60,7 @@ def widened(x):
 @jit
 def readable(x):
     """``x`` as tl.dot takes it. (The interpreter's takes the bits of bf16 for integers.)"""
-    if _INTERPRETED:
-        result = widened(x)
-    else:
-        result = x
-    return result
+    return widened(x) if _INTERPRETED else x
 
 
 @jit
