@@ -25,11 +25,8 @@ from zk.kernels import eight_bit
 
 def join(param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> Tensor:
     """The fp32 master (n,) of ``param`` (n,) bf16, ``low`` (n,) int16 and the signs of ``exp_avg_sq`` (n,) fp32 or bf16."""
-    upper = param.view(torch.int16).to(torch.int32)
     lower = low.to(torch.int32) & 0xFFFF
-    rounded_up = (lower >> 15) & ~torch.signbit(exp_avg_sq).to(torch.int32)
-    is_written = (rounded_up != 0) & ((upper & 0x7FFF) == 0)
-    return torch.where(is_written, upper << 16, ((upper - rounded_up) << 16) | lower).view(torch.float32)
+    return eight_bit.joined(param, (lower >> 15) & ~torch.signbit(exp_avg_sq).to(torch.int32), lower)
 
 
 def split_(master: Tensor, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
@@ -77,9 +74,10 @@ def start(fields: Mapping[str, Tensor], initial: Tensor) -> None:
 def read(fields: Mapping[str, Tensor], name: str) -> Tensor:
     """The master, or a moment: codes in fp32, what is split joined; else as it is kept, a view."""
     if name == "master":
-        param, master = fields["param"], fields.get("master")
-        if master is None or master.dtype == torch.float32:
-            return param if master is None else master
+        param = fields["param"]
+        master = fields.get("master", param)
+        if master.dtype == torch.float32:
+            return master
         return eight_bit.join24(param, master) if master.dtype == eight_bit.CODES else join(param, master, fields["exp_avg_sq"])
     kept = fields[name]
     if kept.dtype == eight_bit.CODES:
@@ -103,14 +101,15 @@ def write(fields: Mapping[str, Tensor], values: Mapping[str, Tensor], mix: Tenso
         _copy(fields[name], value)
     if x is None:
         return
-    param, master = fields["param"], fields.get("master")
-    if master is not None and master.dtype == eight_bit.CODES:
+    param = fields["param"]
+    master = fields.get("master", param)
+    if master.dtype == eight_bit.CODES:
         eight_bit.split24_(x.float(), param, master, mix)
-    elif master is not None and master.dtype != torch.float32:
+    elif master.dtype == torch.int16:
         split_(x.float(), param, master, fields["exp_avg_sq"])
     else:
         _copy(param, x)
-        if master is not None:
+        if master is not param:
             _copy(master, x)
 
 

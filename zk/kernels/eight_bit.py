@@ -79,12 +79,17 @@ def encode_(exp_avg: Tensor, exp_avg_sq: Tensor, first_codes: Tensor, second_cod
     first_codes.copy_(size.clamp_(max=127) | (torch.signbit(exp_avg).to(torch.int32) << 7))
 
 
+def joined(param: Tensor, rounded_up: Tensor, below: Tensor) -> Tensor:
+    """The master (n,) fp32 of ``param`` (n,) bf16, of 0 or 1 (n,) int32, to which it was rounded up, and of the bits ``below`` (n,) int32."""
+    upper = param.view(torch.int16).to(torch.int32)
+    is_written = (rounded_up != 0) & ((upper & 0x7FFF) == 0)  # no master is rounded up to zero
+    return torch.where(is_written, upper << 16, ((upper - rounded_up) << 16) | below).view(torch.float32)
+
+
 def join24(param: Tensor, low: Tensor) -> Tensor:
     """The master (n,) fp32 of ``param`` (n,) bf16 and the 8 bits that it lacks."""
-    upper, lower = param.view(torch.int16).to(torch.int32), low.to(torch.int32)
-    rounded_up = lower >> 7
-    is_written = (rounded_up != 0) & ((upper & 0x7FFF) == 0)  # no master is rounded up to zero
-    return torch.where(is_written, upper << 16, ((upper - rounded_up) << 16) | (lower << 8)).view(torch.float32)
+    lower = low.to(torch.int32)
+    return joined(param, lower >> 7, lower << 8)
 
 
 def split24_(master: Tensor, param: Tensor, low: Tensor, mix: Tensor | None = None) -> None:
