@@ -95,7 +95,6 @@ def adam(
 ) -> None:
     """torch.optim.Adam and AdamW, operation for operation; ``max_exp_avg_sq`` (n,) fp32 goes with amsgrad, which only this one has."""
     bc2_sqrt = step.bias_corrections[1] ** 0.5
-
     coded = exp_avg.dtype == eight_bit.CODES
 
     def update(x: Tensor, g: Tensor, piece: slice) -> Tensor | None:
@@ -123,17 +122,13 @@ def adam(
 
 def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None, activation: str, accumulate: bool = False) -> None:
     """``out = activation(plus + a @ b + bias)``: products and sums in fp32, one rounding at the end. ``accumulate``: plus is out."""
-    narrow = a.dtype != torch.float32
-    if plus is None and not accumulate and bias is None and not activation and out.dtype == a.dtype == b.dtype:
-        torch.mm(a, b, out=out)  # the library's own kernel rounds once too
+    plus = out if accumulate else plus
+    if bias is None and not activation and plus is None and out.dtype in (a.dtype, torch.float32):
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)  # the library's own kernel rounds once too
         return
-    if narrow and plus is None and not accumulate and bias is None and not activation and out.dtype == torch.float32:
-        torch.mm(a.float(), b.float(), out=out)
-        return
-    if accumulate and bias is None and not activation:
+    if bias is None and not activation and plus is out:
         out.addmm_(a.float(), b.float())
         return
-    plus = out if accumulate else plus
     result = torch.mm(a.float(), b.float())
     if plus is not None:
         result += plus
@@ -162,43 +157,40 @@ def cross_entropy(
 ) -> None:
     """Measure rows of a tile of logits into ``state``, from which the gradient of each row's loss is made; block by block, as the kernel."""
     largest, total, picked, summed = state
-    place = (targets - first)[:, None]
-
     scratch = logits.new_empty(len(logits), min(COLUMNS, logits.shape[1]))
 
-    def blocks() -> Iterator[tuple[slice, Tensor]]:
+    def blocks() -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Pieces of the columns, their z, the column of each row's target, and if that is inside."""
         for start in range(0, logits.shape[1], COLUMNS):
             piece = slice(start, start + COLUMNS)
             z = logits[:, piece] if bias is None else logits[:, piece] + bias[piece]
-            yield piece, softcap * torch.tanh(z / softcap) if softcap else z
+            at = (targets - first - start)[:, None]
+            inside = (at >= 0) & (at < z.shape[1])
+            yield piece, softcap * torch.tanh(z / softcap) if softcap else z, at.masked_fill(~inside, 0), inside
 
     if measure and first == 0:
         largest.fill_(-math.inf)
         state[1:] = 0
-    for piece, z in blocks() if measure else ():
+    for _, z, at, inside in blocks() if measure else ():
         highest = torch.maximum(largest, z.amax(1))
         origin = highest.masked_fill(highest == -math.inf, 0)
         total.mul_((largest - origin).exp_()).add_(torch.sub(z, origin[:, None], out=scratch[:, : z.shape[1]]).exp_().sum(1))
         largest.copy_(highest)
-        at = place - piece.start
-        inside = (at >= 0) & (at < z.shape[1])
-        picked += z.gather(1, at.masked_fill(~inside, 0)).masked_fill(~inside, 0)[:, 0]
+        picked += z.gather(1, at).masked_fill(~inside, 0)[:, 0]
         if smoothing:
             summed += z.sum(1)
     if not gradient:
         return
     lse = (largest + total.log())[:, None]
     passed_over = (targets == ignored).nonzero()[:, 0]
-    for piece, z in blocks():
+    for piece, z, at, inside in blocks():
         into = (logits if grad is None else grad)[:, piece]
         d = torch.sub(z, lse, out=into if into.dtype == z.dtype and not softcap else None).exp_()
         if z_loss:
             d *= 1 + 2 * z_loss * lse
         if smoothing:
             d -= smoothing / vocab
-        at = place - piece.start
-        inside = (at >= 0) & (at < z.shape[1])
-        d.scatter_add_(1, at.masked_fill(~inside, 0), torch.where(inside, smoothing - 1.0, 0.0))
+        d.scatter_add_(1, at, torch.where(inside, smoothing - 1.0, 0.0))
         if softcap:
             d *= 1 - (z / softcap).square_()
         if scale is not None:

@@ -24,9 +24,8 @@ from zk.kernels.numerics import jit, readable, rounded, tl
 
 # (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). No split over K: every configuration sums in the same order, so which one is the
 # fastest on a machine does not change its results. One for large tiles (128 x 256 spills registers once plus is read), one for few
-# rows, one for small ones.
-CONFIGS = ((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 8, 3))
-_INTERPRETED_CONFIG = (16, 32, 16, 4, 1)
+# rows, one for small ones. Interpreted, small matrices are to have several blocks.
+CONFIGS = ((16, 32, 16, 4, 1),) if INTERPRETED else ((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 8, 3))
 
 
 @jit
@@ -121,14 +120,8 @@ def _launch(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor
     plus = out if accumulate else plus
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     strides = (*a.stride(), *b.stride(), *out.stride(), *(plus.stride() if plus is not None else (0, 0)))
-    fixed = (a, b, out, plus, bias, m, n, k, *strides)
-    if INTERPRETED:
-        block_m, block_n, block_k, warps, stages = _INTERPRETED_CONFIG
-        launcher = grid(_matmul_kernel, cdiv(m, block_m) * cdiv(n, block_n))
-        launcher(*fixed, activation, precision, k % block_k == 0, block_m, block_n, block_k, 8, num_warps=warps, num_stages=stages)
-        return
     launcher = grid(_tuned(), lambda meta: (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]),))
-    launcher(*fixed, ACTIVATION=activation, PRECISION=precision)
+    launcher(a, b, out, plus, bias, m, n, k, *strides, ACTIVATION=activation, PRECISION=precision)
 
 
 _op = op("tiled_matmul_", reference.tiled_matmul, mutates=("out",))(_launch)
@@ -161,17 +154,12 @@ def policy(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None, bias: 
 
 
 def _by_cublas(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: Tensor | None) -> None:
-    if out.dtype != a.dtype:
-        if plus is None:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    elif bias is not None:
-        torch.addmm(bias, a, b, out=out)
-    elif plus is not None:
-        torch.addmm(out, a, b, out=out)
+    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    added = plus if bias is None else bias  # never both
+    if added is None:
+        torch.mm(a, b, out=out, **wider)
     else:
-        torch.mm(a, b, out=out)
+        torch.addmm(added, a, b, out=out, **wider)
 
 
 def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, *, plus: Tensor | None = None, bias: Tensor | None = None, activation: str = "") -> None:
