@@ -26,7 +26,6 @@ from zk.options import is_count
 
 Engine = Literal["numba", "torch", "triton"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_compiled: set[Any] = set()  # dtypes of updates, and their number of threads
 
 
 @functools.cache
@@ -116,20 +115,18 @@ def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]
         num_threads: 1 leaves out what runs on several threads.
         say: called once if this takes seconds, since the cache has none of it.
     """
-    names = ("master", "exp_avg", "max_exp_avg_sq")
-    wanted: set[Any] = {(param, *map(fields.get, names), num_threads) for param, fields in updates} - _compiled
+    wanted: set[Any] = {(param, *map(fields.get, ("master", "exp_avg", "max_exp_avg_sq"))) for param, fields in updates}
     if not wanted or default_engine() != "numba":
         return
     from zk.offload import cpu_adam_numba
 
     said = functools.cache(say)
     scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
-    for param, master, moments, most, _ in sorted(wanted, key=str):
+    for param, master, moments, most in sorted(wanted, key=str):
         like = [None if dtype is None else as_numpy(torch.empty(0, dtype=dtype)) for dtype in (param, master, moments, moments)]
         for grad in dict.fromkeys((param, torch.float32)):
             arrays = tuple(like) if moments is not None and most is None else None
             cpu_adam_numba.compile_ahead(arrays, as_numpy(torch.empty(0, dtype=grad)), scalars, num_threads, said)
-    _compiled.update(wanted)
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
