@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zk.kernels.reference import update_chunks
 from zk.kernels.step import AdamStep
 from zk.offload.cpu_adam import adam_
-from zk.offload.packing import EVERYTHING, PACKED, Kept, Packing, Wrapper, flattened, part_of, wrapped, wrappers_of
+from zk.offload.packing import PACKED, Kept, Wrapper, flattened, part_of, wrapped, wrappers_of
 
 Scalars = Mapping[str, float]  # the state of one parameter that is no tensor of elements, by name: ``step``, ``mu_product``
 
@@ -193,7 +193,7 @@ class OwnStep(Rule):
             for name, kept in self._state(self.call(value, torch.ones_like(value), options_of(group), {})).items():
                 if isinstance(kept, Tensor) and kept.shape == value.shape:
                     found.append(name)
-                elif isinstance(kept, (int, float)) or (isinstance(kept, Tensor) and kept.numel() == 1):
+                elif _is_number(kept):
                     self.templates[name] = kept
                 elif kept is not None:
                     kind = f"a tensor of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else f"a {type(kept).__name__}"
@@ -241,11 +241,12 @@ class OwnStep(Rule):
 
         update_chunks(values, grad, grad_scale, update, len(grad) if self.is_whole else _STEP_NUMEL)
 
-    def call_on(self, value: Tensor, grad: Tensor, run: Run, kept: Mapping[str, Tensor]) -> None:
-        """Update ``value`` by ``grad``, and what is ``kept``, where it lies."""
+    def call_on(self, value: Tensor, grad: Tensor, run: Run, kept: Mapping[str, Tensor]) -> Any:
+        """Update ``value`` by ``grad``, and what is ``kept``, where it lies; return the worker."""
         shown = {name: self.numbers[name](field.item()) if name in self.numbers else field for name, field in kept.items()}
         state = {} if run.scalars is None else self.stored(run.scalars) | wrapped(shown, run.kept)
-        after = self._state(self.call(value, grad, run.group, state))
+        worker = self.call(value, grad, run.group, state)
+        after = self._state(worker)
         there = {name for name, now in after.items() if now is not None} - self.templates.keys()
         for what, names in (("begun", there - kept.keys()), ("ceased", (kept.keys() - there) if self.is_whole else ())):
             if names:
@@ -264,6 +265,7 @@ class OwnStep(Rule):
                 field.fill_(now)
             elif now is not None and now.data_ptr() != field.data_ptr():
                 field.copy_(now)
+        return worker
 
     def try_out(self, group: Mapping[str, Any]) -> None:
         """Update a small tensor whole, in halves and in another order; TypeError if that makes a difference, or something is kept elsewhere."""
@@ -282,24 +284,22 @@ class OwnStep(Rule):
 
     def _tried(self, start: Tensor, grads: Tensor, group: Mapping[str, Any], parts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Update ``parts`` (indices) of a parameter by all ``grads``; return what each element has become."""
-        options, names = options_of(group), self.state_names(group)
-        made = {name: torch.zeros_like(start) for name in ("the parameter", *names)}
+        made = {name: torch.zeros_like(start) for name in ("the parameter", *self.state_names(group))}
         for part in parts:
-            x, scalars, state = start[part], None, dict[str, Any]()
-            for grad in grads:
+            alone = _Alone(self, group, start[part])
+            for step, grad in enumerate(grads, 1):
                 before = _copied(vars(self.optimizer))
-                worker = self.call(x, grad[part], options, state)
-                state, scalars = self._state(worker), self.scalars(group, scalars)
-                changed = _changed(before, options, worker)
-                numbers = {name: as_number(kept) for name, kept in state.items() if name not in names and kept is not None}
-                changed += [f"state[...][{name!r}]" for name, number in numbers.items() if scalars.get(name) != number]
+                worker = alone.update(grad[part], step)
+                changed = _changed(before, alone.options, worker)
+                numbers = {name: as_number(kept) for name, kept in self._state(worker).items() if name not in made and kept is not None}
+                changed += [f"state[...][{name!r}]" for name, number in numbers.items() if alone.known[name] != number]
                 if changed:
                     raise TypeError(
                         f"{self.name} is not elementwise, as elementwise=True says: its step() changes {', '.join(changed)}, beyond the states of "
                         "elements and numbers that follow from options alone, so ranks that update slices would not agree; use torch.optim.AdamW"
                     )
             for name, value in made.items():
-                value[part] = x if name == "the parameter" else state[name]
+                value[part] = alone.known[name]
         return made
 
 
@@ -366,8 +366,7 @@ class WholeStep(OwnStep):
             value = factor * self._example
             found.append(self._state(self.call(value, torch.full_like(value, factor + 1), options_of(group), {})))
         for name, one in found[0].items():
-            is_number = isinstance(one, (int, float)) or (isinstance(one, Tensor) and one.numel() == 1)
-            if is_number and as_number(one) == as_number(found[1][name]):
+            if _is_number(one) and as_number(one) == as_number(found[1][name]):
                 self.templates[name] = one
 
     def _described(self, name: str, value: Any, around: Wrapper | None) -> Kept:
@@ -415,27 +414,32 @@ class WholeStep(OwnStep):
 class _Alone:
     """One parameter in the trial of ``rule``, updated as an optimizer of zk's does it."""
 
-    def __init__(self, rule: WholeStep, group: Mapping[str, Any], value: Tensor) -> None:
+    def __init__(self, rule: OwnStep, group: Mapping[str, Any], value: Tensor) -> None:
         self.rule, self.options, self.value = rule, options_of(group), value.clone()
-        self.kept = rule.kept(group, value.shape, value.stride())
-        self.packing = Packing({0: 0}, [self.kept])
-        self.packed, self.scalars = torch.zeros(self.packing.nbytes, dtype=torch.uint8), dict[str, float]()
+        whole = rule.kept(group, value.shape, value.stride())
+        self.described = whole if rule.is_whole else dict.fromkeys(rule.state_names(group), Kept.of(value))
+        self.kept = {name: torch.empty_strided(one.shape, one.strides, dtype=one.dtype).zero_() for name, one in self.described.items()}
+        self.scalars: Scalars | None = None
 
-    def update(self, grad: Tensor, step: int) -> None:
-        before = self.scalars if step > 1 else None
-        views, shape = functools.partial(self.packing.views, 0), self.value.shape
-        run = Run(slice(0, grad.numel()), self.options, step, before, lambda flat: flat.view(shape), views, self.kept)
-        Change(self.rule, [run], 1.0).apply({"param": self.value.view(-1), PACKED: self.packed}, grad.view(-1), run.part, 1)
-        self.scalars = dict(self.rule.scalars(self.options, before))
+    def update(self, grad: Tensor, step: int) -> Any:
+        """Return the worker."""
+        run = Run(slice(0, grad.numel()), self.options, step, self.scalars, kept=self.described)
+        worker = self.rule.call_on(self.value, grad, run, self.kept)
+        self.scalars = self.rule.scalars(self.options, self.scalars)
+        return worker
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """The parameter and its state, by name."""
+        return defaultdict(lambda: None, {"the parameter": self.value, **(self.scalars or {}), **self.kept})
 
     def differs_from(self, value: Tensor, state: Mapping[str, Any]) -> list[str]:
         """Names of what is not as in ``value`` and its ``state``, bit for bit."""
-        differ = [] if torch.equal(value, self.value) else ["the parameter"]
-        here = {**self.scalars, **self.packing.views(0, self.packed, EVERYTHING)}
-        for name, one in state.items():
-            mine = here.get(name)
+        differ = []
+        for name, one in {"the parameter": value, **state}.items():
+            mine = self.known[name]
             is_same = torch.equal(torch.as_tensor(one, dtype=mine.dtype), mine) if isinstance(mine, Tensor) else as_number(one) == mine
-            differ += [] if is_same else [f"its state {name!r}"]
+            differ += [] if is_same else [name if one is value else f"its state {name!r}"]
         return differ
 
 
@@ -468,6 +472,10 @@ def _is(one: Any, other: Any) -> bool:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its parameters."""
     return {name: option for name, option in group.items() if name != "params"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def as_number(value: Any) -> Any:
