@@ -49,32 +49,19 @@ def _fma(typingctx, a, b, c):
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
-def _bitcast(name: str, source, target, ir_type):
-    def cast(typingctx, value):
-        return target(source), lambda context, builder, signature, args: builder.bitcast(args[0], ir_type)
+def _cast(source, target, build):
+    """A function of one value: the instructions that ``build(builder, value)`` makes."""
 
-    cast.__name__ = name
+    def cast(typingctx, value):
+        return target(source), lambda context, builder, signature, args: build(builder, args[0])
+
     return intrinsic(cast)
 
 
-_as_float = _bitcast("_as_float", types.uint32, types.float32, ir.FloatType())
-_as_bits = _bitcast("_as_bits", types.float32, types.uint32, ir.IntType(32))
-
-
-@intrinsic
-def _half_to_float(typingctx, bits):
-    def generate(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int16), generate
-
-
-@intrinsic
-def _float_to_half(typingctx, value):
-    def generate(context, builder, signature, args):
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.int16(types.float32), generate
+_as_float = _cast(types.uint32, types.float32, lambda builder, bits: builder.bitcast(bits, ir.FloatType()))
+_as_bits = _cast(types.float32, types.uint32, lambda builder, x: builder.bitcast(x, ir.IntType(32)))
+_half_to_float = _cast(types.int16, types.float32, lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType()))
+_float_to_half = _cast(types.float32, types.int16, lambda builder, x: builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16)))
 
 
 @intrinsic
