@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zk.kernels import eight_bit, reference
 from zk.kernels.launch import BLOCK, cdiv, grid, op
-from zk.kernels.numerics import constants, jit, product, rounded, rounded_bits, tl, widened
+from zk.kernels.numerics import bf16_of, bits_of, constants, float_of, jit, product, rounded, rounded_bits, tl, widened
 from zk.kernels.step import AdamStep, check_adam
 
 # numbers of eight_bit.py, as kernels take them
@@ -31,7 +31,7 @@ V_SHIFT, V_FIRST, V_WHOLE, V_OFF, M_SHIFT, M_FIRST, M_UNIT, GOLDEN, FIRST, SECON
 
 @jit
 def _mixed(g, x, step):
-    bits = ((g + 0.0).to(tl.uint32, bitcast=True) + tl.cast(step, tl.uint32) * GOLDEN) ^ x.to(tl.uint32, bitcast=True)
+    bits = (bits_of(g + 0.0) + tl.cast(step, tl.uint32) * GOLDEN) ^ bits_of(x)
     bits = (bits ^ (bits >> 16)) * FIRST
     bits = (bits ^ (bits >> 13)) * SECOND
     return bits ^ (bits >> 16)
@@ -44,20 +44,19 @@ def _exponent(code):
 
 @jit
 def _second_moment(code):
-    bits = ((_exponent(code) + V_FIRST) << 23) | tl.where(code < V_WHOLE, (code & 3) << V_SHIFT, 0)
-    return bits.to(tl.float32, bitcast=True) - SMALLEST
+    return float_of(((_exponent(code) + V_FIRST) << 23) | tl.where(code < V_WHOLE, (code & 3) << V_SHIFT, 0)) - SMALLEST
 
 
 @jit
 def _first_moment(own, code):
-    size = (((own & 127) << M_SHIFT) + (M_FIRST << 23)).to(tl.float32, bitcast=True) - M_ADDED
-    unit = ((M_UNIT + (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
-    return (product(size, unit).to(tl.uint32, bitcast=True) | ((own >> 7) << 31)).to(tl.float32, bitcast=True)
+    size = float_of(((own & 127) << M_SHIFT) + (M_FIRST << 23)) - M_ADDED
+    unit = float_of((M_UNIT + (_exponent(code) >> 1)) << 23)
+    return float_of(bits_of(product(size, unit)) | ((own >> 7) << 31))
 
 
 @jit
 def _second_code(v, mix):
-    bits = tl.minimum(v + SMALLEST, V_MOST).to(tl.uint32, bitcast=True)
+    bits = bits_of(tl.minimum(v + SMALLEST, V_MOST))
     fine = ((bits + (mix >> (32 - V_SHIFT))) >> V_SHIFT) - (V_FIRST << 2)
     whole = ((bits + (mix >> 9)) >> 23) + (V_OFF - V_FIRST)
     return tl.where(fine < V_WHOLE, fine, tl.minimum(whole, 255))
@@ -65,9 +64,9 @@ def _second_code(v, mix):
 
 @jit
 def _first_code(m, code, mix):
-    sign = (m.to(tl.uint32, bitcast=True) >> 31) << 7
-    unit = ((254 - M_UNIT - (_exponent(code) >> 1)) << 23).to(tl.float32, bitcast=True)
-    size = tl.minimum(product(tl.abs(m), unit) + M_ADDED, M_MOST).to(tl.uint32, bitcast=True)
+    sign = (bits_of(m) >> 31) << 7
+    unit = float_of((254 - M_UNIT - (_exponent(code) >> 1)) << 23)
+    size = bits_of(tl.minimum(product(tl.abs(m), unit) + M_ADDED, M_MOST))
     return tl.minimum(((size + (mix & ((1 << M_SHIFT) - 1))) >> M_SHIFT) - (M_FIRST << 4), 127) | sign
 
 
@@ -111,7 +110,7 @@ def _joined(upper, rounded_up, below):
     """The master of a bf16 parameter: ``upper``, which it was rounded up to or not, and the bits below."""
     upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
     is_written = (rounded_up != 0) & (upper & 0x7FFF == 0)  # no master is rounded up to zero
-    return tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | below).to(tl.float32, bitcast=True)
+    return float_of(tl.where(is_written, upper << 16, ((upper - rounded_up) << 16) | below))
 
 
 @jit
@@ -128,8 +127,8 @@ def _adam_block(
         m, v = widened(tl.load(exp_avg, mask)), widened(tl.load(exp_avg_sq, mask))
     g = product(widened(tl.load(grad, mask)), scale)
     if SPLIT:
-        v_bits = v.to(tl.uint32, bitcast=True)
-        v = (v_bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        v_bits = bits_of(v)
+        v = float_of(v_bits & 0x7FFFFFFF)
         lower = tl.load(master, mask).to(tl.uint32) & 0xFFFF
         x = _joined(p, (lower >> 15) & (1 ^ (v_bits >> 31)), lower)
     elif CODED and master is not None:
@@ -156,23 +155,20 @@ def _adam_block(
         if master is None:
             tl.store(param, x, mask)
         else:
-            bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + ((mix * GOLDEN) >> 24), 0x7FC00000)
-            tl.store(param, (((bits & 0xFFFFFF00) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask)
+            bits = tl.where(x == x, bits_of(x) + ((mix * GOLDEN) >> 24), 0x7FC00000)
+            tl.store(param, bf16_of(((bits & 0xFFFFFF00) + 0x8000) >> 16), mask)
             tl.store(master, ((bits >> 8) & 0xFF).to(tl.uint8), mask)
     else:
         tl.store(exp_avg, rounded(m, exp_avg.dtype.element_ty), mask)
     if SPLIT:
-        bits = x.to(tl.uint32, bitcast=True)
-        upper = rounded_bits(x)
-        tl.store(param, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask)
+        bits, upper = bits_of(x), rounded_bits(x)
+        tl.store(param, bf16_of(upper), mask)
         tl.store(master, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask)
         tie_down = ((bits >> 15) & 1) & (upper == (bits >> 16)).to(tl.uint32)
         if exp_avg_sq.dtype.element_ty == tl.float32:
-            v = (v.to(tl.uint32, bitcast=True) | (tie_down << 31)).to(tl.float32, bitcast=True)
-            tl.store(exp_avg_sq, v, mask)
+            tl.store(exp_avg_sq, float_of(bits_of(v) | (tie_down << 31)), mask)
         else:
-            v_bits = (rounded_bits(v) | (tie_down << 15)).to(tl.uint16)
-            tl.store(exp_avg_sq, v_bits.to(tl.bfloat16, bitcast=True), mask)
+            tl.store(exp_avg_sq, bf16_of(rounded_bits(v) | (tie_down << 15)), mask)
     elif not CODED:
         if master is not None:
             tl.store(master, x, mask)

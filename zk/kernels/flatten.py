@@ -36,7 +36,7 @@ def _move_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)
     index = tl.load(blocks + 2 * program)
     done = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
     tensor, place = tl.load(tensors + 2 * index) + done, tl.load(regions + 2 * index) + done
@@ -45,24 +45,17 @@ def _move_kernel(
     flat_width: tl.constexpr = 16 * 8 // flat.dtype.element_ty.primitive_bitwidth
     if ALIGNED & (count == BLOCK) & (tensor % tensor_width == 0) & (place % flat_width == 0):  # no mask: 16 bytes at a time
         tensor, place = tl.multiple_of(tensor, tensor_width), tl.multiple_of(place, flat_width)
-        _move_block(base + tensor, flat + place, partials, program, scale, None, None, INTO_FLAT, BLOCK)
+        _move_block(base + tensor + at, flat + place + at, partials, program, scale, None, None, None, INTO_FLAT)
     else:
         fill = tl.minimum(tl.load(regions + 2 * index + 1) - place, BLOCK) if INTO_FLAT else count
-        _move_block(base + tensor, flat + place, partials, program, scale, count, fill, INTO_FLAT, BLOCK)
+        _move_block(base + tensor + at, flat + place + at, partials, program, scale, at < count, 0, at < fill, INTO_FLAT)
 
 
 @jit
-def _move_block(tensor, flat, partials, program, scale, count, fill, INTO_FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    loaded = None if count is None else at < count
-    stored = None if fill is None else at < fill
-    if INTO_FLAT:
-        source, out = tensor, flat
-    else:
-        source, out = flat, tensor
-    x = product(widened(tl.load(source + at, mask=loaded, other=None if count is None else 0)), scale)
-    y = rounded(x, out.dtype.element_ty)
-    tl.store(out + at, y, mask=stored)
+def _move_block(tensor, flat, partials, program, scale, loaded, other, stored, INTO_FLAT: tl.constexpr):
+    source, out = (tensor, flat) if INTO_FLAT else (flat, tensor)
+    y = rounded(product(widened(tl.load(source, loaded, other)), scale), out.dtype.element_ty)
+    tl.store(out, y, stored)
     if partials is not None:
         store_partials(partials, program, widened(y))
 

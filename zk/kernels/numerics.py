@@ -35,23 +35,41 @@ def product(a, b):
 
 
 @jit
+def bits_of(x):
+    """The bits of fp32 ``x``, as uint32."""
+    return x.to(tl.uint32, bitcast=True)
+
+
+@jit
+def float_of(bits):
+    """The fp32 of these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def bf16_of(bits):
+    """The bf16 of the lower half of these bits."""
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
 def rounded_bits(x):
     """The bits of fp32 ``x`` as bf16, to nearest even, in the lower half of a uint32; NaN stays NaN."""
-    bits = x.to(tl.uint32, bitcast=True)
+    bits = bits_of(x)
     return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
 
 
 @jit
 def rounded(x, dtype: tl.constexpr):
     """fp32 ``x`` in ``dtype``, to nearest even. (The interpreter's own conversion to bf16 cuts off.)"""
-    return rounded_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True) if _INTERPRETED and dtype == tl.bfloat16 else x.to(dtype)
+    return bf16_of(rounded_bits(x)) if _INTERPRETED and dtype == tl.bfloat16 else x.to(dtype)
 
 
 @jit
 def widened(x):
     """``x`` in fp32, exactly. (The interpreter's own conversion from bf16 loses subnormal numbers.)"""
     if _INTERPRETED and x.dtype == tl.bfloat16:
-        result = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        result = float_of(x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
     else:
         result = x.to(tl.float32)
     return result

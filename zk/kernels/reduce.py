@@ -27,26 +27,24 @@ def _reduce_kernel(
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    start = program.to(tl.int64) * BLOCK
+    start, at = program.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    rows, out = rows + start + at, out + start + at
     if start + BLOCK <= numel:  # no mask: 16 bytes at a time
-        _reduce_block(rows + start, out + start, partials, program, scale, numel, None, ROWS, BLOCK)
+        _reduce_block(rows, out, partials, program, scale, numel, None, None, ROWS)
     else:
-        _reduce_block(rows + start, out + start, partials, program, scale, numel, (numel - start).to(tl.int32), ROWS, BLOCK)
+        _reduce_block(rows, out, partials, program, scale, numel, at < (numel - start).to(tl.int32), 0, ROWS)
 
 
 @jit
-def _reduce_block(rows, out, partials, program, scale, numel, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    mask = None if count is None else at < count
-    other = None if count is None else 0
-    x = widened(tl.load(rows + at, mask=mask, other=other))
+def _reduce_block(rows, out, partials, program, scale, numel, mask, other, ROWS: tl.constexpr):
+    x = widened(tl.load(rows, mask, other))
     for _ in range(1, ROWS):
         rows += numel
-        x += widened(tl.load(rows + at, mask=mask, other=other))
+        x += widened(tl.load(rows, mask, other))
     if ROWS > 1:
         x = tl.div_rn(x, ROWS * 1.0)
     y = rounded(product(x, scale), out.dtype.element_ty)
-    tl.store(out + at, y, mask=mask)
+    tl.store(out, y, mask)
     if partials is not None:
         store_partials(partials, program, widened(y))
 
