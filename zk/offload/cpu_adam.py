@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,8 +102,7 @@ def adam_(
         return
     from zk.offload import cpu_adam_numba
 
-    arrays = [as_numpy(tensor) if tensor is not None else None for tensor in (param, grad, master, exp_avg, exp_avg_sq)]
-    cpu_adam_numba.adam(*arrays, step.scalars(), num_threads or default_threads())  # type: ignore[call-arg, arg-type]
+    cpu_adam_numba.adam(param, grad, master, exp_avg, exp_avg_sq, step, num_threads or default_threads())
 
 
 def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]]], num_threads: int, say: Callable[[], None]) -> None:
@@ -115,26 +113,12 @@ def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]
         num_threads: 1 leaves out what runs on several threads.
         say: called once if this takes seconds, since the cache has none of it.
     """
-    wanted: set[Any] = {(param, *map(fields.get, ("master", "exp_avg", "max_exp_avg_sq"))) for param, fields in updates}
-    if not wanted or default_engine() != "numba":
-        return
-    from zk.offload import cpu_adam_numba
+    # (None for amsgrad, which another engine updates)
+    wanted = {(param, fields.get("master"), None if "max_exp_avg_sq" in fields else fields.get("exp_avg")) for param, fields in updates}
+    if wanted and default_engine() == "numba":
+        from zk.offload import cpu_adam_numba
 
-    said = functools.cache(say)
-    scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
-    for param, master, moments, most in sorted(wanted, key=str):
-        like = [None if dtype is None else as_numpy(torch.empty(0, dtype=dtype)) for dtype in (param, master, moments, moments)]
-        for grad in dict.fromkeys((param, torch.float32)):
-            arrays = tuple(like) if moments is not None and most is None else None
-            cpu_adam_numba.compile_ahead(arrays, as_numpy(torch.empty(0, dtype=grad)), scalars, num_threads, said)
-
-
-def as_numpy(tensor: Tensor) -> np.ndarray:
-    """The same memory as numpy: fp32 as float32, codes as uint8, the bits of bf16 (and of a split master) as uint16, of fp16 as int16."""
-    if tensor.dtype in (torch.float32, torch.uint8):
-        return tensor.numpy()
-    bits: np.ndarray = tensor.view(torch.int16).numpy()
-    return bits if tensor.dtype == torch.float16 else bits.view(np.uint16)
+        cpu_adam_numba.compile_ahead(sorted(wanted, key=str), num_threads, functools.cache(say))
 
 
 def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tensor:
@@ -146,7 +130,7 @@ def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tens
     if is_near and default_engine() == "numba":
         from zk.offload import cpu_adam_numba
 
-        return cpu_adam_numba.sum_of_squares(as_numpy(grad), num_threads or default_threads())
+        return cpu_adam_numba.sum_of_squares(grad, num_threads or default_threads())
     total: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64).square()
     return total.item() if is_near else total
 

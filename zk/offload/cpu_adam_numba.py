@@ -14,7 +14,7 @@ import functools
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numba
@@ -23,10 +23,12 @@ import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic, overload
+from torch import Tensor
 
 from zk import numa
 from zk.cache import cache_folder
 from zk.kernels import eight_bit
+from zk.kernels.step import AdamStep
 from zk.offload.worker import Worker
 
 F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
@@ -378,41 +380,51 @@ def _wait_turn(function: Any, signature: tuple[Any, ...], say: Callable[[], None
                 fcntl.lockf(file, fcntl.LOCK_EX, 1, what)
 
 
-def compile_ahead(
-    arrays: tuple[np.ndarray | None, ...] | None, grad: np.ndarray, scalars: tuple[Any, ...], num_threads: int, say: Callable[[], None]
-) -> None:
-    """Compile, or load from the cache, what ``adam`` and ``sum_of_squares`` run for arrays like these.
+def _array(tensor: Tensor | None) -> Any:
+    """The same memory as numpy: fp32 as float32, codes as uint8, the bits of bf16 (and of a split master) as uint16, of fp16 as int16."""
+    if tensor is None:
+        return None
+    if tensor.dtype in (torch.float32, torch.uint8):
+        return tensor.numpy()
+    bits = tensor.view(torch.int16).numpy()
+    return bits if tensor.dtype == torch.float16 else bits.view(U16)
+
+
+def compile_ahead(updates: Iterable[tuple[torch.dtype, torch.dtype | None, torch.dtype | None]], num_threads: int, say: Callable[[], None]) -> None:
+    """Compile, or load from the cache, what ``adam`` and ``sum_of_squares`` run, for gradients of the parameters' own dtype, and in fp32.
 
     Args:
-        arrays: param, master and both moments, empty; None for ``sum_of_squares`` alone.
-        grad: the gradient, empty.
-        scalars: as for ``adam``.
+        updates: dtypes of parameters, of their master if there is one, and of moments; None of these for ``sum_of_squares`` alone.
         num_threads: 1 leaves out what runs on several threads.
         say: called if the first function is not in the cache, before all others are compiled, and if another process compiles it.
     """
-    work: list[tuple[Any, tuple[Any, ...]]] = [(_sum_of_squares_block, (grad,)), (_sum_of_squares_parallel, (grad, np.zeros(0)))]
-    if arrays is not None:
-        param, *state = arrays
-        work = [(function, (param, grad, *state, scalars)) for function in (_adam_block, _adam_parallel)] + work
-    for function, like in work:
-        signature = tuple(map(numba.typeof, like))
-        if signature not in function.overloads and (num_threads > 1 or not function.targetoptions.get("parallel")):
-            with contextlib.ExitStack() as turn, _threads(num_threads):
-                _wait_turn(function, signature, say, turn)
-                function.compile(signature)
-            if signature in function.stats.cache_misses:
-                say()
+    scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
+    for param, master, moments in updates:
+        for grad in dict.fromkeys((param, torch.float32)):
+            like = [None if dtype is None else _array(torch.empty(0, dtype=dtype)) for dtype in (param, grad, master, moments, moments)]
+            work: list[tuple[Any, tuple[Any, ...]]] = [(_sum_of_squares_block, (like[1],)), (_sum_of_squares_parallel, (like[1], np.zeros(0)))]
+            if moments is not None:
+                work = [(function, (*like, scalars)) for function in (_adam_block, _adam_parallel)] + work
+            for function, arguments in work:
+                _compile(function, tuple(map(numba.typeof, arguments)), num_threads, say)
 
 
-def adam(
-    param: np.ndarray, grad: np.ndarray, master: np.ndarray | None, m: np.ndarray, v: np.ndarray, scalars: tuple[Any, ...], num_threads: int
-) -> None:
-    """Update in place. All arrays (n,), contiguous; ``scalars`` as ``AdamStep`` has them."""
-    _launch(_adam_block, _adam_parallel, num_threads, param, grad, master, m, v, scalars)
+def _compile(function: Any, signature: tuple[Any, ...], num_threads: int, say: Callable[[], None]) -> None:
+    if signature not in function.overloads and (num_threads > 1 or not function.targetoptions.get("parallel")):
+        with contextlib.ExitStack() as turn, _threads(num_threads):
+            _wait_turn(function, signature, say, turn)
+            function.compile(signature)
+        if signature in function.stats.cache_misses:
+            say()
 
 
-def sum_of_squares(grad: np.ndarray, num_threads: int) -> float:
+def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep, num_threads: int) -> None:
+    """Update in place. All tensors (n,), contiguous."""
+    _launch(_adam_block, _adam_parallel, num_threads, *map(_array, (param, grad, master, exp_avg, exp_avg_sq)), step.scalars())
+
+
+def sum_of_squares(grad: Tensor, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
-    partial = np.zeros((grad.size + BLOCK - 1) // BLOCK)
-    _launch(_sum_of_squares_parallel.py_func, _sum_of_squares_parallel, num_threads, grad, partial)
+    partial = np.zeros((len(grad) + BLOCK - 1) // BLOCK)
+    _launch(_sum_of_squares_parallel.py_func, _sum_of_squares_parallel, num_threads, _array(grad), partial)
     return float(partial.sum())
