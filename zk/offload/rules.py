@@ -331,15 +331,12 @@ class WholeStep(OwnStep):
         return torch.ones(self._shape)
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(self._kept_of(group, self._example))
+        return tuple(self.kept(group, self._shape, self._example.stride()))
 
     def _examples(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        kept = self._kept_of(group, self._example)
+        kept = self.kept(group, self._shape, self._example.stride())
         states = ((name, torch.ones(one.shape, dtype=one.dtype)) for name, one in kept.items())
         return wrapped({name: self.numbers[name](1) if name in self.numbers else one for name, one in states}, kept)
-
-    def _kept_of(self, group: Mapping[str, Any], value: Tensor) -> dict[str, Kept]:
-        return self.kept(group, tuple(value.shape), value.stride())
 
     def kept(self, group: Mapping[str, Any], shape: Sequence[int], strides: Sequence[int]) -> dict[str, Kept]:
         if 0 in shape:  # nothing is updated
