@@ -108,12 +108,13 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, link: Tensor, weight: Tensor, call: LinearLoss, first: int, gathers: bool) -> Tensor:
-        with _gathered(weight) if gathers else contextlib.nullcontext(), no_autocast(link.device):
+        ctx.param = weight if gathers else None
+        with _gathered(ctx.param), no_autocast(link.device):
             tile = weight.detach().to(call.hidden.dtype)
             for rows in call.tokens():
                 call.measure(rows, tile, first)
         ctx.save_for_backward(weight, call.hidden)
-        ctx.call, ctx.first, ctx.param = call, first, weight if gathers else None
+        ctx.call, ctx.first = call, first
         return memoryless(link.shape, link.dtype, link.device)
 
     @staticmethod
@@ -255,17 +256,17 @@ def linear_cross_entropy(
         bias = weight.bias
     head: Tensor | TiledLinear
     params: list[Tensor]
+    shape: tuple[int, ...]
     if isinstance(weight, TiledLinear):
-        head, params, vocab = weight, [tile.weight for tile in weight.each_tile()], weight.out_features
         _check_tiles(weight)
-        shape = vocab, weight.in_features
+        head, params, shape = weight, [tile.weight for tile in weight.each_tile()], (weight.out_features, weight.in_features)
     else:
         given: Any = weight.weight if type(weight) is nn.Linear else weight
         head = given.as_subclass(Tensor) if isinstance(given, Whole) else given
         _check_weight(head)
-        params, shape, vocab = [head], tuple(head.shape), head.shape[0] if head.ndim else 0
+        params, shape = [head], tuple(head.shape)
     _check(hidden, shape, params[0].dtype, targets, bias, options, reduction)
-    device = hidden.device
+    device, vocab = hidden.device, shape[0]
     for name, tensor in (("weight", params[0]), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {device}")

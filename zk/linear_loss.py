@@ -77,7 +77,7 @@ class LinearLoss:
     def measure(self, rows: slice, weight: Tensor, first: int) -> None:
         """Measure the logits of tokens ``rows`` over ``weight`` (columns, features), whose first row is number ``first`` of the whole one."""
         for tile in self.tiles(len(weight)):
-            self._kernel(rows, self._logits(rows, weight[tile]), None, first + tile.start, True, False)
+            self._kernel(rows, self._logits(rows, weight[tile]), None, first + tile.start, True)
 
     def add_gradients(self, rows: slice, weight: Tensor, first: int, into: tuple[Tensor | None, ...], measure: bool) -> None:
         """Add what comes from tokens ``rows``; ``measure`` their logits as well, over all of the vocabulary.
@@ -94,7 +94,7 @@ class LinearLoss:
             grad = logits = self._logits(rows, weight[tile])
             if hidden.dtype != torch.float32:
                 grad = self._room(len(hidden), logits.shape[1], hidden.dtype)
-            self._kernel(rows, logits, grad, first + tile.start, measure, True)
+            self._kernel(rows, logits, grad, first + tile.start, measure)
             for part in cut(tile.stop - tile.start, self.piece[1]):
                 columns, dz = slice(tile.start + part.start, tile.start + part.stop), grad[:, part]
                 if for_hidden is not None:
@@ -112,7 +112,7 @@ class LinearLoss:
             kernels.tiled_matmul(hidden, weight[columns].t(), logits[:, columns])
         return logits
 
-    def _kernel(self, rows: slice, logits: Tensor, grad: Tensor | None, first: int, measure: bool, gradient: bool) -> None:
+    def _kernel(self, rows: slice, logits: Tensor, grad: Tensor | None, first: int, measure: bool) -> None:
         kernels.cross_entropy(
             logits,
             self.targets[rows],
@@ -123,7 +123,7 @@ class LinearLoss:
             first=first,
             vocab=self.vocab,
             measure=measure,
-            gradient=gradient,
+            gradient=grad is not None,
             **self.options,
         )
 

@@ -105,10 +105,7 @@ _flatten_op.register_kernel("cpu")(reference.flatten)
 _unflatten_op.register_kernel("cpu")(reference.unflatten)
 
 
-Region = tuple[int, int]
-
-
-def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int], stats: Tensor | None) -> list[Region]:
+def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int], stats: Tensor | None) -> list[tuple[int, int]]:
     """(start, stop) of each tensor's region."""
     check_stats(stats, flat.device)
     check_floats(flat=flat, **{f"tensor {index}": tensor for index, tensor in enumerate(tensors) if tensor is not None})
@@ -129,7 +126,7 @@ def _check(tensors: Sequence[Tensor | None], flat: Tensor, offsets: Sequence[int
     return list(zip(offsets, stops, strict=True))
 
 
-def _by_dtype(tensors: Sequence[Tensor | None], regions: list[Region]) -> Iterable[tuple[list[Tensor], list[int]]]:
+def _by_dtype(tensors: Sequence[Tensor | None], regions: list[tuple[int, int]]) -> Iterable[tuple[list[Tensor], list[int]]]:
     """Tensors of one precision, with the bounds of their regions."""
     kinds: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}
     for tensor, region in zip(tensors, regions, strict=True):
