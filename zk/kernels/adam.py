@@ -196,7 +196,7 @@ def _launch(
         return
     scale, l2, decay, lerp, from_grad, *rest, _ = AdamStep(lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize).scalars()
     grid(_adam_kernel, cdiv(param.numel(), BLOCK))(
-        param, grad, master, exp_avg, exp_avg_sq, float(scale), float(l2), float(decay), float(lerp), *map(float, rest), float(step), param.numel(),
+        param, grad, master, exp_avg, exp_avg_sq, *map(float, (scale, l2, decay, lerp, *rest, step)), param.numel(),
         FROM_GRAD=bool(from_grad), L2=bool(l2 != 0), SPLIT=master is not None and master.dtype == torch.int16,
         CODED=exp_avg.dtype == eight_bit.CODES, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -67,15 +67,15 @@ def _cross_entropy_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_stride
+    logits, state, grad = logits + row * logits_stride, state + row, grad + row * grad_stride
     target = tl.load(targets + row)
     place = target - first
     if MEASURE:
-        largest = tl.full((), float("-inf"), tl.float32)
-        total, picked, summed = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+        largest, zero = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+        total, picked, summed = zero, zero, zero
         if CARRY:
-            largest, total = tl.load(state + row), tl.load(state + state_stride + row)
-            picked, summed = tl.load(state + 2 * state_stride + row), tl.load(state + 3 * state_stride + row)
+            largest, total = tl.load(state), tl.load(state + state_stride)
+            picked, summed = tl.load(state + 2 * state_stride), tl.load(state + 3 * state_stride)
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
             z = _read(logits, bias, at, columns, softcap, bias is not None, CAP)
@@ -86,18 +86,15 @@ def _cross_entropy_kernel(
             picked += tl.sum(tl.where(at == place, z, 0.0), 0)
             if SPREAD:
                 summed += tl.sum(tl.where(at < columns, z, 0.0), 0)
-        tl.store(state + row, largest)
-        tl.store(state + state_stride + row, total)
-        tl.store(state + 2 * state_stride + row, picked)
-        tl.store(state + 3 * state_stride + row, summed)
+        tl.store(state, largest)
+        tl.store(state + state_stride, total)
+        tl.store(state + 2 * state_stride, picked)
+        tl.store(state + 3 * state_stride, summed)
     else:
-        largest, total = tl.load(state + row), tl.load(state + state_stride + row)
+        largest, total = tl.load(state), tl.load(state + state_stride)
     if GRADIENT:
         lse = largest + tl.log(total)
-        by = 1.0
-        if scale is not None:
-            by = tl.load(scale + row)
-        grad += row * grad_stride
+        by = 1.0 if scale is None else tl.load(scale + row)
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
             z = _read(logits, bias, at, columns, softcap, bias is not None, CAP)
