@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from zk.logs import log
 from zk.monitor.measured import measure_drive
@@ -56,11 +53,16 @@ def begin(optimizer: Any) -> None:
         if is_first:
             say(f"zk: {text}")
 
-    shards = [held.shard for held in optimizer.held if held.shard is not None]
-    sections = [section for shard in shards for section in shard.sections if section.beside and section.stream is None]
-    largest = max((chunk.stop - chunk.start for section in sections for chunk in section.state.chunks), default=0)
+    # dtype of the parameters, and the state, of all that host threads update
+    beside = [
+        (held.unit.dtype, section.state)
+        for held in optimizer.held
+        for section in (held.shard.sections if held.shard is not None else ())
+        if section.beside and section.stream is None and section.state.chunks
+    ]
+    largest = max((chunk.stop - chunk.start for _, state in beside for chunk in state.chunks), default=0)
     threads = optimizer.num_threads if largest > _SPLIT_NUMEL else 1
-    updates = list(_updates(optimizer))
+    updates = [(dtype, dict(state.dtypes)) for dtype, state in beside]
     dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype, _ in updates}))
     compile_ahead(updates, threads, lambda: tell(f"compiling the CPU update for {dtypes}, once per machine (about 15 s)"))
     if is_quiet():
@@ -74,11 +76,3 @@ def begin(optimizer: Any) -> None:
             log.exception("the summary could not be made")
         else:
             say(text)
-
-
-def _updates(optimizer: Any) -> Iterator[tuple[torch.dtype, dict[str, torch.dtype]]]:
-    """Dtypes of the parameters and of the state of everything that host threads update."""
-    for held in optimizer.held:
-        for section in held.shard.sections if held.shard is not None else ():
-            if section.beside and section.stream is None and section.state.chunks:
-                yield held.unit.dtype, dict(section.state.dtypes)
