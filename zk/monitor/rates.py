@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import weakref
@@ -46,40 +45,25 @@ def spent(rates: Mapping[str, float]) -> dict[str, float]:
     return {"compute": max(0.0, 1 - sum(found.values())), **found}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Counts:
-    """Counters of an optimizer at one moment."""
-
-    ns: int  # of the optimizer's clock, which stands while it is parked
-    steps: int  # taken or skipped
-    spent: Counter[str]
-    read: int
-    written: int
-    io_cpu_ns: int  # of a processor, by the threads that read and write
-    linked: int
-    uses: int
-    hits: int
-
-
-def counts_of(optimizer: Any) -> Counts:
-    """Read the counters, in microseconds."""
+def counts_of(optimizer: Any) -> tuple[Counter[str], Counter[str]]:
+    """Read the counters, and ``SPENT``, in microseconds."""
     nvme, prefetcher, transfer = optimizer.tiers.get("nvme"), optimizer.partition.prefetcher, optimizer.transfer
     files = [file for _, file in nvme.spill.files] if nvme is not None else []
-    ns, spent_ns = optimizer.clock.read()
-    return Counts(
-        ns,
-        optimizer.counters["steps"] + optimizer.counters["skipped_steps"],
-        spent_ns,
-        sum(file.read_nbytes for file in files),
-        sum(file.written_nbytes for file in files),
-        sum(engine.cpu_ns() for engine in {file.engine for file in files}),
-        transfer.uploaded_nbytes + transfer.offloaded_nbytes,
-        prefetcher.uses,
-        prefetcher.hits,
+    ns, spent_ns = optimizer.clock.read()  # which stands while the optimizer is parked
+    counts = Counter(
+        ns=ns,
+        steps=optimizer.counters["steps"] + optimizer.counters["skipped_steps"],
+        read=sum(file.read_nbytes for file in files),
+        written=sum(file.written_nbytes for file in files),
+        io_cpu_ns=sum(engine.cpu_ns() for engine in {file.engine for file in files}),
+        linked=transfer.uploaded_nbytes + transfer.offloaded_nbytes,
+        uses=prefetcher.uses,
+        hits=prefetcher.hits,
     )
+    return counts, spent_ns
 
 
-def stolen_s(optimizer: Any, before: Counts, now: Counts) -> float:
+def stolen_s(optimizer: Any, io_cpu_ns: int) -> float:
     """Seconds that I/O took from work: its processor time, where compute has a thread on each core.
 
     A thread of compute that loses its core keeps all others waiting, where they meet next. With cores to spare, I/O takes nothing.
@@ -87,7 +71,7 @@ def stolen_s(optimizer: Any, before: Counts, now: Counts) -> float:
     threads = torch.get_num_threads() * ranks_here(optimizer.everyone.world)
     if optimizer.device.type != "cpu" or threads < len(os.sched_getaffinity(0)):
         return 0.0
-    return (now.io_cpu_ns - before.io_cpu_ns) / 1e9
+    return io_cpu_ns / 1e9
 
 
 class Rates:
@@ -130,18 +114,18 @@ class Rates:
         optimizer = self.optimizer()
         if optimizer is None or optimizer.closed:
             return self.last
-        before, now, tokens = self.before, counts_of(optimizer), self.tokens
-        steps, seconds = now.steps - before.steps, (now.ns - before.ns) / 1e9
+        now, tokens = counts_of(optimizer), self.tokens
+        moved, spent_ns = (after - before for after, before in zip(now, self.before, strict=True))
+        steps, seconds, read, written = moved["steps"], moved["ns"] / 1e9, moved["read"], moved["written"]
         if steps <= 0 or seconds <= 0:
             return self.last
         self.before, self.tokens = now, 0
         spent = Counter[str]()
-        for kind, ns in (now.spent - before.spent).items():
+        for kind, ns in spent_ns.items():
             spent["own update" if kind == "update" else REASONS.get(kind, "other")] += ns
         shares = {reason: ns / 1e9 / seconds for reason, ns in spent.items()}
         update = shares.pop("own update", 0.0)
         waited = sum(shares.values())
-        read, written = now.read - before.read, now.written - before.written
         found = {"step_s": seconds / steps}
         if tokens:
             found["tokens_per_s"] = tokens / seconds
@@ -150,14 +134,14 @@ class Rates:
         found["update_share"] = update
         if read or written:
             found["drive_gbps"] = (read + written) / seconds / 1e9
-        if now.linked > before.linked:
-            found["link_gbps"] = (now.linked - before.linked) / seconds / 1e9
-        if now.uses > before.uses:
-            found["prefetch_hit_rate"] = (now.hits - before.hits) / (now.uses - before.uses)
+        if moved["linked"]:
+            found["link_gbps"] = moved["linked"] / seconds / 1e9
+        if moved["uses"]:
+            found["prefetch_hit_rate"] = moved["hits"] / moved["uses"]
         found["peak_host_gib"] = peak_nbytes() / 2**30
         if optimizer.device.type == "cuda":
             found["peak_device_gib"] = torch.cuda.max_memory_allocated(optimizer.device) / 2**30
-        floor = self._floor(optimizer, max(0.0, (1 - waited) * seconds - stolen_s(optimizer, before, now)), read, written)
+        floor = self._floor(optimizer, max(0.0, (1 - waited) * seconds - stolen_s(optimizer, moved["io_cpu_ns"])), read, written)
         if floor is not None:
             floor = min(floor, seconds)  # a drive that reads and writes at once may have been faster
             found |= {"floor_s": floor / steps, "floor_share": floor / seconds}
