@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -72,8 +72,6 @@ LABELS: Mapping[Resource, str] = {
 MEASURED: tuple[Resource, ...] = ("update", "collective", "upload", "offload", "read", "write")  # what wants to be hidden
 Intervals = list[tuple[int, int]]  # (start, stop) in ns; in order, apart from one another, none empty
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
 # spans are written down on the clock of time.time_ns(), and measured on one that no one sets meanwhile
 _OFFSET_NS = time.time_ns() - time.perf_counter_ns()
@@ -149,7 +147,7 @@ def in_background() -> None:
     _thread.background = True
 
 
-class phase:  # a verb, as contextlib's are
+class phase(contextlib.ContextDecorator):  # a verb, as contextlib's are
     """The calling thread works on ``resource`` inside. Also a decorator. An exception ends the phase like anything else.
 
     Args:
@@ -187,13 +185,9 @@ class phase:  # a verb, as contextlib's are
         if self.label is not None:
             self.label.__exit__(kind, error, trace)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            with phase(self.resource, self.name):
-                return function(*args, **kwargs)
-
-        return inside
+    def _recreate_cm(self) -> phase:
+        """Each call of a decorated function is a phase of its own."""
+        return phase(self.resource, self.name)
 
 
 def note(resource: Resource, name: str, start_ns: int, stop_ns: int, holds: bool = False, flow: int = 0) -> None:
