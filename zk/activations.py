@@ -199,7 +199,7 @@ class ActivationOffload:
         self.files = Files(paths, link.device.index or 0) if paths else None
         self.moves = self.files is not None or not link.joined
         self.num_offloaded = self.offloaded_nbytes = self.num_uploaded = self.num_ahead = self.num_late = 0
-        self.host_nbytes = 0
+        self.host_nbytes, self.host_limit = 0, 8 * keep_last
         self.pool = POOLS.setdefault(link, HostPool())
         self.lock = threading.Lock()
         self.dead: deque[int] = deque()  # numbers of saved tensors that are gone
@@ -322,14 +322,10 @@ class ActivationOffload:
 
     # ---- host memory and files -----------------------------------------------------------------------------------------------
 
-    @property
-    def _host_limit(self) -> int:
-        return 8 * self.keep_last
-
     def _host(self, nbytes: int) -> HostBuffer:
         if self.files is not None:
             self._write_behind(nbytes)
-            self.pool.trim(self.link, max(self._host_limit - self.host_nbytes, 0))
+            self.pool.trim(self.link, max(self.host_limit - self.host_nbytes, 0))
         host = self.pool.take(self.link, nbytes)
         self.host_nbytes += host.memory.nbytes
         return host
@@ -344,7 +340,7 @@ class ActivationOffload:
         """host -> file, for what has arrived in host memory; waits only if there would be too much of it with ``room`` more."""
         for block in list(self.landed):
             assert self.files is not None and block.host is not None
-            must = self.host_nbytes + room > self._host_limit
+            must = self.host_nbytes + room > self.host_limit
             if block.slot is None:
                 if not (must or block.event.done):
                     break
@@ -444,7 +440,7 @@ class ActivationOffload:
             if block.device is None and ((ahead and ahead + block.nbytes > self.keep_last) or not self._bring(block)):
                 break
         for block in left:
-            if block.host is None and self.host_nbytes + block.nbytes <= self._host_limit:
+            if block.host is None and self.host_nbytes + block.nbytes <= self.host_limit:
                 self._fetch(block)
 
     def _bring(self, block: _Block, needed: bool = False) -> bool:
@@ -456,8 +452,11 @@ class ActivationOffload:
         else:
             if block.host is None:
                 self._fetch(block)
-            if block.read is not None and not self._read(block, needed):
-                return False
+            if block.read is not None:
+                if not (needed or block.read.done):
+                    return False
+                block.read.wait()
+                block.read = None
             assert block.host is not None
             target = torch.empty(block.nbytes, dtype=torch.uint8, device=self.link.device)
             block.event = self.link.upload(target, block.host.memory[: block.nbytes], after=[self.link.mark(), block.event])
@@ -473,15 +472,6 @@ class ActivationOffload:
         assert block.slot is not None
         block.host = self._host(block.nbytes)
         block.read = block.slot.read(block.host.memory[: block.nbytes])
-
-    def _read(self, block: _Block, needed: bool) -> bool:
-        """Tell if what was fetched has come."""
-        assert block.read is not None
-        if not (needed or block.read.done):
-            return False
-        block.read.wait()
-        block.read = None
-        return True
 
     def _let_go(self, block: _Block) -> None:
         """The device's memory is not needed any more. What still copies it, or moves it to a file, holds it."""

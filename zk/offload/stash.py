@@ -6,7 +6,6 @@ What the tiers of activations.py are made of: other than the arena of training s
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import threading
@@ -19,7 +18,7 @@ from torch import Tensor
 from zk.events import COMPLETED, Awaited, Event
 from zk.logs import rank_log
 from zk.memory import staging
-from zk.offload.nvme import File, Request, round_up
+from zk.offload.nvme import File, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.streams import Link
 
@@ -116,24 +115,6 @@ POOLS: weakref.WeakKeyDictionary[Link, HostPool] = weakref.WeakKeyDictionary()
 # ---- files -------------------------------------------------------------------------------------------------------------------
 
 
-class _Transfer:
-    """A request. What goes wrong in it is raised anew each time: an exception that is kept would keep the frames it passed, and their graph."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-    @property
-    def done(self) -> bool:
-        return self.request.done
-
-    def wait(self) -> None:
-        try:
-            self.request.wait()
-        except OSError as error:
-            error.__traceback__ = None
-            raise copy.copy(error) from None
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class Slot:
     """A place in a file, and what was last started there. Memory is given up once it is written, so what is read has been written."""
@@ -144,11 +125,11 @@ class Slot:
     request: Event = COMPLETED
 
     def write(self, memory: Tensor) -> Event:
-        self.request = _Transfer(self.file.write_async(memory, self.offset))
+        self.request = self.file.write_async(memory, self.offset)
         return self.request
 
     def read(self, memory: Tensor) -> Event:
-        self.request = _Transfer(self.file.read_async(memory, self.offset))
+        self.request = self.file.read_async(memory, self.offset)
         return self.request
 
 
