@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from zk.access import gather
 from zk.linear_cross_entropy import linear_cross_entropy
+from zk.tiled_linear import autocast_dtype
 
 _PROPERTIES = frozenset((
     "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn", "itemsize", "is_cuda", "is_cpu", "is_sparse", "is_meta",
@@ -194,9 +195,7 @@ class DeferredHead:
         compute = self.compute
         if not (torch.is_grad_enabled() or self.has_labels) or hidden.ndim < 2:
             return compute(hidden)
-        dtype = hidden.dtype
-        if torch.amp.is_autocast_available(hidden.device.type) and torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
         return DeferredLogits.of(_Source(hidden, self.head, compute, torch.is_grad_enabled(), self.max_nbytes), dtype, self.vocab)
 
     def compute(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from zk.kernels.launch import FLOATS
 from zk.linear_loss import LinearLoss, cut
 from zk.options import parse_nbytes
 from zk.owners import is_wrapper
-from zk.tiled_linear import TiledLinear, memoryless, no_autocast
+from zk.tiled_linear import TiledLinear, autocast_dtype, memoryless, no_autocast
 from zk.tiles import Whole
 
 
@@ -270,10 +270,9 @@ def linear_cross_entropy(
     for name, tensor in (("weight", params[0]), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {device}")
-    product = hidden.dtype
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        product = torch.get_autocast_dtype(device.type)
-    elif params[0].dtype != product:
+    chosen = autocast_dtype(device)
+    product = chosen or hidden.dtype
+    if chosen is None and params[0].dtype != product:
         raise ValueError(f"hidden must be in the weight's precision, {params[0].dtype}; got {hidden.dtype} (autocast would cast it)")
     numbers = targets.reshape(-1).to(torch.int64).contiguous()
     if device.type == "cpu":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -91,6 +91,27 @@ class _Run:
 def memoryless(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of ``shape`` that share one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on ``device`` now; None where it is off."""
+    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
+def autocast_now(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
+    """Autocast as it is, on the host and on ``device``, for ``autocast_as``."""
+    kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(kind)]
+    return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+
+@contextlib.contextmanager
+def autocast_as(then: Sequence[tuple[str, torch.dtype, bool]], keeps_casts: bool | None = False) -> Iterator[None]:
+    """Context: autocast is as it was ``then``. What it casts is kept for as long as the context, if ``keeps_casts``; None: if that is so outside."""
+    with contextlib.ExitStack() as stack:
+        for kind, dtype, enabled in then:
+            stack.enter_context(torch.autocast(kind, dtype, enabled, keeps_casts))
+        yield
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -290,8 +311,8 @@ class TiledLinear(Tiled, nn.Linear):
         stored = self.each_tile()[0].weight.dtype
         if stored not in FLOATS:
             raise TypeError(f"a TiledLinear computes in fp32, bf16 or fp16; its weight is {stored}")
-        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if (cast := autocast_dtype(x.device)) is not None:
+            x = x.to(cast)
         elif x.dtype != stored:
             raise ValueError(f"the input must be in the weight's precision, {stored}; got {x.dtype} (autocast would cast it)")
         rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)

@@ -7,7 +7,6 @@ Source: sequence tiling, Arctic Long Sequence Training, arXiv 2506.13996, sectio
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.access import keep_gathered
 from zk.hooks import Hook
-from zk.tiled_linear import memoryless
+from zk.tiled_linear import autocast_as, autocast_now, memoryless
 from zk.tiles import Tile
 
 # tokens of a tile: in host memory, and on a device, which has more to do at once. Adding a tile's gradient to the sums in fp32 moves 10 to 12 bytes
@@ -92,16 +91,7 @@ class _Call:
         self.out_spec: Any = None
         self.grads: tuple[Tensor | None, ...] = ()  # of the outputs, in backward
         self.others: dict[int, Any] = {}  # what the module returns beside tensors, by place
-        self.has_autocast = torch.amp.is_autocast_available(first.device.type)
-        if self.has_autocast:
-            self.autocast = torch.is_autocast_enabled(first.device.type), torch.get_autocast_dtype(first.device.type)
-
-    def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Context: autocast as it was in forward."""
-        if not self.has_autocast:
-            return contextlib.nullcontext()
-        enabled, dtype = self.autocast
-        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+        self.autocast = autocast_now(first.device)  # in forward
 
     def tiles(self) -> Iterator[slice]:
         """The tokens of each tile."""
@@ -248,7 +238,7 @@ class _Inputs(torch.autograd.Function):
         with keep_gathered(_own(call.owner.module), call.owner.module.parameters()):
             for rows in call.tiles():
                 parts = {id(tensor): call.tile(tensor, rows).requires_grad_(id(tensor) in found) for tensor in inputs}
-                with torch.enable_grad(), call.as_in_forward():
+                with torch.enable_grad(), autocast_as(call.autocast):
                     outputs = [leaf for leaf in tree_leaves(call.call([parts[id(tensor)] for tensor in inputs])) if isinstance(leaf, Tensor)]
                 pairs = [
                     (output, grad[rows].reshape(output.shape))

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zk.accumulation.micro_batch import Changes, Edge
 from zk.accumulation.resting import Resting, fetch_ahead, rest, value_of
 from zk.accumulation.sequence import TileAttention
+from zk.tiled_linear import autocast_as, autocast_now
 
 NO_CACHE = "transformers: model.config.use_cache = False"
 
@@ -36,12 +37,6 @@ class Block:
         """Tell if any of its parameters is."""
         with torch._C.DisableTorchFunctionSubclass():  # which is slow for released parameters
             return any(param.requires_grad for param in self.module.parameters())
-
-
-def autocast_now(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
-    """Arguments of ``torch.autocast`` that make it what it is now, on the host and on ``device``."""
-    kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(kind)]
-    return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
 
 def key_of(edge: GradientEdge) -> Edge:
@@ -144,9 +139,7 @@ class Call:
         """Call the block as the model did. What autocast has cast is not kept for the next call: it may have no graph."""
         before, depths.depth = depths.depth, self.depth
         try:
-            with contextlib.ExitStack() as stack:
-                for kind, dtype, enabled in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            with autocast_as(self.autocast):
                 if self.attention is None:
                     return self.context.run(self.block.call, *args, **kwargs)
                 with self.attention:

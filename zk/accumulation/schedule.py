@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, autocast_now, contents, differentiable, key_of, nodes, split
+from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, contents, differentiable, key_of, nodes, split
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
 from zk.accumulation.resting import rest, value_of
 from zk.accumulation.sequence import Outside, Sequences, SequenceTile, TileAttention, elsewhere
@@ -26,6 +26,7 @@ from zk.hooks import Hook
 from zk.memory import trim
 from zk.parallel.partitioned import is_of_checkpoint
 from zk.store import UnitStore
+from zk.tiled_linear import autocast_as, autocast_now
 from zk.tiles import Tile
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -105,9 +106,7 @@ class Accumulation:
                 stack.enter_context(torch.cuda.stream(self.stream))
             for pack, unpack in reversed(self.hooks):
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-            for kind, dtype, enabled in self.autocast:
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(autocast_as(self.autocast, keeps_casts=None))
             if isinstance(batch, SequenceTile):
                 batch, lane = batch.to(self.optimizer.device), threading.current_thread()
                 assert isinstance(lane, MicroBatch)

@@ -22,7 +22,7 @@ from zk.accumulation.resting import fetch_ahead, rest, value_of
 from zk.activations import ActivationOffload, no_hooks
 from zk.memory import trim
 from zk.parallel.partitioned import is_of_checkpoint
-from zk.tiled_linear import no_autocast
+from zk.tiled_linear import autocast_dtype, no_autocast
 
 _IGNORED = -100
 _RULE = "attention over tiles of a sequence is causal over all tokens before, by torch.nn.functional.scaled_dot_product_attention(is_causal=True)"
@@ -296,9 +296,7 @@ class TileAttention(TorchFunctionMode):
             raise RuntimeError(
                 f"{_RULE}; block {self.name!r} calls it with {got}. Set that to none in the model, or train it without sequence_tiles"
             )
-        kind = query.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            cast = torch.get_autocast_dtype(kind)
+        if (cast := autocast_dtype(query.device)) is not None:
             query, key, value = (tensor if tensor.dtype == torch.float64 else tensor.to(cast) for tensor in (query, key, value))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         layer = self.sequences.layer((*self.call, self.order))
