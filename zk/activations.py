@@ -164,6 +164,20 @@ def _kept(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
+@contextlib.contextmanager
+def saved_nbytes() -> Iterator[dict[int, int]]:
+    """Context: what autograd saves inside, but for parameters and views of them, is noted in the dictionary: storage -> bytes."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return _keep(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _kept):
+        yield found
+
+
 class _Queue(OrderedDict[_Block, None]):
     """Blocks, oldest first, and their bytes."""
 

@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.access import keep_gathered
+from zk.activations import saved_nbytes
 from zk.hooks import Hook
 from zk.tiled_linear import autocast_as, autocast_now, memoryless
 from zk.tiles import Tile
@@ -190,22 +191,15 @@ class _Call:
 
     def refuse_large(self, inputs: Sequence[Tensor], max_nbytes: int) -> None:
         """Refuse a tile whose activations, and the gradients of these, take more: what a call of one token twice saves beyond one of it once."""
-        found: list[dict[int, int]] = []
-
-        def count(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor._base if tensor._base is not None else tensor, nn.Parameter):
-                found[-1][tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            return tensor.detach()
-
-        random = _random(self.device)
+        totals, random = [], _random(self.device)
         for copies in (1, 2):
-            found.append({})
             tokens = [torch.cat([self.tile(tensor, slice(0, 1))] * copies, -2).requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+            with torch.enable_grad(), saved_nbytes() as found:
                 kept = self.call(tokens)
+            totals.append(sum(found.values()))
             del kept
         _random(self.device, random)
-        needed = 2 * (sum(found[1].values()) - sum(found[0].values())) * self.size
+        needed = 2 * (totals[1] - totals[0]) * self.size
         if needed > max_nbytes:
             raise ValueError(
                 f"max_nbytes must be at least {needed}: as much as a tile of {self.size} tokens of {self.owner.name!r} takes, its activations and "

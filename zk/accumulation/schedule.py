@@ -21,7 +21,7 @@ from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, contents, dif
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
 from zk.accumulation.resting import rest, value_of
 from zk.accumulation.sequence import Outside, Sequences, SequenceTile, TileAttention, elsewhere
-from zk.activations import no_hooks, offload_around
+from zk.activations import no_hooks, offload_around, saved_nbytes
 from zk.hooks import Hook
 from zk.memory import trim
 from zk.parallel.partitioned import is_of_checkpoint
@@ -483,14 +483,7 @@ class Accumulation:
         if not self.keep_nbytes or block.module in self.optimizer.saved_nbytes:
             yield
             return
-        found: dict[int, int] = {}
-
-        def count(tensor: Tensor) -> tuple[Tensor, int]:
-            if not isinstance(tensor._base if tensor._base is not None else tensor, nn.Parameter):
-                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved[0]):
+        with saved_nbytes() as found:
             yield
         self.optimizer.saved_nbytes[block.module] = sum(found.values())
 
