@@ -148,7 +148,7 @@ class Recording:
         with torch.no_grad(), _generators_restored({op.place for op in needed if op.random is not None}):
             for op in needed:
                 if op.random is not None:
-                    _set_state(op.place, op.random)
+                    set_random_state(op.place, op.random)
                 args, kwargs = tree_map_only(Tensor, real, (op.args, op.kwargs))
                 result = op.func(*args, **kwargs)
                 made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
@@ -157,23 +157,24 @@ class Recording:
         return real(tensor.detach())
 
 
-def _state(place: torch.device) -> Tensor:
-    """Of the default generator there."""
+def random_state(place: torch.device) -> Tensor:
+    """The state of the default generator there."""
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
 
 
-def _set_state(place: torch.device, state: Tensor) -> None:
+def set_random_state(place: torch.device, state: Tensor) -> None:
+    """Go on from ``state`` there."""
     torch.cuda.set_rng_state(state, place) if place.type == "cuda" else torch.set_rng_state(state)
 
 
 @contextlib.contextmanager
 def _generators_restored(places: Iterable[torch.device]) -> Iterator[None]:
-    states = {place: _state(place) for place in places}
+    states = {place: random_state(place) for place in places}
     try:
         yield
     finally:
         for place, state in states.items():
-            _set_state(place, state)
+            set_random_state(place, state)
 
 
 _LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
@@ -243,7 +244,7 @@ class _Recorder(TorchDispatchMode):
             if not tensors or written:
                 raise
             if state is not None:
-                _set_state(place, state)  # it was drawn above, to no end
+                set_random_state(place, state)  # it was drawn above, to no end
             try:  # the result depends on values: tensor.item(), nonzero() and their like
                 return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
             except KeyError:
@@ -278,7 +279,7 @@ class _Recorder(TorchDispatchMode):
         """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
         if kwargs.get("generator") is not None:
             raise RuntimeError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
-        state = _state(place)
+        state = random_state(place)
         fills = func._schema.name.split("::")[1] in _FILLS
 
         def real(tensor: Tensor) -> Tensor:

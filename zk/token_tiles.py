@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.access import keep_gathered
+from zk.accumulation.micro_batch import Random
 from zk.activations import saved_nbytes
 from zk.hooks import Hook
 from zk.tiled_linear import autocast_as, autocast_now, memoryless
@@ -92,7 +93,7 @@ class _Call:
         self.out_spec: Any = None
         self.grads: tuple[Tensor | None, ...] = ()  # of the outputs, in backward
         self.others: dict[int, Any] = {}  # what the module returns beside tensors, by place
-        self.autocast = autocast_now(first.device)  # in forward
+        self.autocast, self.random = autocast_now(first.device), Random(first.device)  # autocast: in forward
 
     def tiles(self) -> Iterator[slice]:
         """The tokens of each tile."""
@@ -113,7 +114,7 @@ class _Call:
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All outputs that are tensors, tile by tile."""
         found: list[Tensor] = []
-        versions, random, seen = _versions(inputs), _random(self.device), _captured()
+        versions, random, seen = _versions(inputs), self.random.now([]), _captured()
         for rows in self.tiles():
             count = rows.stop - rows.start
             with torch.no_grad():
@@ -151,10 +152,10 @@ class _Call:
             [self.others[place] if place in self.others else next(tensors) for place in range(self.out_spec.num_leaves)], self.out_spec
         )
 
-    def _refuse(self, inputs: Sequence[Tensor], versions: Sequence[int], random: Tensor, seen: int) -> None:
+    def _refuse(self, inputs: Sequence[Tensor], versions: Sequence[int], random: list[Tensor], seen: int) -> None:
         name = self.owner.name
-        if not torch.equal(random, _random(self.device)):
-            _random(self.device, random)
+        if self.random.now(random) is not random:
+            self.random.set(random)
             raise RuntimeError(
                 f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
                 "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
@@ -170,7 +171,7 @@ class _Call:
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Check on two tokens that each one's output is its own."""
-        versions, random, seen = _versions(inputs), _random(self.device), _captured()
+        versions, random, seen = _versions(inputs), self.random.now([]), _captured()
         found = []
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
             copies = [self.tile(tensor, rows).clone() for tensor in inputs]
@@ -191,14 +192,14 @@ class _Call:
 
     def refuse_large(self, inputs: Sequence[Tensor], max_nbytes: int) -> None:
         """Refuse a tile whose activations, and the gradients of these, take more: what a call of one token twice saves beyond one of it once."""
-        totals, random = [], _random(self.device)
+        totals, random = [], self.random.now([])
         for copies in (1, 2):
             tokens = [torch.cat([self.tile(tensor, slice(0, 1))] * copies, -2).requires_grad_(tensor.is_floating_point()) for tensor in inputs]
             with torch.enable_grad(), saved_nbytes() as found:
                 kept = self.call(tokens)
             totals.append(sum(found.values()))
             del kept
-        _random(self.device, random)
+        self.random.set(random)
         needed = 2 * (totals[1] - totals[0]) * self.size
         if needed > max_nbytes:
             raise ValueError(
@@ -294,17 +295,6 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # without a backward, writes do no harm
-
-
-def _random(device: torch.device, state: Tensor | None = None) -> Tensor:
-    """The states of the generators of host and device, after setting them if there is a ``state``."""
-    on_device = device.type == "cuda"
-    if state is not None:
-        host = len(torch.get_rng_state())
-        torch.set_rng_state(state[:host])
-        if on_device:
-            torch.cuda.set_rng_state(state[host:].clone(), device)  # (torch 2.13 reads a part of a tensor from the wrong place)
-    return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if on_device else [])])
 
 
 def _captured() -> int:

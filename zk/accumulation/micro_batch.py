@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from zk.materialize import random_state, set_random_state
+
 Edge = tuple[Any, int]  # a node of the graph, and the number of its output
 Changes = dict[tuple[nn.Module, str], Any]  # values of attributes
 
@@ -34,24 +36,21 @@ class Random:
     """States of the generators, of the host and of the device that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.of_device = torch.get_device_module(device) if device.type != "cpu" else None
+        self.places = list(dict.fromkeys((torch.device("cpu"), device)))
 
     def seeded(self, seed: int) -> list[Tensor]:
         """States of new generators with this seed."""
-        devices = [torch.device("cpu")] + ([self.device] if self.of_device is not None else [])
-        return [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
+        return [torch.Generator(place).manual_seed(seed).get_state() for place in self.places]
 
     def now(self, before: list[Tensor]) -> list[Tensor]:
         """States as they are; ``before`` itself if they have not changed, so that calls share it: it has 5 KB."""
-        states = [torch.get_rng_state(), *([self.of_device.get_rng_state(self.device)] if self.of_device is not None else [])]
+        states = [random_state(place) for place in self.places]
         return before if before and all(map(torch.equal, before, states)) else states
 
     def set(self, states: Sequence[Tensor]) -> None:
         """Go on from ``states``."""
-        torch.set_rng_state(states[0])
-        if self.of_device is not None:
-            self.of_device.set_rng_state(states[1], self.device)
+        for place, state in zip(self.places, states, strict=True):
+            set_random_state(place, state)
 
 
 class Attributes:
