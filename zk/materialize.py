@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -84,11 +84,10 @@ class Recording:
         """The device on which plain construction would have ``tensor``."""
         return self.places.get(_storage(tensor), _CPU) if _is_meta(tensor) else tensor.device
 
-    def add(self, op: _Op, writes: Iterable[Tensor]) -> None:
+    def add(self, op: _Op, writes: Sequence[Tensor]) -> None:
         self.ops.append(op)
-        for tensor in writes:
-            self.places.setdefault(_storage(tensor), op.place)
         for storage in {_storage(tensor) for tensor in writes}:
+            self.places.setdefault(storage, op.place)
             self.writers.setdefault(storage, []).append(len(self.ops) - 1)
         for tensor in writes:
             self.tensors.setdefault(_storage(tensor), []).append(tensor)
@@ -213,8 +212,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         known = any(_is_meta(tensor) for tensor in tensors)
-        is_factory = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
-        if not known and not is_factory:
+        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+        if not known and (tensors or not takes_device):
             return func(*args, **kwargs)  # real values that the user brought
         lost = next((tensor for tensor in tensors if _is_meta(tensor) and not self.recording.knows(tensor)), None)
         if lost is not None:
@@ -230,10 +229,10 @@ class _Recorder(TorchDispatchMode):
                 written += [value for name, value in by_name.items() if name in ("running_mean", "running_var") and isinstance(value, Tensor)]
         if any(not _is_meta(tensor) for tensor in written):
             # a real tensor takes values that do not exist yet: make them
-            return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
+            return self._on_values(func, args, kwargs)
         place = self._place(tensors, kwargs.get("device"))
         meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        if takes_device:
             meta_kwargs, kwargs = {**meta_kwargs, "device": torch.device("meta")}, {**kwargs, "device": place}
             meta_kwargs.pop("pin_memory", None)
             kwargs.pop("pin_memory", None)
@@ -246,7 +245,7 @@ class _Recorder(TorchDispatchMode):
             if state is not None:
                 set_random_state(place, state)  # it was drawn above, to no end
             try:  # the result depends on values: tensor.item(), nonzero() and their like
-                return func(*tree_map_only(Tensor, self._made, args), **tree_map_only(Tensor, self._made, kwargs))
+                return self._on_values(func, args, kwargs)
             except KeyError:
                 raise error from None
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
@@ -254,8 +253,7 @@ class _Recorder(TorchDispatchMode):
         new = [tensor for tensor in outputs if _storage(tensor) not in given]
         if written or new:
             are_whole = (one.storage_offset() == 0 and one.is_contiguous() and one.nbytes == one.untyped_storage().nbytes() for one in written)
-            fills = func._schema.name.split("::")[1] in _FILLS and all(are_whole)
-            overwritten = {_storage(tensor) for tensor in written} if fills else set()
+            overwritten = {_storage(tensor) for tensor in written} if _fills(func) and all(are_whole) else set()
             others = {_storage(tensor) for tensor in tensors if _is_meta(tensor) and not any(tensor is target for target in written)}
             reads = [storage for storage in given if storage not in overwritten or storage in others]
             # objects of our own: the model's parameters will be given memory
@@ -266,8 +264,10 @@ class _Recorder(TorchDispatchMode):
             self.recording.add(_Op(func, args, kwargs, outputs, reads, place, state), [*written, *new])
         return result
 
-    def _made(self, tensor: Tensor) -> Tensor:
-        return self.recording.make(tensor) if _is_meta(tensor) else tensor
+    def _on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call on tensors that are made for it."""
+        args, kwargs = tree_map_only(Tensor, lambda tensor: self.recording.make(tensor) if _is_meta(tensor) else tensor, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _place(self, tensors: list[Tensor], asked: torch.device | None) -> torch.device:
         """The device on which plain construction would run an operation on ``tensors``: numbers that a GPU draws are other ones than the CPU's."""
@@ -279,8 +279,7 @@ class _Recorder(TorchDispatchMode):
         """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
         if kwargs.get("generator") is not None:
             raise RuntimeError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
-        state = random_state(place)
-        fills = func._schema.name.split("::")[1] in _FILLS
+        state, fills = random_state(place), _fills(func)
 
         def real(tensor: Tensor) -> Tensor:
             if not _is_meta(tensor):
@@ -290,9 +289,14 @@ class _Recorder(TorchDispatchMode):
             scratch = _room(tensor.untyped_storage().nbytes(), self.recording.place_of(tensor)).view(tensor.dtype)
             return scratch.as_strided(tensor.size(), tensor.stride())
 
-        real_args, real_kwargs = tree_map_only(Tensor, real, (args, kwargs))
-        func(*real_args, **real_kwargs)
+        args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+        func(*args, **kwargs)
         return state
+
+
+def _fills(func: Any) -> bool:
+    """Tell if nothing is left of what a tensor was before."""
+    return func._schema.name.split("::")[1] in _FILLS
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
