@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -144,7 +144,8 @@ class Recording:
             return view.set_(memory[key], meta.storage_offset(), meta.size(), meta.stride())  # type: ignore[call-overload, no-any-return]
 
         needed = [self.ops[index] for index in self._needed(_storage(tensor))]
-        with torch.no_grad(), _generators_restored({op.place for op in needed if op.random is not None}):
+        drawn = {op.place for op in needed if op.random is not None and op.place.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(drawn, device_type="cuda"):
             for op in needed:
                 if op.random is not None:
                     set_random_state(op.place, op.random)
@@ -164,16 +165,6 @@ def random_state(place: torch.device) -> Tensor:
 def set_random_state(place: torch.device, state: Tensor) -> None:
     """Go on from ``state`` there."""
     torch.cuda.set_rng_state(state, place) if place.type == "cuda" else torch.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def _generators_restored(places: Iterable[torch.device]) -> Iterator[None]:
-    states = {place: random_state(place) for place in places}
-    try:
-        yield
-    finally:
-        for place, state in states.items():
-            set_random_state(place, state)
 
 
 _LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
