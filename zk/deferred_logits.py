@@ -99,8 +99,7 @@ class DeferredLogits(Tensor):
                     return loss
         if func is F.cross_entropy and isinstance(kwargs.get("input"), DeferredLogits):
             return F.cross_entropy(kwargs.pop("input"), *args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: leaf.compute() if isinstance(leaf, DeferredLogits) else leaf, (args, kwargs))
-        return func(*args, **kwargs)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

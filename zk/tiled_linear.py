@@ -81,9 +81,9 @@ class _Run:
         """The part of ``rows`` of the weight in ``tensors``, the outputs or their gradients: (m, rows)."""
         return tensors[0][:, rows] if self.combined else tensors[self.row_cuts.index(rows)]
 
-    def forward_ended(self) -> list[Tensor]:
+    def forward_ended(self) -> tuple[Tensor, ...]:
         """The outputs; nothing of forward stays."""
-        outputs, self.outputs = self.outputs, []
+        outputs, self.outputs = tuple(self.outputs), []
         self.x = self.bias = self.partial = None
         return outputs
 
@@ -178,7 +178,7 @@ class _Close(torch.autograd.Function):
     def forward(ctx: Any, link: Tensor, bias: Tensor | None, run: _Run) -> Any:
         ctx.run, ctx.shape, ctx.device = run, link.shape, link.device
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return tuple(run.forward_ended())
+        return run.forward_ended()
 
     @staticmethod
     @once_differentiable
@@ -227,15 +227,16 @@ class TiledLinear(Tiled, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self._lay_out(in_features, out_features, in_splits, out_splits)
-        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        for rows, columns in itertools.product(self.out_cuts, self.in_cuts):
+        for rows, columns in self._lay_out(in_features, out_features, in_splits, out_splits, input_is_already_split, combine_out_splits):
             weight = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=device, dtype=dtype)
             self.tiles.append(LinearTile(nn.Parameter(weight), rows, columns))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
 
-    def _lay_out(self, in_features: int, out_features: int, in_splits: int, out_splits: int) -> None:
+    def _lay_out(
+        self, in_features: int, out_features: int, in_splits: int, out_splits: int, is_split: bool, combines: bool
+    ) -> Iterator[tuple[slice, slice]]:
+        """Set all that is no parameter; returns rows and columns of each tile, row by row."""
         for name, splits, features in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):
             if not is_count(splits) or splits > max(1, features):
                 raise ValueError(f"{name} must be between 1 and the number of features, {features}; got {splits!r}")
@@ -243,7 +244,9 @@ class TiledLinear(Tiled, nn.Linear):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.in_cuts, self.out_cuts = cuts(in_features, in_splits), cuts(out_features, out_splits)
         self.tiles = nn.ModuleList()
+        self.input_is_already_split, self.combine_out_splits = is_split, combines
         self.keep_names()
+        return itertools.product(self.out_cuts, self.in_cuts)
 
     @classmethod
     def from_linear(
@@ -265,9 +268,8 @@ class TiledLinear(Tiled, nn.Linear):
             raise ValueError("the weight of this layer does not exist yet; call from_linear or tile_linears inside zk.deferred_init()")
         tiled = cls.__new__(cls)
         nn.Module.__init__(tiled)
-        tiled._lay_out(linear.in_features, linear.out_features, in_splits, out_splits)
-        tiled.input_is_already_split, tiled.combine_out_splits = input_is_already_split, combine_out_splits
-        for rows, columns in itertools.product(tiled.out_cuts, tiled.in_cuts):
+        cut = tiled._lay_out(linear.in_features, linear.out_features, in_splits, out_splits, input_is_already_split, combine_out_splits)
+        for rows, columns in cut:
             weight = nn.Parameter(whole.detach()[rows, columns].clone(memory_format=torch.contiguous_format), whole.requires_grad)
             tiled.tiles.append(LinearTile(weight, rows, columns))
         tiled.register_parameter("bias", linear.bias)
