@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class _Call:
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All outputs that are tensors, tile by tile."""
         found: list[Tensor] = []
-        versions, random, seen = _versions(inputs), self.random.now([]), _captured()
+        refuse = self._watch(inputs)
         for rows in self.tiles():
             count = rows.stop - rows.start
             with torch.no_grad():
@@ -122,11 +122,11 @@ class _Call:
             self.others = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not found:
-                self._refuse(inputs, versions, random, seen)
+                refuse()
                 found = [tensor.new_empty(*self._shape(tensor, count)) for tensor in tensors]
             for whole, part in zip(found, tensors, strict=True):
                 self.rows_of(whole)[rows] = part.reshape(count, *self.rows_of(whole).shape[1:])
-        self._refuse(inputs, versions, random, seen)
+        refuse()
         return tuple(found)
 
     def rows_of(self, whole: Tensor) -> Tensor:
@@ -152,36 +152,41 @@ class _Call:
             [self.others[place] if place in self.others else next(tensors) for place in range(self.out_spec.num_leaves)], self.out_spec
         )
 
-    def _refuse(self, inputs: Sequence[Tensor], versions: Sequence[int], random: list[Tensor], seen: int) -> None:
-        name = self.owner.name
-        if self.random.now(random) is not random:
-            self.random.set(random)
-            raise RuntimeError(
-                f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
-                "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
-            )
-        if _versions(inputs) != versions:
-            raise RuntimeError(f"{name!r} changes its input in place, and backward computes it again; leave it out of tile_sequence(modules=...)")
-        if seen != _captured():
-            raise RuntimeError(
-                f"transformers collects outputs of modules inside of {name!r}, tile by tile of tokens and without a graph; set output_router_logits, "
-                "output_hidden_states and output_attentions to False, or leave the module out of tile_sequence(modules=...)"
-            )
+    def _watch(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Return the check that nothing has happened since which is not to happen in a tile."""
+        versions, random, seen, name = _versions(inputs), self.random.now([]), _captured(), self.owner.name
+
+        def refuse() -> None:
+            if self.random.now(random) is not random:
+                self.random.set(random)
+                raise RuntimeError(
+                    f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
+                    "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
+                )
+            if _versions(inputs) != versions:
+                raise RuntimeError(f"{name!r} changes its input in place, and backward computes it again; leave it out of tile_sequence(modules=...)")
+            if seen != _captured():
+                raise RuntimeError(
+                    f"transformers collects outputs of modules inside of {name!r}, tile by tile of tokens and without a graph; set "
+                    "output_router_logits, output_hidden_states and output_attentions to False, or leave the module out of "
+                    "tile_sequence(modules=...)"
+                )
+
+        return refuse
 
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Check on two tokens that each one's output is its own."""
-        versions, random, seen = _versions(inputs), self.random.now([]), _captured()
         found = []
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
             copies = [self.tile(tensor, rows).clone() for tensor in inputs]
-            before = _versions(copies)
+            refuse = self._watch([*inputs, *copies])
             count = rows.stop - rows.start
             leaves = [leaf for leaf in tree_leaves(self.call(copies)) if isinstance(leaf, Tensor)]
             for leaf in leaves:
                 self._shape(leaf, count)
             found.append([leaf.reshape(count, -1) for leaf in leaves])
-            self._refuse([*inputs, *copies], [*versions, *before], random, seen)
+            refuse()
         for both, first, second in zip(*found, strict=True):
             apart = torch.cat([first, second]).double()
             if not torch.allclose(both.double(), apart, rtol=1e-2, atol=1e-2 * float(apart.abs().max()), equal_nan=True):
@@ -243,7 +248,8 @@ class _Inputs(torch.autograd.Function):
                 if not pairs:
                     continue
                 leaves = [*(parts[id(tensor)] for tensor in wants), *params]
-                made = _grads(pairs, leaves)
+                tensors, of_tensors = zip(*pairs, strict=True)
+                made = torch.autograd.grad(tensors, leaves, of_tensors, allow_unused=True)
                 for tensor, grad in zip(wants, made, strict=False):
                     if grad is not None:
                         found[id(tensor)].view(call.tokens, -1)[rows] = grad.reshape(rows.stop - rows.start, -1)
@@ -277,11 +283,6 @@ class _Outputs(torch.autograd.Function):
             )
         call.grads = grads
         return memoryless((1,), torch.float32, call.device), None, None
-
-
-def _grads(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    outputs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
