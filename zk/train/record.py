@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -46,16 +46,6 @@ class Record:
 
 
 @contextlib.contextmanager
-def _at_blocks(model: GPT, call: Callable[..., None]) -> Iterator[None]:
-    """Call ``call(block, resource, begins, *of the hook)`` where the forward and backward of each block begin and end."""
-    with contextlib.ExitStack() as stack:
-        for index, block in enumerate(model.blocks):
-            for register, when in _HOOKS.items():
-                stack.enter_context(getattr(block, register)(functools.partial(call, f"blocks.{index}", *when)))
-        yield
-
-
-@contextlib.contextmanager
 def profiled(model: GPT, device: torch.device, record: Record, step: int) -> Iterator[None]:
     """Record the timeline of step number ``step``, with a span for each block's forward and backward."""
     began: dict[tuple[str, Resource], int] = {}
@@ -66,7 +56,11 @@ def profiled(model: GPT, device: torch.device, record: Record, step: int) -> Ite
         elif (block, resource) in began:
             note(resource, block, began.pop((block, resource)), now_ns(), holds=True)
 
-    with _at_blocks(model, mark), Recorder(device) as recorder:
+    with contextlib.ExitStack() as stack:
+        for index, block in enumerate(model.blocks):
+            for register, when in _HOOKS.items():
+                stack.enter_context(getattr(block, register)(functools.partial(mark, f"blocks.{index}", *when)))
+        recorder = stack.enter_context(Recorder(device))
         yield
     record.profiled = (step, recorder.timeline)
 
