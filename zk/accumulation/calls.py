@@ -130,14 +130,12 @@ class Call:
         self.attention: TileAttention | None = None  # of a tile of a sequence
         self.kept: tuple[list[Tensor], dict[Edge, Tensor]] | None = None  # these with their graph, and the inputs at its other end
 
-    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """Arguments as the model gave them, with other leaves."""
-        args, kwargs = tree_unflatten(list(leaves), self.spec)
-        return args, kwargs
+    def make(self, arguments: tuple[Any, Any], depths: Any) -> Any:
+        """Call the block as the model did, with these arguments, by position and by name.
 
-    def make(self, args: Any, kwargs: Any, depths: Any) -> Any:
-        """Call the block as the model did. What autocast has cast is not kept for the next call: it may have no graph."""
-        before, depths.depth = depths.depth, self.depth
+        What autocast has cast is not kept for the next call: it may have no graph.
+        """
+        (args, kwargs), before, depths.depth = arguments, depths.depth, self.depth
         try:
             with autocast_as(self.autocast):
                 if self.attention is None:

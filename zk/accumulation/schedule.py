@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, contents, differentiable, key_of, nodes, split
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
@@ -98,6 +98,10 @@ class Accumulation:
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
 
+    def _lane(self) -> MicroBatch | None:
+        """The micro-batch whose thread this is."""
+        return next((lane for lane in self.lanes if lane is threading.current_thread()), None)
+
     def _loss_of(self, batch: Any) -> Any:
         """Call loss_fn with one micro-batch, in its thread."""
         with contextlib.ExitStack() as stack:
@@ -108,20 +112,19 @@ class Accumulation:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(autocast_as(self.autocast, keeps_casts=None))
             if isinstance(batch, SequenceTile):
-                batch, lane = batch.to(self.optimizer.device), threading.current_thread()
-                assert isinstance(lane, MicroBatch)
+                batch, lane = batch.to(self.optimizer.device), self._lane()
+                assert lane is not None
                 lane.outside = stack.enter_context(Outside(batch))
             return self.loss_fn(self.optimizer.model, batch)
 
     def _called(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         """The model calls a block."""
-        lane = threading.current_thread()
-        if lane not in self.lanes or torch._C._current_graph_task_id() != -1:  # within another block, or by a checkpoint in backward
+        lane = self._lane()
+        if lane is None or torch._C._current_graph_task_id() != -1:  # within another block, or by a checkpoint in backward
             for frame in _checkpoints("target_frame_ref"):
                 if frame in self.frames:
                     return self._recomputed(block, self.frames[frame], args, kwargs)
             return block.call(*args, **kwargs)
-        assert isinstance(lane, MicroBatch)
         self.frames.update({frame: dict(lane.attributes) for frame in _checkpoints("frame")})
         back, last = lane.turn
         lane.turn = (back + (block.position <= last), block.position)
@@ -129,10 +132,9 @@ class Accumulation:
         hooks = None if is_of_checkpoint(hooks) else hooks  # this is a checkpoint itself
         call = Call(block, len(lane.calls), lane.turn, args, kwargs, hooks, self.depths.depth, self.optimizer.device)
         del args, kwargs
-        number = self.lanes.index(lane)
-        if self.sequences.tiles[number] is not None:
+        if lane.outside is not None:
             lane.outside.see(call.flat)
-            call.attention = TileAttention(self.sequences, number, call.number, block.name, call.has_graph, offload_around())
+            call.attention = TileAttention(self.sequences, self.lanes.index(lane), call.number, block.name, call.has_graph, offload_around())
         if call.has_graph:
             lane.calls.append(call)
             for edge in call.edges.values():
@@ -178,8 +180,8 @@ class Accumulation:
 
     def _computed(self, module: nn.Module, _args: Any, output: Any) -> Any:
         """A module between blocks has computed something, which rests while its tile of a sequence waits at blocks."""
-        lane = threading.current_thread()
-        if lane not in self.lanes or lane.turn[1] == len(self.blocks) - 1 or self.sequences.tiles[self.lanes.index(lane)] is None:
+        lane = self._lane()
+        if lane is None or lane.outside is None or lane.turn[1] == len(self.blocks) - 1:
             return output
         offload = offload_around()
         return tree_map(lambda leaf: rest(leaf, offload) if isinstance(leaf, Tensor) else leaf, output)
@@ -321,15 +323,15 @@ class Accumulation:
         if call.has_graph:
             self.called[block] = None
         flat, leaves = call.leaves() if with_graph else (call.plain(), {})
-        args, kwargs = call.arguments(flat)
-        before, versions = contents((args, kwargs)), [buffer._version for buffer in block.buffers]
+        given = tree_unflatten(flat, call.spec)
+        before, versions = contents(given), [buffer._version for buffer in block.buffers]
         if block.writes_buffers is not False:
             call.buffers = [buffer.clone() for buffer in block.buffers]
         self.random.set(lane.random)
         self.attributes.put(lane.attributes)
         with settings_of(lane.settings), torch.set_grad_enabled(with_graph):
             try:
-                call.result = call.make(args, kwargs, self.depths)
+                call.result = call.make(given, self.depths)
             except BaseException as error:  # which the model may expect
                 call.error = error
         lane.random, changes = self.random.now(lane.random), self.attributes.changes()
@@ -345,7 +347,7 @@ class Accumulation:
         if call.error is not None or not call.has_graph:
             return
         call.check("by the block")
-        if contents((args, kwargs)) != before:
+        if contents(given) != before:
             raise RuntimeError(
                 f"block {block.name!r} writes into an object that it is called with, and would do so again in backward, where accumulate() calls "
                 f"it once more; let it return what it makes ({NO_CACHE})"
@@ -464,7 +466,7 @@ class Accumulation:
         self.attributes.put(call.attributes)
         try:
             with settings_of(call.settings), torch.enable_grad(), self._measured(block):
-                result = call.make(*call.arguments(flat), self.depths)
+                result = call.make(tree_unflatten(flat, call.spec), self.depths)
         finally:
             changes = self.attributes.changes()
             self.attributes.take_away(changes)

@@ -7,6 +7,7 @@ turn, when they are whole. Of forward attention's output is kept, so that backwa
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,8 +45,9 @@ class SequenceTile(dict[str, Any]):
 
     def to(self, device: torch.device) -> SequenceTile:
         """The same with its tensors on ``device``."""
-        values = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.items()}
-        return SequenceTile(values, self.batch, self.number, self.count, self.length)
+        moved = copy.copy(self)
+        moved.update({name: value.to(device) for name, value in self.items() if isinstance(value, Tensor)})
+        return moved
 
 
 def sequence_tiles(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], tokens: int) -> list[SequenceTile]:
