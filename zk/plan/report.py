@@ -10,7 +10,7 @@ from rich.console import Console
 from zk.monitor.words import count, seconds, size
 from zk.plan.choose import Option, Plan, as_python, faster, shown
 from zk.plan.optimizers import has_kernel
-from zk.plan.speed import USABLE, Machine
+from zk.plan.speed import USABLE
 from zk.terminal import table
 
 TIERS = {"device": "GPU", "host": "host", "nvme": "drive"}  # and what they are called
@@ -45,7 +45,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(
         f"[bold]{shape.name}[/]: {count(shape.num_params)} parameters{active}{trained}, {shape.layers} blocks{width}{by}", highlight=False
     )
-    console.print(_machine(plan.machine, plan.tokens, plan.shape.sequence, plan.shape.tile), highlight=False, style="dim")
+    console.print(_machine(plan), highlight=False, style="dim")
     rows = table("each rank", ("stage", "params", "optimizer"), TIERS.values())
     rows.padding = (0, 1, 0, 0)
     rows.add_column("fits", min_width=len("GiB host"))  # the one that gives way on a narrow terminal
@@ -104,7 +104,8 @@ def _stages(stages: Sequence[int], best: int | None) -> str:
     return ",".join(f"{stage}*" if stage == best else str(stage) for stage in stages)
 
 
-def _machine(machine: Machine, tokens: int, sequence: int, tile: int) -> str:
+def _machine(plan: Plan) -> str:
+    machine, sequence, tile = plan.machine, plan.shape.sequence, plan.shape.tile
     gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
     meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
     mesh = f" ({', '.join(f'{name} {extent}' for name, extent in meshes.items() if extent > 1)})" if machine.shards < machine.world else ""
@@ -118,7 +119,7 @@ def _machine(machine: Machine, tokens: int, sequence: int, tile: int) -> str:
     tiles = f", in tiles of {tile:,} (zk.sequence_tiles)" if tile else ""
     length = f", in sequences of {sequence:,} (zk.long_context){tiles}" if sequence else ""
     return (
-        f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {drive} ({use} to be used); {tokens:,} tokens "
+        f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {drive} ({use} to be used); {plan.tokens:,} tokens "
         f"a step and rank{length}\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
         f"parameters/s{memory}, drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
     )

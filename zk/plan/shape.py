@@ -317,12 +317,9 @@ def decoder_of(config: Mapping[str, Any], where: str = "config.json") -> Decoder
     if family == "opt" and config.get("word_embed_proj_dim", width) != width:
         raise ValueError(f"{where}: an OPT whose word_embed_proj_dim is not its hidden_size is not known here; give module:factory")
     positions = size("n_positions", "n_ctx") if family == "gpt2" else 0
-    if family == "qwen3_moe":
-        ffn = size("moe_intermediate_size")
-    else:
-        ffn = size("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
     if family == "opt":
         positions = size("max_position_embeddings") + 2  # the first two rows are for padding
+    ffn = size("moe_intermediate_size") if family == "qwen3_moe" else size("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
     return Decoder(
         layers=size("num_hidden_layers", "n_layer"),
         width=width,
