@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zk.checkpoint.files import DTYPE_OF
 from zk.checkpoint.folders import find
 from zk.materialize import compute_device, promise
+from zk.monitor.words import some
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.owners import inner_tensors, owner_of
 from zk.parallel.comm import together
@@ -183,7 +184,7 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
     }
     unlike = {"other shapes:": list(wrong), "in 4 bits, and not as the model was built:": unfit}
     unlike |= {"missing:": missing, "unexpected:": unexpected} if strict else {}
-    if problems := [f"{what} {_some(those)}" for what, those in unlike.items() if those]:
+    if problems := [f"{what} {some(those, 5)}" for what, those in unlike.items() if those]:
         hint = "" if wrong or unfit else " (strict=False ignores these)"
         if unfit:
             hint = "; build 4-bit layers as the quantization_config of the files says, or quantize and save the weights anew"
@@ -197,10 +198,6 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
         for tensor, key in chosen.items()
         if key is not None
     }
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 @torch.no_grad()

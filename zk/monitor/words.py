@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(nbytes: float) -> str:
     """ "1.5 GiB"; nothing for nothing."""
@@ -35,6 +37,11 @@ def duration(value: float) -> str:
 def short(path: str, most: int = 24) -> str:
     """The end of a long path: ".../runs/mine"."""
     return path if len(path) <= most else f"...{path[3 - most :]}"
+
+
+def some(items: Sequence[object], most: int) -> str:
+    """ "one, two and 3 more": no more than ``most`` of them by name."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def bar(share: float, width: int = 8) -> str:

@@ -21,6 +21,7 @@ from zk.checks import check_state_dtype
 from zk.config import ZeroConfig
 from zk.doctor import in_memory
 from zk.memory import free_addresses, free_swap, host_memory
+from zk.monitor.words import some
 from zk.offload.rules import Rule
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes, readable
@@ -213,8 +214,7 @@ def _refusal(case: Case, config: ZeroConfig, rows: Sequence[Sequence[Nbytes]], s
     needed, free = rows[short[0]]
     who = ""
     if case.ranks > 1:
-        named = ", ".join(map(str, short[:8])) + (f" and {len(short) - 8} more" if len(short) > 8 else "")
-        who = f" on rank{'s' * (len(short) > 1)} {named} of {case.ranks}"
+        who = f" on rank{'s' * (len(short) > 1)} {some(short, 8)} of {case.ranks}"
     yield f"there is not enough memory{who} for this model with {_pasted(config, ZeroConfig()) or 'the defaults'}. Nothing has been changed."
     yield f"{'':8}{'still needed':>14}{'free':>14}"
     few = lacking(needed, free)
