@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,6 @@ _FILE = "rates.json"
 _VALID_S = 30 * 86_400
 _DRIVE_VALID_S = 600
 _NBYTES, _ROUNDS = 256 << 20, 3
-_NUMEL = 1 << 24  # of the update: far more than caches hold
 
 
 def _key(paths: Sequence[str]) -> str:
@@ -59,17 +57,15 @@ def measure_update(device: torch.device, num_threads: int, ranks: int, say: Call
     found = _known(key, _VALID_S, "up", "down", "cpu", "memory")
     if found is not None:
         return found
-    from zk.bench.adam import by_zk
-    from zk.bench.clock import CPU, copy_gbps, seconds_of
+    from zk.bench.clock import CPU, copy_gbps
     from zk.bench.link import DOWN, UP, measure
+    from zk.plan.measure import measure_cpu_adam
 
     say("measuring the link and the CPU update, once a month (a few seconds)")
     rows = {row["name"]: float(row["gbps"]) for row in measure(_NBYTES, _ROUNDS, device).as_dict()["rows"]}
     both = rows["pinned, both at once"] / 2  # the way in which blocks stream
-    param, grad = torch.zeros(_NUMEL, dtype=torch.bfloat16), torch.full((_NUMEL,), 1e-3, dtype=torch.bfloat16)
-    taken = statistics.median(seconds_of(by_zk(param, grad, num_threads=num_threads), _ROUNDS))
     up, down = (1e9 * min(rows[f"pinned, {way}"], both) for way in (UP, DOWN))
-    rates = {"up": up, "down": down, "cpu": _NUMEL / taken, "memory": 1e9 * copy_gbps(CPU, _NBYTES, _ROUNDS)}
+    rates = {"up": up, "down": down, "cpu": 1e9 * measure_cpu_adam(num_threads, _ROUNDS), "memory": 1e9 * copy_gbps(CPU, _NBYTES, _ROUNDS)}
     _keep(key, rates)
     return rates
 
