@@ -35,7 +35,7 @@ def rates_line(rates: Mapping[str, float], ranks: int, host_nbytes: int | None =
     parts = [f"{rates['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in rates else []
     parts.append(f"{seconds(rates['step_s'])}/step")
     if rates["wait_share"] >= 0.005:
-        parts.append(f"{rates['wait_share']:.0%} waiting: {reason_of(dict(rates))}")
+        parts.append(f"{rates['wait_share']:.0%} waiting: {reason_of(rates)}")
     if rates["update_share"] >= 0.005:
         parts.append(f"{rates['update_share']:.0%} update")
     parts += [f"{name} {rates[f'{name}_gbps']:.2g} GB/s" for name in ("drive", "link") if f"{name}_gbps" in rates]

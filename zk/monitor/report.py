@@ -13,7 +13,7 @@ from zk.cache import folder_for, replace_text
 from zk.monitor.advice import sentence
 from zk.monitor.rates import USES
 from zk.monitor.runfile import COLUMNS, find, read, state_of
-from zk.monitor.summary import COLORS
+from zk.monitor.summary import COLORS, on_tier
 from zk.monitor.words import duration, seconds, size
 
 FILE = "report.html"
@@ -37,15 +37,14 @@ def _ticks(base: float, top: float) -> list[float]:
 def chart(
     label: str,
     layers: Mapping[str, tuple[str, Points]],
-    lines: Mapping[str, tuple[str, Points]] | None = None,
-    limits: Mapping[str, float] | None = None,
-    until: float = 1,
+    lines: Mapping[str, tuple[str, Points]],
+    limits: Mapping[str, float],
+    until: float,
 ) -> str:
     """SVG of layers, which are stacked, lines over them, and limits across, over the steps from 0 to ``until``; with a key. Lines alone begin where
     the lowest one is, as nothing is seen of a loss from 0 on.
     """
-    lines, limits, edges = lines or {}, limits or {}, itertools.zip_longest(*(points for _, points in layers.values()))
-    tops = [sum(point[1] for point in column if point) for column in edges]
+    tops = [sum(point[1] for point in column if point) for column in itertools.zip_longest(*(points for _, points in layers.values()))]
     most = max([*tops, *(y for _, points in lines.values() for _, y in points)], default=0.0) or 1.0
     drawn = {name: y for name, y in limits.items() if y <= _FAR * most}
     base = 0.0 if layers else min((y for _, points in lines.values() for _, y in points), default=0.0)
@@ -107,7 +106,7 @@ def _memory(run: Mapping[str, Any], until: float) -> Iterable[str]:
     for tier, (label, whole) in run["capacity"].items():
         kinds = [kind for kind in COLORS if any(reading[1].get(kind, {}).get(tier) for reading in readings)]
         all_of_it = [reading[2] if tier == "host" else reading[3].get(tier) for reading in readings] if tier in ("host", "device") else []
-        most = max([*(sum(row.get(tier, 0) for row in reading[1].values()) for reading in readings), *filter(None, all_of_it)], default=0)
+        most = max([*(on_tier(reading[1], tier) for reading in readings), *filter(None, all_of_it)], default=0)
         unit, scale = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
         layers = {
             kind: (COLORS[kind], _stepped(starts, [reading[1].get(kind, {}).get(tier, 0) / scale for reading in readings], until)) for kind in kinds
@@ -122,8 +121,7 @@ def _memory(run: Mapping[str, Any], until: float) -> Iterable[str]:
 def _against_plan(run: Mapping[str, Any], totals: Mapping[str, float]) -> Iterable[tuple[str, str, str]]:
     """Rows of the table: what, as planned, as measured."""
     for tier, (label, _) in run["capacity"].items():
-        planned = sum(row.get(tier, 0) for row in run["planned"].values())
-        held = max((sum(row.get(tier, 0) for row in reading[1].values()) for reading in run["memory"]), default=0)
+        planned, held = on_tier(run["planned"], tier), max((on_tier(reading[1], tier) for reading in run["memory"]), default=0)
         yield f"training state, {label}", f"{size(planned) or '-'} at the fullest point of a step", f"{size(held) or '-'} at most between steps"
     moved = sum(run["traffic"].values())
     if moved:
@@ -162,8 +160,8 @@ def html(run: Mapping[str, Any], state: str, name: str) -> str:
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>',
         f"<h1>{escape(name)}</h1><p>{escape(run['heading'])}</p>",
         _table((*facts.items(), *run["results"].items())),
-        chart("Loss, by step", {}, {"training": ("#4c78a8", losses)}, until=until) if losses else "",
-        chart("Seconds of a step, and what for", uses, floor, until=until) if rows else "",
+        chart("Loss, by step", {}, {"training": ("#4c78a8", losses)}, {}, until) if losses else "",
+        chart("Seconds of a step, and what for", uses, floor, {}, until) if rows else "",
         *_memory(run, until),
         "<h2>Plan and measurement</h2>" + _table(_against_plan(run, totals), "", "planned", "measured"),
         "<h2>Configuration</h2>" + _table((key, str(value)) for key, value in {**run["zero"], **run["about"]}.items()),

@@ -34,6 +34,11 @@ COLORS = {
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def on_tier(nbytes: Mapping[str, Mapping[str, int]], tier: str) -> int:
+    """Bytes of all kinds on a tier, of a table kind -> tier -> bytes."""
+    return sum(row.get(tier, 0) for row in nbytes.values())
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
     """A table of bytes by kind and tier, with what is said around it. ``text()``, and ``_repr_html_`` for notebooks."""
@@ -47,16 +52,12 @@ class Summary:
     """Lines below the table."""
     traffic: Traffic
 
-    def total(self, tier: str) -> int:
-        """Bytes of all kinds on a tier."""
-        return sum(row.get(tier, 0) for row in self.nbytes.values())
-
     def text(self) -> str:
         """The heading, a table with a bar for each tier, and the notes."""
         rows = [["", *(label for label, _ in self.capacity.values())]]
         rows += [[kind, *(size(row.get(tier, 0)) or "-" for tier in self.capacity)] for kind, row in self.nbytes.items()]
-        shares = ((self.total(tier), self.total(tier) / max(1, whole)) for tier, (_, whole) in self.capacity.items())
-        rows.append(["total", *(f"{size(nbytes) or '-':9} {bar(share)}" for nbytes, share in shares)])
+        totals = ((on_tier(self.nbytes, tier), whole) for tier, (_, whole) in self.capacity.items())
+        rows.append(["total", *(f"{size(nbytes) or '-':9} {bar(nbytes / max(1, whole))}" for nbytes, whole in totals)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.heading, *lines, *self.notes])
@@ -70,7 +71,7 @@ class Summary:
         """The same for notebooks: a bar for each tier, with a part for each kind."""
         parts = [f"<div style='font-family:sans-serif;font-size:13px'><b>{html.escape(self.heading)}</b><table>"]
         for tier, (label, whole) in self.capacity.items():
-            total = self.total(tier)
+            total = on_tier(self.nbytes, tier)
             cells = "".join(
                 f"<span title='{kind} {size(row[tier])}' style='display:inline-block;height:14px;min-width:2px;background:{COLORS[kind]};"
                 f"width:{100 * row[tier] / max(whole, total, 1):.2f}%'></span>"
