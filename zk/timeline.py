@@ -35,7 +35,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -172,7 +171,7 @@ class phase(contextlib.ContextDecorator):  # a verb, as contextlib's are
         for recorder in _RECORDERS:
             recorder.open[self] = threading.current_thread().name
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: Any) -> None:
         if self.resource in _COUNTED:
             taken = time.perf_counter_ns() - self.start_ns
             if not _thread.background:
@@ -183,7 +182,7 @@ class phase(contextlib.ContextDecorator):  # a verb, as contextlib's are
             for recorder in _RECORDERS:
                 recorder.open.pop(self, None)
         if self.label is not None:
-            self.label.__exit__(kind, error, trace)
+            self.label.__exit__(*exc)
 
     def _recreate_cm(self) -> phase:
         """Each call of a decorated function is a phase of its own."""

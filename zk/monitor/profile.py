@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -11,7 +12,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +29,7 @@ _SHARE = 200  # and so many times what the last one took
 Reading = tuple[int, dict[str, int]]  # time, tier -> bytes
 
 
-class profile:  # a verb, as contextlib's are
+class profile(contextlib.AbstractContextManager["profile"]):  # a verb, as contextlib's are
     """Record the next steps of a ZeroOptimizer and write a trace. Also a context, which ends the recording if the steps have not come.
 
     ```python
@@ -129,10 +129,7 @@ class profile:  # a verb, as contextlib's are
             missing = f", without {self.left} of its steps, which have not come" if self.left else ""
             say(f"zk: wrote {self.path}{missing}: open it in https://ui.perfetto.dev")
 
-    def __enter__(self) -> profile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

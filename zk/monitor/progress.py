@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def _in_notebook() -> bool:
     return shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell"
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Shows the progress of a loop: call ``step`` after each ``optimizer.step()``.
 
     In a terminal or a notebook one line is renewed; elsewhere (a file, a pipe) a line is printed every ten seconds, and at the end.
@@ -172,8 +171,5 @@ class Progress:
                     self.file.flush()
                 begun_line(None)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(error)

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -38,7 +37,7 @@ _SHARE = 1e-3  # of the time may go into writing, unless nothing would be seen f
 _OPEN: dict[Path, RunFile] = {}  # those of this process that have not ended
 
 
-class RunFile:
+class RunFile(contextlib.AbstractContextManager["RunFile"]):
     """Writes the file, at most once a second, so that readers never see half of it. The first rank does, of itself.
 
     Args:
@@ -179,10 +178,7 @@ class RunFile:
         self._write("ended" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error!r}")
         self.path = None
 
-    def __enter__(self) -> RunFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(error)
 
 
