@@ -22,6 +22,7 @@ from zk.accumulation.attention import Kind, attend, attend_backward, merge
 from zk.accumulation.resting import fetch_ahead, rest, value_of
 from zk.activations import ActivationOffload, no_hooks
 from zk.memory import trim
+from zk.options import is_count
 from zk.parallel.partitioned import is_of_checkpoint
 from zk.tiled_linear import autocast_dtype, no_autocast
 
@@ -84,7 +85,7 @@ def sequence_tiles(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], token
 
 def check_tokens(tokens: Any, name: str) -> None:
     """Refuse what is no number of tokens of a tile."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+    if not is_count(tokens, 2):
         raise ValueError(f"{name} must be a number of tokens, 2 or more; got {tokens!r}")
 
 

@@ -21,6 +21,7 @@ from zk.logs import rank_log
 from zk.monitor.rates import zero_of
 from zk.monitor.start import say
 from zk.monitor.summary import nbytes_of, rows_of
+from zk.options import is_count
 from zk.timeline import Recorder, Span, Timeline, chrome_trace, note, now_ns
 
 _BIN_NS = 10_000_000  # of the drive's rate
@@ -51,7 +52,7 @@ class profile(contextlib.AbstractContextManager["profile"]):  # a verb, as conte
 
     def __init__(self, optimizer: Any, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
         for name, value, least in (("steps", steps, 1), ("skip", skip, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_count(value, least):
                 raise ValueError(f"{name} must be a number of steps, at least {least}; got {value!r}")
         self.optimizer, self.left, self.skip = zero_of(optimizer), steps, skip
         self.rank = rank = self.optimizer.everyone.rank

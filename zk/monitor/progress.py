@@ -19,6 +19,7 @@ from zk.monitor.rates import Rates, reason_of, zero_of
 from zk.monitor.runfile import RunFile
 from zk.monitor.start import begun_line, is_quiet
 from zk.monitor.words import bar, duration, seconds
+from zk.options import is_count
 
 EVERY_S = 10.0  # between lines where there is no terminal
 _TERMINAL_S = 0.25  # between two states of a terminal's line
@@ -84,7 +85,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         run: str | os.PathLike[str] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
+        if total is not None and not is_count(total):
             raise ValueError(f"total must be a number of steps, at least 1, or None; got {total!r}")
         self.total, self.done, self.first = total, done, done
         self.file = sys.stderr if file is None else file
