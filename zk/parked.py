@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
+import itertools
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,17 +42,13 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # updated parameters have arrived
         optimizer.grads.pool.clear()
-        arena = optimizer.transfer.arena
         if path is not None and optimizer.assembly.stream is not None:  # most of the host memory is page-locked then
-            again.enter_context(arena.unlocked())
-        spans, storages = list(_host_spans(optimizer, _tensors(optimizer))) if path is not None else [], _device_storages(optimizer)
+            again.enter_context(optimizer.transfer.arena.unlocked())
         with together(optimizer.everyone, "parked()"):  # where one rank cannot, none does
-            file = _room(again, parse_paths(path, "path"), optimizer.everyone.rank, spans, storages) if path is not None else None
-            again.push(functools.partial(_note_loss, optimizer))
-            _give_back(again, file, spans, storages)
-        unused = [*_host_spans(optimizer, _shadows(optimizer)), *(arena.spans(free=True) if optimizer.assembly.stream is not None else ())]
-        for start, stop in unused if path is not None else ():
-            _free_pages(start, stop - start)  # the next update, or gradient, writes them before it reads them
+            if path is None:
+                _give_to_host(again, _device_storages(optimizer))
+            else:
+                _give_to_drive(again, optimizer, parse_paths(path, "path"))
         try:
             for held in optimizer.held:
                 again.callback(_usable, held, held.on_use)
@@ -66,79 +62,77 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             optimizer.is_parked = False
 
 
-def _room(again: contextlib.ExitStack, paths: Sequence[str], rank: int, spans: Sequence[tuple[int, int]], storages: Sequence[Any]) -> File:
-    """A private file for all of it, which is gone at the end."""
-    for path in paths:
-        if not os.path.isdir(path):
-            raise NotADirectoryError(errno.ENOTDIR, "parked(path=) must be an existing folder; create it on the drive to use", path)
-    scratch = Scratch(paths, rank)
-    again.callback(scratch.close)
-    nbytes = sum(round_up(stop - start) for start, stop in spans) + sum(round_up(storage.nbytes()) for storage in storages)
-    return again.enter_context(File(scratch.paths("parked"), nbytes, checksum=True))
-
-
-def _note_loss(optimizer: Any, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-    """Values that were not taken again are refused from now on."""
-    if isinstance(error, _NotThere):
-        optimizer.integrity.tear(error)
-
-
-class _NotThere(OSError):
-    """The drive does not give back what was parked there."""
-
-
-def _give_back(again: contextlib.ExitStack, file: File | None, spans: Sequence[tuple[int, int]], storages: Sequence[Any]) -> None:
-    """Save all of it, then free it; ``again`` restores what was freed, last first."""
-    offset = 0
-    views = [torch.frombuffer((ctypes.c_uint8 * (stop - start)).from_address(start), dtype=torch.uint8) for start, stop in spans]
-    places = []
-    for view in views:
-        assert file is not None
-        file.write_async(view, offset)
-        places.append(offset)
-        offset += round_up(view.nbytes)
-    copies: list[Tensor | int] = []
-    for storage in storages:
-        if file is None:
-            copies.append(staging(storage.nbytes()).copy_(_bytes_of(storage)))
-            continue
-        passing = staging(min(_PIECE_NBYTES, storage.nbytes()))
-        for start in range(0, storage.nbytes(), len(passing)):
-            piece = _bytes_of(storage)[start : start + len(passing)]
-            file.write(passing[: len(piece)].copy_(piece), offset + start)
-        copies.append(offset)
-        offset += round_up(storage.nbytes())
-    if file is not None:
-        file.wait()
-    if views:
-        again.callback(_read_again, file, list(zip(views, places, strict=True)))
-        for view in views:
-            _free_pages(view.data_ptr(), view.nbytes)
+def _give_to_host(again: contextlib.ExitStack, storages: Sequence[Any]) -> None:
+    """Save device memory, then free it; ``again`` restores what was freed, last first."""
+    copies = [staging(storage.nbytes()).copy_(_bytes_of(storage)) for storage in storages]
     for storage, copy in zip(storages, copies, strict=True):
-        again.callback(_fill, storage, storage.nbytes(), copy, file)
+        again.callback(_take_from_host, storage, copy)
         storage.resize_(0)
 
 
-def _read_again(file: File | None, views: Sequence[tuple[Tensor, int]]) -> None:
-    assert file is not None
+def _take_from_host(storage: Any, copy: Tensor) -> None:
+    storage.resize_(copy.nbytes)
+    _bytes_of(storage).copy_(copy)
+
+
+def _give_to_drive(again: contextlib.ExitStack, optimizer: Any, paths: Sequence[str]) -> None:
+    """The same for host memory too, in a private file, which is gone at the end."""
+    for path in paths:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, "parked(path=) must be an existing folder; create it on the drive to use", path)
+    scratch = Scratch(paths, optimizer.everyone.rank)
+    again.callback(scratch.close)
+    spans, storages = _host_spans(optimizer, _tensors(optimizer)), _device_storages(optimizer)
+    views = [torch.frombuffer((ctypes.c_uint8 * (stop - start)).from_address(start), dtype=torch.uint8) for start, stop in spans]
+    sizes = [*(view.nbytes for view in views), *(storage.nbytes() for storage in storages)]
+    *offsets, end = itertools.accumulate(map(round_up, sizes), initial=0)
+    file = again.enter_context(File(scratch.paths("parked"), end, checksum=True))
+    of_views = list(zip(views, offsets[: len(views)], strict=True))
+    of_storages = list(zip(storages, offsets[len(views) :], strict=True))
+    for view, offset in of_views:
+        file.write_async(view, offset)
+    for storage, offset in of_storages:
+        for start, piece, passing in _pieces(storage):
+            file.write(passing.copy_(piece), offset + start)
+    file.wait()
+    again.callback(_read, optimizer, file, of_views)
+    for view in views:
+        _free_pages(view.data_ptr(), view.nbytes)
+    for storage, offset in of_storages:
+        again.callback(_take_from_drive, optimizer, file, storage, storage.nbytes(), offset)
+        storage.resize_(0)
+    unused = list(_host_spans(optimizer, _shadows(optimizer)))
+    if optimizer.assembly.stream is not None:
+        unused += optimizer.transfer.arena.spans(free=True)
+    for start, stop in unused:
+        _free_pages(start, stop - start)  # the next update, or gradient, writes them before it reads them
+
+
+def _take_from_drive(optimizer: Any, file: File, storage: Any, nbytes: int, offset: int) -> None:
+    storage.resize_(nbytes)
+    for start, piece, passing in _pieces(storage):
+        _read(optimizer, file, [(passing, offset + start)])
+        piece.copy_(passing)
+
+
+def _pieces(storage: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The bytes of a storage in pieces: where each begins, itself, and host memory that it passes through."""
+    passing = staging(min(_PIECE_NBYTES, storage.nbytes()))
+    for start in range(0, storage.nbytes(), len(passing)):
+        piece = _bytes_of(storage)[start : start + len(passing)]
+        yield start, piece, passing[: len(piece)]
+
+
+def _read(optimizer: Any, file: File, views: Sequence[tuple[Tensor, int]]) -> None:
+    """Take values again from their places in the file. What does not come back is refused from now on."""
     try:
         for view, offset in views:
             file.read_async(view, offset)
         file.wait()
     except OSError as error:
-        raise _NotThere(error.errno or errno.EIO, f"what was parked cannot be read again: {error}") from error
-
-
-def _fill(storage: Any, nbytes: int, copy: Tensor | int, file: File | None) -> None:
-    storage.resize_(nbytes)
-    if isinstance(copy, Tensor):
-        _bytes_of(storage).copy_(copy)
-        return
-    passing = staging(min(_PIECE_NBYTES, nbytes))
-    for start in range(0, nbytes, len(passing)):
-        target = _bytes_of(storage)[start : start + len(passing)]
-        _read_again(file, [(passing[: len(target)], copy + start)])
-        target.copy_(passing[: len(target)])
+        lost = OSError(error.errno or errno.EIO, f"what was parked cannot be read again: {error}")
+        optimizer.integrity.tear(lost)
+        raise lost from error
 
 
 def _usable(held: Any, on_use: Any) -> None:
