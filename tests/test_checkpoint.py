@@ -145,7 +145,6 @@ def check_save_beside_training(setting: str, room: str, folder: Path, made: Call
         before = snapshot(model, optimizer)
         losses += train(model, optimizer, scheduler, 3, 4)
         optimizer.save_checkpoint(folder / "saved", scheduler=scheduler, async_save=True)
-        assert optimizer.saver is not None and optimizer.saver.snapshot is not None
         under_way = optimizer.saver.snapshot
         losses += train(model, optimizer, scheduler, 4, 8)
         assert optimizer.metrics()["save_stall_ms"] > 0
@@ -284,7 +283,7 @@ def test_a_drive_that_refuses_is_an_error_at_the_next_step_or_a_warning(tmp_path
         optimizer.synchronize()
         assert len([record for record in caplog.records if "training goes on" in record.message]) == 2
         optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
-        assert optimizer.saver is not None and optimizer.saver.ticket is not None
+        assert optimizer.saver.ticket is not None
         optimizer.saver.ticket.event.wait(30)
     with pytest.raises(OSError, match=r"space|free"):
         train(model, optimizer, scheduler, 3, 4)
@@ -309,7 +308,7 @@ def test_an_update_that_fails_is_not_saved(tmp_path: Path) -> None:
     with mock.patch.object(optimizer.rules[0], "update", broken):
         train(model, optimizer, scheduler, 2, 3)
         optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
-        assert optimizer.saver is not None and optimizer.saver.ticket is not None
+        assert optimizer.saver.ticket is not None
         optimizer.saver.ticket.event.wait(30)
     assert isinstance(optimizer.saver.ticket.error, ArithmeticError) and there(tmp_path / "saved") == []
     with pytest.raises(ArithmeticError):

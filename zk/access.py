@@ -56,7 +56,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
         if owner is not None:
             owner._check_open()
             if write:
-                owner._end_save()  # which may read what is written here
+                owner.saver.finish()  # which may read what is written here
                 owner.updates.wait()  # which publishes on the same ranks
             unit, index = owner.units[param]
             held.setdefault(unit, []).append(index)

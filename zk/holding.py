@@ -83,7 +83,7 @@ def unfreeze(optimizer: Any, params: Collection[nn.Parameter], new: Sequence[Uni
     chosen = set(params)
     optimizer.assembly.rules = optimizer.rules
     optimizer.assembly.regroup()
-    optimizer._end_save()
+    optimizer.saver.finish()
     optimizer.updates.apply_delayed()
     optimizer.updates.wait()
     optimizer.partition.reset()

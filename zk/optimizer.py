@@ -159,7 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.speculation: Speculation | None = None
         self.updates = Updates(self)
         self.claim = Claim()  # of the folders that it saves into
-        self.saver: save.Saver | None = None  # made with the first save in the background
+        self.saver = save.Saver(self.everyone)
         self.saved_to: Path | None = None  # the folder of the last checkpoint that was saved or loaded
         self.resume_from: Path | None = None  # what a framework resumes from, where that is another one
         try:
@@ -246,7 +246,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.speculation = Speculation(self)
         for number, unit in enumerate(units):
             holding.hold(self, unit, number)
-        model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self._end_save)
+        model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self.saver.finish)
         self.handles += (
             model.register_forward_pre_hook(Hook(functools.partial(_forward_begins, self.grads))),
             model.register_forward_pre_hook(Hook(functools.partial(computes, True))),
@@ -411,8 +411,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.updates.wait()
         self._agree()
-        if self.saver is not None:
-            self.saver.check(self.everyone)
+        if self.saver.begun:
+            self.saver.check()
         self._reduce()
         if not any(held.used for held in self.held):
             self._without_gradient()
@@ -520,7 +520,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A delayed update counts then.
         """
         self.updates.settle()
-        self._end_save()
+        self.saver.finish()
         while self.grads.queue:
             self.grads._complete()
         self.partition.reset()
@@ -611,7 +611,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             comm.fail(error, self.everyone.rank)
 
     def _written(self, store: UnitStore, indices: list[int]) -> None:
-        self._end_save()
+        self.saver.finish()
         store.keep_written(indices)
 
     def _drop_gradients(self) -> None:
@@ -645,7 +645,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _leave_to_parent(self) -> None:
         """In a forked process: refuse the parameters that were not copied for it, those that are trained or partitioned."""
-        self.forked, self.saver = True, None
+        self.forked, self.saver.ticket = True, None
         self.partition.detach()  # which would gather
         for held in self.held:
             held.underway = None
@@ -673,7 +673,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _settle_state(self) -> None:
         self._check_open()
         self.updates.apply_delayed()
-        self._end_save()
+        self.saver.finish()
         self.updates.wait()
 
     def _keep_state(self) -> None:
@@ -743,11 +743,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return save.start(self, Path(directory), scheduler, extra, keep, async_save, on_save_error, frozen)
 
-    def _end_save(self) -> None:
-        """Wait for the save that goes on in the background."""
-        if self.saver is not None:
-            self.saver.finish()
-
     def load_checkpoint(self, directory: str | os.PathLike[str], *, scheduler: Any = None) -> Any:
         """Go on from a checkpoint: parameters, optimizer state, groups, loss scale, counters and random numbers. On all ranks.
 
@@ -766,7 +761,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         with together(self.everyone, "load_checkpoint()"):
-            self._end_save()
+            self.saver.finish()
             self.updates.join()
             self.updates.forget_delayed()
             self._drop_gradients()
@@ -855,7 +850,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             if not self.integrity.interrupted:
                 self.updates.settle()
-            self._end_save()
+            self.saver.finish()
             self.grads.forget()
             if gather:
                 for held in self.partition.stores.values():
@@ -881,9 +876,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _close_memory(self) -> None:
         """End the threads, remove files, and give page-locked memory back."""
-        if self.saver is not None:
-            self.saver.close()
-            self.saver = None
+        self.saver.close()
         self.worker.close()
         if "device" in self.tiers and self.assembly.stream is not None:
             self.assembly.stream.synchronize()

@@ -202,13 +202,11 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
 
 @torch.no_grad()
 def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
-    owners: dict[int, ZeroOptimizer] = {}
     units: dict[int, tuple[ZeroOptimizer, UnitStore, dict[int, _FromFile]]] = {}
     of_nobody: dict[Tensor, _FromFile] = {}
     for tensor, source in sources.items():
         owner = owner_of(tensor)
         if owner is not None:
-            owners[id(owner)] = owner
             held, index = owner.units[tensor]  # type: ignore[index]
             units.setdefault(id(held), (owner, held, {}))[2][index] = source
         elif tensor.is_meta:
@@ -217,8 +215,8 @@ def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
         else:
             of_nobody[tensor] = source
     with contextlib.ExitStack() as replacing:
-        for owner in owners.values():
-            owner._end_save()
+        for owner in dict.fromkeys(owner for owner, *_ in units.values()):
+            owner.saver.finish()
             replacing.enter_context(owner.integrity.replacing(f"load_pretrained({str(path)!r})", ("parameters",)))
         for owner, held, of_unit in units.values():
             with together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything

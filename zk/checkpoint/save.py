@@ -211,7 +211,7 @@ class Save:
         self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
         self.unread: dict[int, Unread] = {}
         self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
-        self.snapshot: Snapshot | None = None
+        self.snapshot = Snapshot(0)
         self.transfer = optimizer.transfer
         self.mark: Event = COMPLETED
         # of parameters that are not trained: when they were written last
@@ -252,8 +252,7 @@ class Save:
             self._release()
 
     def _release(self) -> None:
-        if self.snapshot is not None:
-            self.snapshot.end()
+        self.snapshot.end()
         for part in self.parts:
             shard = part.held.shard
             if shard is not None and shard.unread is self.unread.get(part.unit):
@@ -315,14 +314,14 @@ class Saver:
         self.comm, self.worker = comm, Worker("zk save")
         self.ticket: Ticket | None = None
         self.begun = False  # and not all ranks have been found to be done; the same on all of them
-        self.snapshot: Snapshot | None = None
+        self.snapshot = Snapshot(0)  # of the save in progress
         self.quiet = False
         self.stall_s = 0.0  # of training, by saves that are over
-        _register()
 
     def start(self, save: Save, room_nbytes: int, quiet: bool) -> None:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
         assert self.ticket is None, "one save at a time"
+        _register()
         save.go_on_beside(room_nbytes)
         self.snapshot, self.quiet, self.begun = save.snapshot, quiet, True
         _UNDER_WAY.add(self)
@@ -332,11 +331,9 @@ class Saver:
         save.run(board)
         _UNDER_WAY.discard(self)  # what goes wrong stays there, as somebody should hear of it
 
-    def check(self, comm: Comm) -> None:
-        """Raise what went wrong in a save that is over; on all ranks at the same step."""
-        if not self.begun:
-            return
-        if comm.ranks_with([self.ticket is None or self.ticket.done]) == [comm.world]:
+    def check(self) -> None:
+        """Raise what went wrong in a save that has ``begun``, if it is over; on all ranks at the same step."""
+        if self.comm.ranks_with([self.ticket is None or self.ticket.done]) == [self.comm.world]:
             self.begun = False
             self.finish()
 
@@ -349,16 +346,15 @@ class Saver:
             self.ticket.join()
         ticket, self.ticket = self.ticket, None
         _UNDER_WAY.discard(self)
-        assert self.snapshot is not None
         self.stall_s += self.snapshot.stall_s + time.perf_counter() - start
-        self.snapshot = None
+        self.snapshot = Snapshot(0)
         if ticket.error is not None:
             refuse(ticket.error, self.quiet)
 
     @property
     def stall_ms(self) -> float:
         """Milliseconds that training has waited for saves, or copied for them."""
-        return (self.stall_s + (self.snapshot.stall_s if self.snapshot is not None else 0.0)) * 1e3
+        return (self.stall_s + self.snapshot.stall_s) * 1e3
 
     def close(self) -> None:
         """End the thread, after the save in progress."""
@@ -418,7 +414,7 @@ def start(
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}")
     if on_save_error not in ("raise", "warn"):
         raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
-    optimizer._end_save()
+    optimizer.saver.finish()
     optimizer._keep_state()
     optimizer.updates.apply_delayed()
     for held in optimizer.held:
@@ -432,8 +428,6 @@ def start(
     with together(optimizer.everyone, f"saving into {directory}"):
         begun = Save(optimizer, directory, scheduler, extra, keep, of_frozen)
     if async_save:
-        if optimizer.saver is None:
-            optimizer.saver = Saver(optimizer.everyone)
         optimizer.saver.start(begun, room_for_copies(optimizer), quiet)
         return begun.final
     try:

@@ -259,7 +259,7 @@ def metrics_of(optimizer: Any) -> dict[str, float]:
     moved: dict[str, float] = optimizer.tiers["nvme"].metrics() if "nvme" in optimizer.tiers else {}
     if optimizer.transfer.nbytes:
         moved["pinned_nbytes"] = optimizer.transfer.nbytes
-    if optimizer.saver is not None:
+    if optimizer.saver.stall_ms:
         moved["save_stall_ms"] = optimizer.saver.stall_ms
     return {
         **optimizer.counters,
