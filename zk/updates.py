@@ -40,7 +40,7 @@ class Updates:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.proxy(optimizer)
         self.delay: int | None = optimizer.config.delay_update  # steps before updates begin to be delayed
-        self.delayed: dict[int, Task] = {}  # what is to count with the next step(), by the number of the unit
+        self.delayed: dict[UnitStore, Task] = {}  # what is to count with the next step()
         self.publisher: Comm = Comm()  # ranks' connections of the update that goes on in the background
         self.forward_order: dict[int, None] = {}  # of units, with overlap_step
 
@@ -52,21 +52,21 @@ class Updates:
 
     def run(self, grad_scale: float) -> None:
         """fetch -> update -> cast -> evict -> upload -> gather, unit by unit; of the step before, where updates are delayed."""
-        optimizer, held = self.optimizer, self.optimizer.held
+        optimizer = self.optimizer
         group_of = self.options()  # what is updated in the background must not see what schedulers write meanwhile
         self._adopt()  # may refuse, before anything is changed
-        used = [(number, store) for number, store in enumerate(held) if store.shard is not None and store.used]
-        changes = {number: store.change(group_of, store.used, grad_scale) for number, store in used}
+        changes: dict[UnitStore, Change] = {store: store.change(group_of, store.used, grad_scale) for store in optimizer._trained if store.used}
         if not optimizer.config.keep_gradients:
             with together(optimizer.everyone, "step()"):  # before any rank waits for what another publishes
-                for number, store in used:
-                    _check_as_expected(store, changes[number])
-        tasks: dict[int, Task] = {}
+                for store, change in changes.items():
+                    _check_as_expected(store, change)
+        tasks: dict[UnitStore, Task] = {}
         try:
-            for number, store in used:
+            for store, change in changes.items():
+                assert store.shard is not None
                 store.count_step(group_of)
                 publish = functools.partial(store.publish_beside, self.publisher) if optimizer.config.overlap_step else store.publish
-                tasks[number] = Task(store.unit.name, store.shard, changes[number], publish, set(store.used))
+                tasks[store] = Task(store.unit.name, store.shard, change, publish, set(store.used))
             is_delayed = self.delay is not None and sum(optimizer.counters.values()) >= self.delay
             self._run(self._due() if is_delayed else tasks)
             if is_delayed:
@@ -89,13 +89,13 @@ class Updates:
             optimizer.integrity.tear(error)
             raise
 
-    def _begin_delayed(self, tasks: dict[int, Task]) -> None:
+    def _begin_delayed(self, tasks: dict[UnitStore, Task]) -> None:
         """Take the gradients of a step, and begin the update that counts with the next, after all that the worker has been asked to do."""
         self.delayed, worker = tasks, self.optimizer.worker
-        for number, task in tasks.items():
+        for store, task in tasks.items():
             shard = task.shard
             task.handed_over, task.keep, task.attempt, shard.attempt = shard.hand_over(), False, None, None
-            self.optimizer.held[number].drop_gradient()
+            store.drop_gradient()
             grads = {section: its for section, its in task.handed_over.items() if section.shadow is not None}
             if not grads or task.unread is not None:
                 continue
@@ -103,7 +103,7 @@ class Updates:
             task.attempt = shard.attempt = attempt
             attempt.done = worker.submit(functools.partial(attempt.run, self.threads_beside, worker.stop))
 
-    def _due(self) -> dict[int, Task]:
+    def _due(self) -> dict[UnitStore, Task]:
         """Give the update that is to count now."""
         due, self.delayed = self.delayed, {}
         return due
@@ -141,18 +141,17 @@ class Updates:
                     store.transfer.follow(store.shard.arriving)  # what was updated before the error is on its way
                     store.forget_update()
 
-    def order(self) -> tuple[list[int], bool]:
-        """In which order the next update goes through the units that are trained, by number; and whether from the last chunk to the first."""
-        held, grads = self.optimizer.held, self.optimizer.grads
-        trained = [number for number, store in enumerate(held) if store.shard is not None]
+    def order(self) -> tuple[list[UnitStore], bool]:
+        """In which order the next update goes through the units that are trained; and whether from the last chunk to the first."""
+        held, grads, trained = self.optimizer.held, self.optimizer.grads, self.optimizer._trained
         if isinstance(self.publisher, Group):  # ranks publish alike, and a forward may use units of its own (experts): as backward ended with them
-            return [store.index for store in reversed(grads.order)], False
+            return list(reversed(grads.order)), False
         if self.optimizer.config.overlap_step:  # as forward will want them
-            order = [number for number in self.forward_order if held[number].shard is not None]
-            return order + [number for number in trained if number not in self.forward_order], False
+            order = [held[number] for number in self.forward_order if held[number].shard is not None]
+            return list(dict.fromkeys((*order, *trained))), False
         if "nvme" in self.optimizer.tiers:  # there and back again: what is still in memory comes first
             return trained, self.optimizer.counters["steps"] % 2 == 1
-        return [store.index for store in grads.order], False  # in which gradients have left
+        return list(grads.order), False  # in which gradients have left
 
     def forward_uses(self, number: int, *_: Any) -> None:
         """Hook: wait for a unit's own update, and note in which order forward uses units.
@@ -177,29 +176,29 @@ class Updates:
         for store in self.optimizer.held:
             store.adopt_writes()
 
-    def _run(self, tasks: dict[int, Task]) -> None:
+    def _run(self, tasks: dict[UnitStore, Task]) -> None:
         """Update in the background, or at once."""
-        optimizer, held = self.optimizer, self.optimizer.held
+        optimizer = self.optimizer
         order, backwards = self.order()
-        order = [number for number in order if number in tasks]
-        ordered = [tasks[number] for number in order]
+        order = [store for store in order if store in tasks]
+        ordered = [tasks[store] for store in order]
         if not optimizer.config.overlap_step:
             pipeline.update(ordered, optimizer.num_threads, keep="nvme" in optimizer.tiers, backwards=backwards)
-            for number, task in tasks.items():
-                held[number].updated(task.used)
-                held[number].underway = task
-                held[number].arrive()
+            for store, task in tasks.items():
+                store.updated(task.used)
+                store.underway = task
+                store.arrive()
             return
-        shared = [number for number in order if held[number].is_shared]  # with tensors that cannot be made to wait, so step() does
+        shared = [store for store in order if store.is_shared]  # with tensors that cannot be made to wait, so step() does
         pipeline.update(ordered, self.threads_beside, beside=False)
         worker, say = optimizer.worker, functools.partial(tell, self.publisher, "the update in the background")
         update = functools.partial(pipeline.update, ordered, self.threads_beside, mark=optimizer.transfer.mark())
         worker.submit(functools.partial(update, beside=True, stop=worker.stop, tell=say))
-        for number in order:
-            held[number].updated(tasks[number].used)
-            held[number].begin(tasks[number])
-        for number in shared:
-            held[number].arrive()
+        for store in order:
+            store.updated(tasks[store].used)
+            store.begin(tasks[store])
+        for store in shared:
+            store.arrive()
 
 
 class Integrity:

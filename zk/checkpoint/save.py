@@ -73,7 +73,6 @@ class Piece:
 class Part:
     """This rank's share of one chunk of a unit, as it is written."""
 
-    unit: int
     held: UnitStore
     chunk: int
     first: int  # the chunk's first element in the unit's flat buffer
@@ -101,36 +100,33 @@ def parts_of(optimizer: Training) -> list[Part]:
     """All that this rank writes, in the order in which the next update changes it."""
     order, backwards = optimizer.updates.order()
     parts: list[Part] = []
-    if optimizer.comm.replica:
-        return parts
-    for number in [*order, *(number for number in range(len(optimizer.held)) if number not in order)]:
-        held = optimizer.held[number]
-        if not held.unit.is_counted:
+    for held in dict.fromkeys((*order, *optimizer.held)):
+        if optimizer.comm.replica or not held.unit.is_counted:
             continue
         dtypes = {kind: held.unit.dtype if held.shard is None else dtype_of(held.shard.dtypes, kind) for kind in manifest.kinds_of(held)}
         for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
             first = held.held.start + chunk.start
-            mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(optimizer.comm.shard_rank))
+            mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(held.comm.shard_rank))
             pieces = [
-                Piece(number, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
+                Piece(held.index, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
                 for begin in range(mine.start, mine.stop, PIECE_NUMEL)
                 for kind, dtype in dtypes.items()
             ]
-            pieces += _packed(optimizer, held, number, chunk)
+            pieces += _packed(held, chunk)
             if pieces:
-                parts.append(Part(number, held, index, first, pieces))
+                parts.append(Part(held, index, first, pieces))
     return parts[::-1] if backwards else parts
 
 
-def _packed(optimizer: Training, held: UnitStore, number: int, chunk: slice) -> Iterator[Piece]:
+def _packed(held: UnitStore, chunk: slice) -> Iterator[Piece]:
     """The pieces of what is kept of the whole parameters in a chunk; of those that this rank writes, as all have them at stage 0."""
     packing, layout = held.shard.packing if held.shard is not None else None, held.layout
-    mine = layout.shard(optimizer.comm.shard_rank)
+    mine = layout.shard(held.comm.shard_rank)
     for index in packing.inside(chunk) if packing is not None else ():
         if mine.start <= layout.offsets[index] < mine.stop:
             for name, one in held.kept_of(index).items():
                 kind = manifest.kind_of_kept(name, layout.offsets[index])
-                yield Piece(number, kind, slice(0, one.numel), one.dtype, (index, name))
+                yield Piece(held.index, kind, slice(0, one.numel), one.dtype, (index, name))
 
 
 def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
@@ -196,7 +192,7 @@ class Save:
     """
 
     def __init__(
-        self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None, digests: Mapping[str, str] | None = None
+        self, optimizer: Training, root: Path, scheduler: Any, extra: Any, keep: int | None, digests: Mapping[str, str] | None
     ) -> None:
         self.keep, self.rank, self.world = keep, optimizer.everyone.rank, optimizer.everyone.world
         self.final = folders.place_of(root, int(optimizer.counters["steps"]))
@@ -208,29 +204,28 @@ class Save:
         self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
         self.buffers = dict(buffers_of(optimizer)) if optimizer.comm.rank == 0 else {}
         self.part = optimizer.parts.part if optimizer.parts.count > 1 and optimizer.comm.rank == 0 else None
-        self.before: dict[int, Task] = {}  # unit -> the update that is part of what is saved, and still goes on
-        self.unread: dict[int, Unread] = {}
-        self.written: set[int] = set()  # units whose parameters were written from outside before they were copied
+        self.before: dict[UnitStore, Task] = {}  # the update that is part of what is saved, and still goes on
+        self.unread: dict[UnitStore, Unread] = {}
+        self.written: set[UnitStore] = set()  # units whose parameters were written from outside before they were copied
         self.snapshot = Snapshot(0)
         self.transfer = optimizer.transfer
         self.mark: Event = COMPLETED
         # of parameters that are not trained: when they were written last
-        self.still = {number: held.unit.versions for number, held in enumerate(optimizer.held) if held.shard is None}
+        self.still = {held: held.unit.versions for held in optimizer.held if held.shard is None}
 
     def go_on_beside(self, room_nbytes: int) -> None:
         """Training will go on before ``run`` has read all: from now on, who changes something sees to it that it can be read as it was."""
         self.snapshot = Snapshot(room_nbytes)
         self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         self.mark = self.transfer.mark()
-        for unit, of_unit in itertools.groupby(self.parts, lambda part: part.unit):
+        for held, of_unit in itertools.groupby(self.parts, lambda part: part.held):
             parts = {part.chunk: part for part in of_unit}
-            held = next(iter(parts.values())).held
             if held.shard is None:
                 continue
             if held.underway is not None:
-                self.before[unit] = held.underway
+                self.before[held] = held.underway
             nbytes = {chunk: sum(piece.entry.nbytes for piece in part.pieces) for chunk, part in parts.items()}
-            held.shard.unread = self.unread[unit] = Unread(self.snapshot, nbytes, functools.partial(self._copies, parts))
+            held.shard.unread = self.unread[held] = Unread(self.snapshot, nbytes, functools.partial(self._copies, parts))
 
     def run(self, comm: Comm | Board) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and nothing of it is left then. Earlier checkpoints stay whole."""
@@ -253,10 +248,9 @@ class Save:
 
     def _release(self) -> None:
         self.snapshot.end()
-        for part in self.parts:
-            shard = part.held.shard
-            if shard is not None and shard.unread is self.unread.get(part.unit):
-                shard.unread = None
+        for held, unread in self.unread.items():
+            if held.shard is not None and held.shard.unread is unread:
+                held.shard.unread = None
         self.parts, self.buffers = [], {}
 
     def _write(self, beside: Path) -> None:
@@ -273,12 +267,12 @@ class Save:
         """All that is saved, from where it is, or from its copy."""
         self.transfer.follow(self.mark)  # another thread has another stream than training's
         for part, following in itertools.zip_longest(self.parts, self.parts[1:]):
-            if part.unit in self.before:
-                self.before.pop(part.unit).done.wait()
-            unread = self.unread.get(part.unit)
+            if part.held in self.before:
+                self.before.pop(part.held).done.wait()
+            unread = self.unread.get(part.held)
             with unread.taken(part.chunk) if unread is not None else contextlib.nullcontext() as copies:
                 yield from copies if copies is not None else self._read(part, following)
-            if part.unit in self.written:
+            if part.held in self.written:
                 raise RuntimeError(
                     f"parameters of {part.held.unit.name!r} were written from outside while a checkpoint was saved in the background; call "
                     "synchronize() before writing parameters, or save without async_save"
@@ -287,16 +281,17 @@ class Save:
     def _read(self, part: Part, following: Part | None) -> Iterator[Tensor]:
         """Take a chunk from where it is, and ask for the next."""
         with part.opened() as fields:
-            if following is not None and following.held.shard is not None and following.unit not in self.before:
+            if following is not None and following.held.shard is not None and following.held not in self.before:
                 following.held.shard.fetch_state(following.chunk)
             yield from part.values(fields)
-        if part.held.written_since(self.still.get(part.unit)):
-            self.written.add(part.unit)
+        if part.held.written_since(self.still.get(part.held)):
+            self.written.add(part.held)
 
     def _copies(self, parts: Mapping[int, Part], chunk: int, fields: Mapping[str, Tensor]) -> list[Tensor]:
         """Copies of what is saved of a chunk, in host memory of its own."""
-        if parts[chunk].held.written_since(None):
-            self.written.add(parts[chunk].unit)
+        held = parts[chunk].held
+        if held.written_since(None):
+            self.written.add(held)
         return [torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in parts[chunk].values(fields)]
 
 
