@@ -105,7 +105,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "of a frozen unit that is being gathered: on a device home.write() waits for the upload, and publish() gathers again; between ranks on "
         "the host the collective reads that memory, and nothing here can hold it up"
     ),
-    ("zk/optimizer.py", "ZeroOptimizer.consolidated_state_dict", "self.updates.wait()"): (
+    ("zk/optimizer.py", "ZeroOptimizer.consolidated_state_dict", "self.updates.settle()"): (
         "each unit is waited for as it is read; over NCCL this keeps the collectives of two communicators apart, which no test can hold up"
     ),
     ("zk/optimizer.py", "ZeroOptimizer._reduce", "self.speculation.settle()"): (

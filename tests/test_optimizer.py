@@ -548,7 +548,7 @@ def test_a_step_that_the_user_replaced_is_refused_and_one_that_a_scheduler_count
     ("call", "message"),
     (
         (copy.deepcopy, "cannot be copied"),
-        (copy.copy, "pickled or copied"),
+        (copy.copy, "copied or pickled"),
         (pickle.dumps, "pickled"),
         (lambda o: torch.save(o, io.BytesIO()), "pickled"),
     ),

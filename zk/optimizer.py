@@ -185,15 +185,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rates = Rates(self)
         stop.watch(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
-        raise TypeError(
-            "a ZeroOptimizer cannot be copied: its model's parameters are in its memory, files and threads. Copy the model, which gives a plain "
-            "one, and load optimizer.state_dict() into an optimizer of its own"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a ZeroOptimizer cannot be pickled or copied: its state is in its memory, files and threads. Use optimizer.state_dict(), or "
+            "a ZeroOptimizer cannot be copied or pickled: its state, and its model's parameters, are in its memory, files and threads. Copy the "
+            "model, which gives a plain one, and load optimizer.state_dict() into an optimizer of its own; to keep it, use "
             "optimizer.save_checkpoint(folder)"
         )
 
@@ -415,9 +410,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.saver.check()
         self._reduce()
         if not any(held.used for held in self.held):
-            self._without_gradient()
-            return loss
-        norm = self._measure()
+            raise RuntimeError(
+                "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
+                "loss.backward() first, and zero_grad() after step(), not before it"
+            )
+        norm = self._global_norm()
         grad_scale, is_finite = self.factors.of(norm), math.isfinite(norm)
         if self.speculation is not None:
             self.speculation.know(grad_scale)
@@ -447,13 +444,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"overlap_step=True at stage {self.config.stage} gathers updated parameters in the background, over NCCL, while {others} use NCCL in "
                 "forward: two communicators at once may wait for each other for good. Use stage=3, which gathers in forward, or overlap_step=False"
             )
-
-    def _without_gradient(self) -> None:
-        """step() was called, and no rank has a gradient."""
-        raise RuntimeError(
-            "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
-            "loss.backward() first, and zero_grad() after step(), not before it"
-        )
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -497,7 +487,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not math.isinf(max_norm):
             self._check_kept("clipping")
         self._reduce()
-        self._measure()
+        self._global_norm()
         return torch.tensor(self.factors.clip(float(max_norm)))
 
     def scale_grads(self, by: float) -> None:
@@ -542,15 +532,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             rules |= {f"param_groups[{index}][{name!r}]": as_number(option) for name, option in options.items()}
         self.comm.agree(rules)
 
-    def _measure(self) -> float:
-        """Take the norm, after parts of the model have compared what has a gradient: a step of one part alone would be another model's."""
-        if self.parts.count > 1:
-            used = {held.unit.names[index] for held in self._trained for index in held.used}
-            taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
-            self.everyone.agree({**self.factors.rules(), **taken}, "have parts of the model that differ")
-        self.factors.norm = self._global_norm()
-        return self.factors.norm
-
     @property
     def rules(self) -> list[Rule]:
         """The rule of each param_group."""
@@ -591,7 +572,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 held.renew()
 
     def _global_norm(self) -> float:
-        """The 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not."""
+        """Take the 2-norm of all gradients over all ranks, without the loss scale. Not finite if any gradient is not.
+
+        Parts of the model compare before what has a gradient: a step of one part alone would be another model's.
+        """
+        if self.parts.count > 1:
+            used = {held.unit.names[index] for held in self._trained for index in held.used}
+            taken = {f"parameter {name!r}": "used" if name in used else "without a gradient" for name in self.parts.shared}
+            self.everyone.agree({**self.factors.rules(), **taken}, "have parts of the model that differ")
         # what other ranks have too counts on one of them
         is_first = self.comm.replica == 0 if self.config.stage > 0 else self.comm.rank == 0 or self.parts.count == 1
         sums = [(part, is_first and held.unit.is_counted) for held in self._trained if held.shard for part in held.shard.squares()]
@@ -603,7 +591,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             everywhere = torch.tensor([total], dtype=torch.float64)
             self.everyone.all_reduce(everywhere)
             total = everywhere.item()
-        return norm_of(total, self.scaler.scale)
+        self.factors.norm = norm_of(total, self.scaler.scale)
+        return self.factors.norm
 
     def _fail(self, error: BaseException) -> None:
         """Tell ranks that wait, or come to wait, for this one why it will not come."""
@@ -672,9 +661,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _settle_state(self) -> None:
         self._check_open()
-        self.updates.apply_delayed()
+        self.updates.settle()
         self.saver.finish()
-        self.updates.wait()
 
     def _keep_state(self) -> None:
         """Keep what user code has made of ``optimizer.state``: no update has begun since it was shown."""
@@ -787,8 +775,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self.integrity.check("consolidated_state_dict()")
         wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
-        self.updates.apply_delayed()
-        self.updates.wait()
+        self.updates.settle()
         self.partition.reset()
         return state_dicts.consolidated(self, wanted, rank0_only, names)
 
