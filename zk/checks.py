@@ -48,7 +48,6 @@ def check_arguments(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             raise ValueError(
                 f"parameter {name!r} belongs to another ZeroOptimizer; close() that one first (with gather=True, if it partitions parameters)"
             )
-    for name, param in model.named_parameters():
         if is_dtensor(param):
             check_dtensor(name, param)
     for name, buffer in model.named_buffers():
@@ -98,7 +97,8 @@ def check_params(
                     f"parameter {name!r} is {param.dtype}; zk trains fp32, bf16 and fp16: freeze it, convert it, or pass dtype= (which casts "
                     "fp64, fp32, bf16 and fp16 but for what keep_dtype= names)"
                 )
-    check_one_device(names, device is not None)
+    if device is None:
+        check_one_device(names)
     for param, name in names.items():
         if type(param).__name__ == "Int8Params" and param.dtype == torch.int8:
             raise ValueError(
@@ -171,11 +171,11 @@ def _sharing(params: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[tup
             reach, last = stop, this
 
 
-def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
+def check_one_device(names: Mapping[nn.Parameter, str]) -> None:
     """One optimizer has one link between device and host. Parameters without memory count where they will compute."""
     first: dict[torch.device, str] = {}
     for param, name in names.items():
-        if not moved and owner_of(param) is None:
+        if owner_of(param) is None:
             first.setdefault(device_of(next(inner_tensors(param))[1]), name)
     if len(first) > 1:
         (device, name), (other, another) = itertools.islice(first.items(), 2)
@@ -185,21 +185,21 @@ def check_one_device(names: Mapping[nn.Parameter, str], moved: bool) -> None:
         )
 
 
-def check_groups(held: Sequence[UnitStore], groups: Sequence[dict[str, Any]], rules: Sequence[Rule]) -> None:
+def check_groups(optimizer: Any) -> None:
     """Check what the user did to param_groups and parameters since the start; the same on all ranks, so before any collective."""
-    units = {param: unit for unit in held for param in unit.unit.users}
+    groups, rules = optimizer.param_groups, optimizer.rules
     grouped = {param for group in groups for param in group["params"]}
-    for unit in held:
-        for name, param in zip(unit.unit.names, unit.unit.users, strict=True):
-            if unit.shard is not None and param not in grouped:
+    for held in optimizer._trained:
+        for name, param in zip(held.unit.names, held.unit.users, strict=True):
+            if param not in grouped:
                 raise ValueError(f"parameter {name!r} is in no param_group any more; to stop training it set requires_grad=False")
     if len(groups) != len(rules):
         raise ValueError("a group was added to one of a list of optimizers; make each with all its groups, also of parameters that are frozen now")
     for group, rule in zip(groups, rules, strict=True):
-        check_group(units, group, rule)
+        check_group(optimizer.units, group, rule)
 
 
-def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any], rule: Rule) -> None:
+def check_group(units: Mapping[nn.Parameter, tuple[UnitStore, int]], group: Mapping[str, Any], rule: Rule) -> None:
     """That there is room for the state that the group's options ask for."""
     asked = set(rule.state_names(group))
     for param in group["params"]:
@@ -207,7 +207,7 @@ def check_group(units: Mapping[nn.Parameter, UnitStore], group: Mapping[str, Any
             continue
         if param not in units:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} was put into param_groups; use add_param_group")
-        shard = units[param].shard
+        shard = units[param][0].shard
         missing = asked.difference(shard.asked) if shard is not None else None
         if missing:
             raise ValueError(

@@ -543,7 +543,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _reduce(self) -> None:
         """grads -> flatten -> reduce -> shard, for what backward has not reduced yet, and what user code has made of the rest."""
-        check_groups(self.held, self.param_groups, self.rules)
+        check_groups(self)
         self._train_unfrozen()
         if self.speculation is not None:
             self.speculation.settle()
@@ -558,7 +558,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make all gradients what user code may look at: reduced, and clipped by what was asked for."""
         self._check_open()
         if not self.grads.settled or not keep:
-            check_groups(self.held, self.param_groups, self.rules)
+            check_groups(self)
             self.grads.finish(keep)
         self._clip()
 

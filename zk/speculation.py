@@ -85,7 +85,7 @@ class Speculation:
         if (self.was_clipped and self.keeps_gradients) or step.is_over or count != whole or not grads or shard.unread is not None:
             return
         if step.options is None:
-            check_groups(self.optimizer.held, self.optimizer.param_groups, self.optimizer.rules)
+            check_groups(self.optimizer)
             step.options = self.optimizer.updates.options()
         change = store.change(step.options, set(store.unreduced) if self.is_alone else used, self.grad_scale(0.0))
         attempt = Attempt(store.unit.name, grads, change, self.transfer.mark(), has_counted=self._taken)

@@ -124,7 +124,7 @@ def _saved_params(optimizer: Any, state_dict: dict[str, Any]) -> dict[int, nn.Pa
         )
     for number, (group, saved, rule) in enumerate(zip(optimizer.param_groups, saved_groups, optimizer.rules, strict=True)):
         check_options(number, group, saved, "the state")
-        check_group({param: held for param, (held, _) in optimizer.units.items()}, {**group, **saved, "params": group["params"]}, rule)
+        check_group(optimizer.units, {**group, **saved, "params": group["params"]}, rule)
     pairs = (zip(saved["params"], group["params"], strict=True) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True))
     return {key: param for key, param in itertools.chain.from_iterable(pairs) if not is_coded(param)}
 
