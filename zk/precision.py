@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,48 +30,40 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _matching(model: nn.Module, words: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors whose name has one of ``words`` among its dotted parts: "norm" and "layers.0" match "layers.0.norm.weight"."""
-    for name, tensor in _named(model):
-        for word in words:
-            if f".{word}." in f".{name}.":
-                yield word, tensor
+def _called(model: nn.Module, word: str) -> set[Tensor]:
+    """Tensors whose name has ``word`` among its dotted parts: "norm" and "layers.0" match "layers.0.norm.weight"."""
+    return {tensor for name, tensor in _named(model) if f".{word}." in f".{name}."}
 
 
-def _statistics(module: nn.Module, cast_buffers: bool) -> bool:
-    """Check that a module computes with running statistics that keep their dtype: torch wants its parameters in the same one."""
-    kind = nn.modules.batchnorm._NormBase
-    return isinstance(module, kind) and module.running_mean is not None and not cast_buffers
-
-
-def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]], cast_buffers: bool = False) -> set[Tensor]:
+def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]], cast_buffers: bool) -> set[Tensor]:
     """Parameters and buffers that keep their dtype where the model is cast.
 
     Args:
         model: any module.
-        keep: module classes, and names as for ``_matching``.
+        keep: module classes, and names as for ``_called``.
         cast_buffers: False keeps every buffer, and the parameters of normalizations that compute with buffers.
 
     What the model names in ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict``, as those of transformers do, is kept too.
     Raises ValueError for an entry of ``keep`` that matches nothing.
     """
     kept = set() if cast_buffers else set(model.buffers())
-    words = [entry for entry in keep if isinstance(entry, str)]
-    classes = tuple(entry for entry in keep if isinstance(entry, type))
-    found = dict.fromkeys(keep, False)
-    for word, tensor in _matching(model, words):
-        found[word] = True
-        kept.add(tensor)
+    missing, whole = [], list[nn.Module]()
+    for entry in keep:
+        named = _called(model, entry) if isinstance(entry, str) else set()
+        modules = [module for module in model.modules() if isinstance(module, entry)] if isinstance(entry, type) else []
+        if not named and not modules:
+            missing.append(getattr(entry, "__name__", entry))
+        kept |= named
+        whole += modules
     for module in model.modules():
-        for cls in classes:
-            found[cls] |= isinstance(module, cls)
-        if isinstance(module, classes) or _statistics(module, cast_buffers):
-            kept.update(tensor for _, tensor in _named(module))
+        # torch wants the parameters of a module that computes with running statistics in their dtype
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None and not cast_buffers:
+            whole.append(module)
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            named = getattr(module, attribute, None)
-            if isinstance(named, (list, tuple, set)):
-                kept.update(tensor for _, tensor in _matching(module, named))
-    missing = [entry if isinstance(entry, str) else entry.__name__ for entry, was_found in found.items() if not was_found]
+            words = getattr(module, attribute, None)
+            for word in words if isinstance(words, (list, tuple, set)) else ():
+                kept |= _called(module, word)
+    kept.update(tensor for module in whole for _, tensor in _named(module))
     if missing:
         raise ValueError(
             f"keep_dtype: the model has no module, parameter or buffer {', '.join(map(repr, missing))}; names are those of "
