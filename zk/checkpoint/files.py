@@ -105,9 +105,9 @@ class Written:
         return cls(str(value["name"]), int(value["nbytes"]), tuple(int(crc, 16) for crc in value["crc32"]))
 
 
-def header_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file, padded so that data starts on a page."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for entry in entries:
         if entry.dtype not in _DTYPES:
@@ -130,7 +130,7 @@ class Writer:
     Raises OSError if there is not room for all of it, before anything is written.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
         self.path, self.entries = path, list(entries)
         header = header_of(entries, metadata)
         self.nbytes = len(header) + sum(entry.nbytes for entry in entries)
@@ -213,8 +213,8 @@ class Writer:
 Blocks = Callable[["Reader", int], Tensor]  # checked bytes of a block, by its number
 
 
-class Reader:
-    """A safetensors file, read by ranges of elements.
+class Reader(contextlib.ExitStack):
+    """A safetensors file, read by ranges of elements, as a context.
 
     Args:
         path: of the file.
@@ -223,9 +223,10 @@ class Reader:
     """
 
     def __init__(self, path: Path, written: Written | None = None, blocks: Blocks | None = None) -> None:
+        super().__init__()
         self.path, self.written, self.blocks = path, written, blocks or Reader.block
         check_regular(path)
-        self.file = File(path, writable=False)
+        self.file = self.enter_context(File(path, writable=False))
         try:
             length = torch.empty(8, dtype=torch.uint8)
             self._fill(length, 0)
@@ -243,7 +244,7 @@ class Reader:
                 if start < 0 or stop - start != entry.nbytes or self.offsets[key] + entry.nbytes > self.file.nbytes:
                     raise ValueError(f"{key!r} does not lie in the file")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self.file.close()
+            self.close()
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
@@ -273,15 +274,6 @@ class Reader:
         """The bytes of a block; CheckpointError if they are not what was written."""
         assert self.written is not None
         return _read_block(self.file, self.written, number)
-
-    def close(self) -> None:
-        self.file.close()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_name(folder: Path, name: str) -> None:
@@ -322,16 +314,13 @@ def _read_block(file: File, written: Written, block: int) -> Tensor:
     """The bytes of a block, checked."""
     data = aligned(max(0, min(BLOCK_NBYTES, written.nbytes - block * BLOCK_NBYTES)))
     file.read(data, block * BLOCK_NBYTES)
-    _check_block(file.paths[0], written, block, zlib.crc32(data.numpy().data))
-    return data
-
-
-def _check_block(path: str, written: Written, block: int, crc: int) -> None:
-    expected = written.crc32[block] if block < len(written.crc32) else None
+    crc, expected = zlib.crc32(data.numpy().data), written.crc32[block] if block < len(written.crc32) else None
     if crc != expected:
         raise CheckpointError(
-            f"{path} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not {expected or 0:08x}"
+            f"{file.paths[0]} is not what was written: the CRC-32 of its bytes from {block * BLOCK_NBYTES} on is {crc:08x}, and not "
+            f"{expected or 0:08x}"
         )
+    return data
 
 
 @contextlib.contextmanager
