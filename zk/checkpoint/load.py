@@ -69,7 +69,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         if random is not None:
             check_random_state(random)
     _check_base(optimizer, manifest, targets)
-    updated = {target.param for target in targets if target.steps}
+    updated = {target.param for target in targets if target.latest.steps}
     frozen = [param for param in optimizer.frozen if param in updated]
     if frozen:
         optimizer.unfreeze(frozen)  # as they had been when it was saved
@@ -78,13 +78,13 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
     with optimizer.integrity.replacing(f"load_checkpoint({str(manifest.folder)!r})"):
         _fill_all(optimizer, manifest, targets)
         for target in targets:
-            held, index = target.held, target.index
+            held, index, latest = target.held, target.index, target.latest
             for counts in (held.steps, held.scalars):
                 counts.pop(index, None)
-            if target.steps and held.shard is not None:
-                held.steps[index] = target.steps
-                if target.scalars is not None:
-                    held.scalars[index] = target.scalars
+            if latest.steps and held.shard is not None:
+                held.steps[index] = latest.steps
+                if latest.scalars is not None:
+                    held.scalars[index] = latest.scalars
         for group, saved in zip(optimizer.param_groups, manifest.head["groups"], strict=True):
             group.update(_options(saved, group))
         optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
@@ -188,14 +188,9 @@ class _Target:
         return self.held.unit.user(self.index)
 
     @property
-    def steps(self) -> int:
-        """The number of its updates when it was saved."""
-        return max(part.steps for part in self.parts)
-
-    @property
-    def scalars(self) -> dict[str, float] | None:
-        """The numbers that its optimizer's own step() kept beyond that."""
-        return max(self.parts, key=lambda part: part.steps).scalars
+    def latest(self) -> Saved:
+        """The part with the most updates, which are the parameter's; so are the numbers that its optimizer's own step() kept beyond that."""
+        return max(self.parts, key=lambda part: part.steps)
 
 
 def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
@@ -282,7 +277,8 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
         shard, saved, kept = target.held.shard, target.parts[0].kinds[1:], target.held.kept_of(target.index)
         names = set(target.held.state_names(target.index))
         numbers = None if shard is None or shard.rule.templates is None else set(shard.rule.templates)
-        is_other = bool(target.steps) and numbers != (None if target.scalars is None else set(target.scalars))
+        latest = target.latest
+        is_other = bool(latest.steps) and numbers != (None if latest.scalars is None else set(latest.scalars))
         here = {name: (one.shape, str(one.dtype).removeprefix("torch.")) for name, one in kept.items()}
         is_other |= bool(saved and kept) and (set(saved) != names or any(target.parts[0].described(name) != one for name, one in here.items()))
         if shard is not None and ((saved and not set(saved) & names) or is_other):

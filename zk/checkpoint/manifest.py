@@ -95,9 +95,9 @@ def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[st
     """
     left_out = digests if held.shard is None else None
     params: list[dict[str, Any]] = []
-    if not held.unit.is_counted:  # others save it
-        return {"name": held.unit.name, "trained": held.shard is not None, "kinds": [], "params": params}
-    for index, (name, param, offset) in enumerate(zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True)):
+    kinds = kinds_of(held) if left_out is None and held.unit.is_counted else []
+    lie = zip(held.unit.names, held.unit.params, held.layout.offsets, strict=True)
+    for index, (name, param, offset) in enumerate(lie) if held.unit.is_counted else ():  # else others save it
         dtype, steps = str(held.unit.dtype).removeprefix("torch."), held.steps.get(index, 0)
         entry = {"name": name, "shape": list(param.shape), "dtype": dtype, "offset": offset, "steps": steps}
         if index in held.scalars:
@@ -112,7 +112,6 @@ def of_unit(held: UnitStore, tiles: Mapping[str, TilePlace], digests: Mapping[st
         if left_out is not None:
             entry["sha256"] = left_out[name]
         params.append(entry)
-    kinds = kinds_of(held) if left_out is None else []
     return {"name": held.unit.name, "trained": held.shard is not None, "kinds": kinds, "params": params}
 
 
@@ -220,7 +219,6 @@ def of_all_parts(parts: Parts, is_first: bool, head: dict[str, Any]) -> tuple[di
     for other in heads[1:]:
         if [{**group, "params": ()} for group in other["groups"]] != [{**group, "params": ()} for group in whole["groups"]]:
             raise ValueError("the parts of the model have other param_groups each, and a checkpoint has those of the whole; build the same ones")
-    for other in heads[1:]:
         whole["units"] += other["units"]
         for group, others in zip(whole["groups"], other["groups"], strict=True):
             group["params"] = list(dict.fromkeys((*group["params"], *others["params"])))
