@@ -158,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.worker = Worker("zk update")
         self.speculation: Speculation | None = None
         self.updates = Updates(self)
-        self.claim = Claim()  # of the folders that it saves into
+        self.claim: Claim = {}  # of the folders that it saves into
         self.saver = save.Saver(self.everyone)
         self.saved_to: Path | None = None  # the folder of the last checkpoint that was saved or loaded
         self.resume_from: Path | None = None  # what a framework resumes from, where that is another one
@@ -856,7 +856,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for held in self.held:
             held.let_be()
         self._close_memory()
-        self.claim.release()
+        self.claim.clear()
         self.comm.close()
         self.everyone.close()
         self.updates.publisher.close()

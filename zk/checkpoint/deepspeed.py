@@ -384,7 +384,8 @@ def _unit(param: _Param) -> dict[str, Any]:
 
 def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: Mapping[str, Tensor]) -> Path:
     """The checkpoint of one rank that holds everything."""
-    final, claim = folders.place_of(root, head["counters"]["steps"]), folders.Claim()
+    claim: folders.Claim = {}
+    final = folders.place_of(root, head["counters"]["steps"])
     pieces = [
         save.Piece(number, kind, slice(0, math.prod(param.shape)), param.dtype if kind == "param" else torch.float32)
         for number, param in enumerate(params)
@@ -396,7 +397,7 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
             save.write_rank(beside, 0, 1, pieces, _values(params), buffers, None)
             folders.publish(beside, final, head, 1)
     finally:
-        claim.release()
+        claim.clear()
     return final
 
 

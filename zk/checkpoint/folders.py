@@ -21,7 +21,7 @@ import weakref
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from zk.checkpoint.files import CheckpointError, Written, check_regular, sync_folder, write_durably
 from zk.logs import rank_log
@@ -60,7 +60,7 @@ def begin(final: Path, claim: Claim) -> Path:
     root = final.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        claim.hold(root)
+        _hold(claim, root)
     except OSError as error:
         if error.filename == str(root) and not isinstance(error, FileExistsError):
             raise
@@ -152,22 +152,16 @@ class _Lock:
 _LOCKS: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()  # of this process
 
 
-class Claim:
-    """The folders that somebody saves into. Other processes are kept out of them until ``release``, or until nobody has this any more."""
+# the folders that somebody saves into: other processes are kept out of them until it is cleared, or until nobody has it any more
+Claim: TypeAlias = dict[Path, _Lock]
 
-    def __init__(self) -> None:
-        self.locks: dict[Path, _Lock] = {}
 
-    def hold(self, root: Path) -> None:
-        """Lock a folder; OSError, naming the other run, if another process has."""
-        root = root.resolve()
-        lock = self.locks.get(root) or _LOCKS.get(root) or _lock(root)
-        if lock is not None:
-            self.locks[root] = _LOCKS[root] = lock
-
-    def release(self) -> None:
-        """Save into these folders no more."""
-        self.locks.clear()
+def _hold(claim: Claim, root: Path) -> None:
+    """Lock a folder; OSError, naming the other run, if another process has."""
+    root = root.resolve()
+    lock = claim.get(root) or _LOCKS.get(root) or _lock(root)
+    if lock is not None:
+        claim[root] = _LOCKS[root] = lock
 
 
 def _lock(root: Path) -> _Lock | None:
