@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,14 @@ from torch import Tensor, nn
 from zk.store import UnitStore
 from zk.tiles import Whole
 
-
-class Owner(Protocol):
-    """The optimizer, as far as this needs it."""
-
-    units: Mapping[nn.Parameter, tuple[UnitStore, int]]
-    asked: bool
-
-    def _settle_state(self) -> None:
-        """No update is in flight."""
+if TYPE_CHECKING:
+    from zk.checkpoint.manifest import Training
 
 
 class StateOf(MutableMapping[str, Any]):
     """The state of one parameter, by name: ``step``, a number as a tensor, and the optimizer's, in fp32 and the parameter's shape."""
 
-    def __init__(self, owner: Owner, param: nn.Parameter) -> None:
+    def __init__(self, owner: Training, param: nn.Parameter) -> None:
         self.owner, self.param = owner, param
 
     def _names(self) -> tuple[str, ...]:
@@ -75,7 +68,7 @@ class Shown(defaultdict[Any, Any]):
     to hold something to load into, before the first step too; and of ``state[param]`` the names.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Training) -> None:
         super().__init__(dict)
         self.owner = owner
 
