@@ -118,10 +118,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.model, self.closed, self.forked, self.is_parked, self.clock = model, False, False, False, Clock()
             check_arguments(model, self.inners, ZeroOptimizer)
             self.rule_of_inner = rules_for(self.inners, self.config.elementwise, self.config.parameterwise)
-            first, is_one = self.inners[0], len(self.inners) == 1
-            super().__init__([group for inner in self.inners for group in inner.param_groups], first.defaults if is_one else {})
+            first = self.inners[0]
+            super().__init__([group for inner in self.inners for group in inner.param_groups], {})
             self.defaults = {name: option for inner in self.inners for name, option in inner.defaults.items()}
-            if is_one:
+            if len(self.inners) == 1:
                 self.param_groups = first.param_groups  # the same list: what is added to one is added to both
             for hooks in _HOOKS:  # and the same hooks
                 shared = getattr(first, hooks)
@@ -396,46 +396,43 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "and optimizer.backward(loss) applies it"
             )
         with telling(self.everyone, "step()", self._fail if self.apart else None):
-            return self._step(closure)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        self.integrity.check("step()")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.updates.wait()
-        self._agree()
-        if self.saver.begun:
-            self.saver.check()
-        self._reduce()
-        if not any(held.used for held in self.held):
-            raise RuntimeError(
-                "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
-                "loss.backward() first, and zero_grad() after step(), not before it"
-            )
-        norm = self._global_norm()
-        grad_scale, is_finite = self.factors.of(norm), math.isfinite(norm)
-        if self.speculation is not None:
-            self.speculation.know(grad_scale)
-        if is_finite:
-            self.updates.run(grad_scale)
-            self.counters["steps"] += 1
-        else:
-            self.updates.apply_delayed()
-            self._report_skip()
-        if self.speculation is not None:
-            self.speculation.ended(self._trained)
-        for held in self._trained:
-            if not held.used or not is_finite or not self.config.keep_gradients:
-                held.drop_gradient()
-        self.scaler.update(overflow=not is_finite)
-        self.grads.flushed = False
-        self.factors.begin()
-        self.partition.prefetcher.between_passes()
-        for inner in self.inners:
-            inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
-        return loss
+            self.integrity.check("step()")
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self.updates.wait()
+            self._agree()
+            if self.saver.begun:
+                self.saver.check()
+            self._reduce()
+            if not any(held.used for held in self.held):
+                raise RuntimeError(
+                    "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
+                    "loss.backward() first, and zero_grad() after step(), not before it"
+                )
+            norm = self._global_norm()
+            grad_scale, is_finite = self.factors.of(norm), math.isfinite(norm)
+            if self.speculation is not None:
+                self.speculation.know(grad_scale)
+            if is_finite:
+                self.updates.run(grad_scale)
+                self.counters["steps"] += 1
+            else:
+                self.updates.apply_delayed()
+                self._report_skip()
+            if self.speculation is not None:
+                self.speculation.ended(self._trained)
+            for held in self._trained:
+                if not held.used or not is_finite or not self.config.keep_gradients:
+                    held.drop_gradient()
+            self.scaler.update(overflow=not is_finite)
+            self.grads.flushed = False
+            self.factors.begin()
+            self.partition.prefetcher.between_passes()
+            for inner in self.inners:
+                inner._opt_called = True  # type: ignore[attr-defined]  # what schedulers made for the user's optimizer look at
+            return loss
 
     def refuse_collectives_beside(self, others: str) -> None:
         """Raise ValueError where updates are published beside compute over NCCL, and ``others`` use NCCL in forward."""
