@@ -387,11 +387,11 @@ class Contents(contextlib.ExitStack):
     def elements(self, part: Saved, kind: str, wanted: slice) -> Tensor:
         """Some elements of a parameter, in the order in which it was saved: (n,). Zeros of a kind that it has not."""
         runs = []
-        for source in part.sources[saved] if (saved := part.as_kind(kind)) is not None else ():
-            there, _ = overlap(source.elements, wanted)
+        for piece in part.pieces[saved] if (saved := part.as_kind(kind)) is not None else ():
+            there, _ = overlap(slice(piece.start, piece.stop), wanted)
             if there.start < there.stop:
-                runs.append(self.reader(source.piece.file).read(source.piece.key, source.offset + there.start, source.offset + there.stop))
-                wanted = slice(source.elements.start + there.stop, wanted.stop)
+                runs.append(self.reader(piece.file).read(piece.key, there.start, there.stop))
+                wanted = slice(piece.start + there.stop, wanted.stop)
         return torch.cat(runs) if runs else torch.zeros(wanted.stop - wanted.start)
 
     def kept(self, weight: Weight, part: Saved, name: str, like: Tensor) -> Tensor:

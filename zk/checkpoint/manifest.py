@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular, overlap
+from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular
 from zk.checkpoint.folders import MANIFEST, crc_of
 from zk.tiles import Piece as TilePlace
 
@@ -283,15 +283,6 @@ def check_random_state(state: Mapping[str, Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """The place of consecutive elements of one parameter, of one kind."""
-
-    elements: slice  # of the parameter
-    piece: Piece
-    offset: int  # of the first one in the piece's tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Saved:
     """A parameter of a checkpoint: a weight, or a tile of one."""
 
@@ -299,7 +290,7 @@ class Saved:
     shape: tuple[int, ...]
     order: tuple[int, ...] | None  # of its dimensions in memory; None is row by row
     place: tuple[slice, ...] | None  # of a tile: in the weight
-    sources: dict[str, list[Source]]  # kind -> where its elements are, in order
+    pieces: dict[str, list[Piece]]  # kind -> where its elements are, in order; counted from the first one of the parameter
     steps: int
     sha256: str  # of one that was left out, as it was frozen; else empty
     scalars: dict[str, float] | None  # as of UnitStore
@@ -312,7 +303,7 @@ class Saved:
     @property
     def kinds(self) -> list[str]:
         """The kinds of values that were kept: the exact ones first, then the state of an optimizer."""
-        return list(self.sources)
+        return list(self.pieces)
 
     def as_kind(self, kind: str) -> str | None:
         """The kind that has the values of ``kind``, where one of both sides has it frozen: its values are the master. None: there are none."""
@@ -327,10 +318,10 @@ class Saved:
     def gap(self, kind: str) -> tuple[int, int] | None:
         """The first elements that are nowhere: (first, behind the last)."""
         position, numel = 0, math.prod(self.described(kind)[0])
-        for source in self.sources.get(kind, ()):
-            if source.elements.start > position:
-                return position, source.elements.start
-            position = max(position, source.elements.stop)
+        for piece in self.pieces.get(kind, ()):
+            if piece.start > position:
+                return position, piece.start
+            position = max(position, piece.stop)
         return (position, numel) if position < numel else None
 
 
@@ -403,30 +394,27 @@ class Manifest:
         found: dict[str, Weight] = {}
         for number, unit in enumerate(self.head["units"]):
             for param in unit["params"]:
-                name, shape, place = param["name"], tuple(param["shape"]), None
-                elements = slice(param["offset"], param["offset"] + math.prod(shape))
-                order = tuple(param["order"]) if "order" in param else None
+                name, shape, offset = param["name"], tuple(param["shape"]), param["offset"]
+                order, tile = tuple(param["order"]) if "order" in param else None, tiles.get(name) if tiles else None
                 if "whole" in param:
-                    whole, whole_shape = param["whole"]["name"], tuple(param["whole"]["shape"])
-                    place = tuple(slice(*cut) for cut in param["whole"]["place"])
-                elif tiles and name in tiles and shape == tuple(cut.stop - cut.start for cut in tiles[name].place):
-                    whole, whole_shape, place = tiles[name].whole, tiles[name].shape, tiles[name].place
-                else:
-                    whole, whole_shape = name, shape
+                    cuts = (slice(*cut) for cut in param["whole"]["place"])
+                    tile = TilePlace(param["whole"]["name"], tuple(param["whole"]["shape"]), tuple(cuts))
+                elif tile is not None and shape != tuple(cut.stop - cut.start for cut in tile.place):
+                    tile = None
+                whole, whole_shape, place = (tile.whole, tile.shape, tile.place) if tile is not None else (name, shape, None)
                 weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
-                sources = {kind: _sources(elements, pieces.get((number, kind), ())) for kind in unit["kinds"]}
                 kept = {key: (tuple(size), dtype) for key, (size, dtype) in param.get("kept", {}).items()}
-                for key, (size, _) in kept.items():
-                    sources[key] = _sources(slice(0, math.prod(size)), pieces.get((number, kind_of_kept(key, param["offset"])), ()))
+                own = {kind: _moved(pieces.get((number, kind), ()), offset, math.prod(shape)) for kind in unit["kinds"]}
+                own |= {key: pieces.get((number, kind_of_kept(key, offset)), []) for key in kept}
                 rest = param["steps"], param.get("sha256", ""), param.get("scalars"), kept
-                weight.parts.append(Saved(name, shape, order, place, sources, *rest))
+                weight.parts.append(Saved(name, shape, order, place, own, *rest))
         return found
 
 
-def _sources(elements: slice, pieces: Iterable[Piece]) -> list[Source]:
-    """The places of these elements of a unit, which one parameter has, in ``pieces`` of the unit."""
-    shared = ((piece, *overlap(elements, slice(piece.start, piece.stop))) for piece in pieces)
-    return [Source(mine, piece, there.start) for piece, mine, there in shared if mine.start < mine.stop]
+def _moved(pieces: Iterable[Piece], offset: int, numel: int) -> list[Piece]:
+    """Those of a unit's ``pieces`` that have some of ``numel`` elements from ``offset`` on, counted from there."""
+    own = (piece for piece in pieces if piece.start < offset + numel and piece.stop > offset)
+    return [dataclasses.replace(piece, start=piece.start - offset, stop=piece.stop - offset) for piece in own]
 
 
 def seal_of(folder: Path) -> str:
