@@ -133,21 +133,16 @@ def consolidated(optimizer: Any, wanted: torch.dtype | None, rank0_only: bool, n
     """See ``ZeroOptimizer.consolidated_state_dict``."""
     is_kept = not rank0_only or (optimizer.comm.rank == 0 and is_first_part(optimizer.model))
     full: dict[Tensor, Tensor] = {}
-    all_named = dict(optimizer.model.named_parameters(remove_duplicate=False))
-    tiles = pieces_of(optimizer.model)
-    shown_as = {name: tiles[name].whole if name in tiles else name for name in all_named}
-    chosen, coded = set[Tensor](), set[Tensor]()
-    for name, param in all_named.items():
-        if names is None or shown_as[name] in names:
-            inner = [tensor for _, tensor in inner_tensors(param)]
-            chosen.update(inner)
-            coded.update(inner if is_coded(param) else ())
+    all_named, tiles = optimizer.model.named_parameters(remove_duplicate=False), pieces_of(optimizer.model)
+    shown = ((name, tiles[name].whole if name in tiles else name, param) for name, param in all_named)
+    chosen = [(name, shown_as, param) for name, shown_as, param in shown if names is None or shown_as in names]
+    coded = {tensor: is_coded(param) for _, _, param in chosen for _, tensor in inner_tensors(param)}
     for held in optimizer.held:
-        if not chosen.intersection(held.unit.params):
+        if coded.keys().isdisjoint(held.unit.params):
             continue
         for param, values in held.masters().items():
-            if param in chosen and (is_kept or held.unit.around):
-                full[param] = values.to("cpu", held.unit.dtype if wanted is None or param in coded else wanted).contiguous()
+            if param in coded and (is_kept or held.unit.around):
+                full[param] = values.to("cpu", held.unit.dtype if wanted is None or coded[param] else wanted).contiguous()
         held.unpin()
     join_parts(optimizer.model, full)
     with optimizer.partition.reading():
@@ -155,11 +150,9 @@ def consolidated(optimizer: Any, wanted: torch.dtype | None, rank0_only: bool, n
     if not is_kept:
         return {}
     named: dict[str, Tensor] = {}
-    for name, param in all_named.items():
-        if names is not None and shown_as[name] not in names:
-            continue
+    for name, shown_as, param in chosen:
         if param in full and name in tiles:
-            whole = named.setdefault(shown_as[name], torch.empty(tiles[name].shape, dtype=full[param].dtype))
+            whole = named.setdefault(shown_as, torch.empty(tiles[name].shape, dtype=full[param].dtype))
             whole[tiles[name].place] = full[param]
         elif all(tensor in full for _, tensor in inner_tensors(param)):
             named[name] = full[next(inner_tensors(param))[1]] if is_dtensor(param) else rebuilt(param, full.__getitem__)
