@@ -109,11 +109,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         config: ZeroConfig | None = None,
         **overrides: Any,
     ) -> None:
-        if config is not None and not isinstance(config, ZeroConfig):
+        config = ZeroConfig() if config is None else config
+        if not isinstance(config, ZeroConfig):
             raise TypeError(f"config must be a zk.ZeroConfig, or options be given by name (stage=2); got {config!r}")
         self._built = False
-        with giving_up(overrides.get("process_group", config.process_group if config is not None else None)):
-            self.config = dataclasses.replace(config, **overrides) if config is not None else ZeroConfig(**overrides)
+        with giving_up(overrides.get("process_group", config.process_group)):
+            self.config = dataclasses.replace(config, **overrides)
             self.inners: list[torch.optim.Optimizer] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
             self.model, self.closed, self.forked, self.is_parked, self.clock = model, False, False, False, Clock()
             check_arguments(model, self.inners, ZeroOptimizer)
@@ -128,7 +129,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for one in (*self.inners[1:], self):
                     shared.update(getattr(one, hooks))
                     setattr(one, hooks, shared)
-            self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
             self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
 
@@ -171,11 +171,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         watch_torch()
         watch_pipelines()
-        shown, self.state = self.state, defaultdict(dict)
         for inner in self.inners:  # but not what Adagrad makes for parameters that had no memory
             states = inner.state.items()
             self.state.update({param: kept for param, kept in states if not any(getattr(value, "is_meta", False) for value in kept.values())})
-        brought, self.state = super().state_dict() if self.state else None, shown
+        brought = super().state_dict() if self.state else None
+        self.state: defaultdict[Any, Any] = Shown(weakref.proxy(self))
         self._built = True
         for inner in self.inners:
             inner.state = self.state
