@@ -394,7 +394,7 @@ def _write(root: Path, head: dict[str, Any], params: Sequence[_Param], buffers: 
     try:
         beside = folders.begin(final, claim)
         with undone(shutil.rmtree, beside, ignore_errors=True):
-            save.write_rank(beside, 0, 1, pieces, _values(params), buffers, None)
+            save.write_rank(beside, 0, 1, pieces, _values(params), buffers, {"random": None})
             folders.publish(beside, final, head, 1)
     finally:
         claim.clear()

@@ -156,17 +156,15 @@ def write_rank(
     pieces: Sequence[Piece],
     values: Generator[Tensor],
     buffers: Mapping[str, Tensor],
-    random: Mapping[str, Any] | None,
+    said: Mapping[str, Any],
     first_unit: int = 0,
-    part: int | None = None,
 ) -> None:
     """Write a rank's tensors, and what it says of them.
 
     Args:
-        first_unit: the number that its first unit has in the manifest.
-        part: of the model, for the rank that saves the buffers of one of several parts.
         values: the elements of ``pieces``, one after the other.
-        random: the states of its generators.
+        said: what else it says.
+        first_unit: the number that its first unit has in the manifest.
     """
     entries = [piece.entry for piece in pieces]
     entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in buffers.items()]
@@ -177,9 +175,8 @@ def write_rank(
             writer.add(value)
         written = writer.finish()
     places = [[first_unit + piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
-    said = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers), "random": random}
-    said |= {"part": part} if part is not None else {}
-    write_durably(folder / words, json.dumps(said, separators=(",", ":")).encode())
+    of_file = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers)}
+    write_durably(folder / words, json.dumps({**of_file, **said}, separators=(",", ":")).encode())
 
 
 class Save:
@@ -200,10 +197,11 @@ class Save:
         head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
         head["entries"] = digests_of_entries(optimizer)
         self.head, self.first_unit = manifest.of_all_parts(optimizer.parts, optimizer.comm.rank == 0, head)
-        self.random = manifest.random_state(optimizer.device)
+        self.said: dict[str, Any] = {"random": manifest.random_state(optimizer.device)}
+        if optimizer.parts.count > 1 and optimizer.comm.rank == 0:  # has the buffers of one of several parts of the model
+            self.said["part"] = optimizer.parts.part
         self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
         self.buffers = dict(buffers_of(optimizer)) if optimizer.comm.rank == 0 else {}
-        self.part = optimizer.parts.part if optimizer.parts.count > 1 and optimizer.comm.rank == 0 else None
         self.before: dict[UnitStore, Task] = {}  # the update that is part of what is saved, and still goes on
         self.unread: dict[UnitStore, Unread] = {}
         self.written: set[UnitStore] = set()  # units whose parameters were written from outside before they were copied
@@ -257,7 +255,7 @@ class Save:
         """Write this rank's part."""
         pieces = [piece for part in self.parts for piece in part.pieces]
         try:
-            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.random, self.first_unit, self.part)
+            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.said, self.first_unit)
         except FileNotFoundError as error:
             if beside.exists():
                 raise
