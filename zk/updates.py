@@ -317,19 +317,16 @@ def check_kernels(optimizer: Any) -> None:
 
 
 def chosen(optimizer: Any) -> float | str:
-    """The share of the update that the device does, for "auto": the smallest of all ranks, which divide their state alike."""
-    share = 0.0 if optimizer.transfer.joined or optimizer.device.type != "cuda" else _best_share(optimizer)
+    """The share of the update that the device does, for "auto": the smallest of all ranks, which divide their state alike.
+
+    By measured rates, for what the first group has that the device can update.
+    """
+    share, pairs, config = 0.0, zip(optimizer.rules, optimizer.param_groups, strict=True), optimizer.config
+    able = ((rule, group) for rule, group in pairs if group["params"] and rule.has_kernel(group))
+    if optimizer.device.type == "cuda" and not optimizer.transfer.joined and (first := next(able, None)) is not None:
+        rule, group = first
+        dtype = optimizer.stored.get(group["params"][0], group["params"][0].dtype)
+        nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule.state_names(group), config.state_dtype, rule.splits_master).values())
+        rates = measure_update(optimizer.device, optimizer.num_threads, ranks_here(optimizer.everyone.world), lambda text: say(f"zk: {text}"))
+        share = best_share(rates, nbytes, dtype.itemsize, config.param_tier in ("device", "auto"))
     return min(map(float, optimizer.comm.exchange(str(share), "choosing the side of the update"))) or "host"
-
-
-def _best_share(optimizer: Any) -> float:
-    """The share by measured rates, for what the first group has that the device can update; 0 if there is none."""
-    pairs, config = zip(optimizer.rules, optimizer.param_groups, strict=True), optimizer.config
-    able = [(rule, group) for rule, group in pairs if group["params"] and rule.has_kernel(group)]
-    if not able:
-        return 0.0
-    rule, group = able[0]
-    dtype = optimizer.stored.get(group["params"][0], group["params"][0].dtype)
-    nbytes = sum(kept.itemsize for kept in state_fields(dtype, rule.state_names(group), config.state_dtype, rule.splits_master).values())
-    rates = measure_update(optimizer.device, optimizer.num_threads, ranks_here(optimizer.everyone.world), lambda text: say(f"zk: {text}"))
-    return best_share(rates, nbytes, dtype.itemsize, config.param_tier in ("device", "auto"))
