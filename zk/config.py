@@ -182,9 +182,10 @@ class ZeroConfig:
                 )
         if self.keep_gradients is False:
             self._check_handed_over()
-        for name in ("check_memory", "keep_gradients", "nvme_checksum", "overlap", "exact_reduce", "cast_buffers", "elementwise", "parameterwise"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be True or False; got {value!r}")
         if self.elementwise and self.parameterwise:
             raise ValueError(
                 "elementwise=True and parameterwise=True exclude each other; an elementwise optimizer is a parameterwise one too, so for both in a "
