@@ -156,23 +156,25 @@ def _tensors(optimizer: Any) -> Iterator[Tensor]:
         if held.lease is None:
             yield held.full
         sections = held.shard.sections if held.shard is not None else ()
-        for one in (held.home, *(section.param for section in sections), *(section.state for section in sections)):
-            if isinstance(one, ResidentFields):
-                yield from one.fields.values()
+        yield from _resident(held.home, *(section.param for section in sections), *(section.state for section in sections))
 
 
 def _shadows(optimizer: Any) -> Iterator[Tensor]:
     """Room for what the next update makes of states, before that counts, or on its way: nothing in it is needed between steps."""
     stream = optimizer.assembly.stream
     yield from (buffer.memory for buffer in (stream.buffers if stream is not None else ()))
-    for held in optimizer.held:
-        for section in held.shard.sections if held.shard is not None else ():
-            if section.shadow is not None:
-                if section.shadow.near is not None:
-                    yield section.shadow.near
-                for one in (section.shadow.state, section.shadow.param):
-                    if isinstance(one, ResidentFields):
-                        yield from one.fields.values()
+    for held in optimizer._trained:
+        for shadow in filter(None, (section.shadow for section in held.shard.sections)):
+            if shadow.near is not None:
+                yield shadow.near
+            yield from _resident(shadow.state, shadow.param)
+
+
+def _resident(*places: Any) -> Iterator[Tensor]:
+    """The memory of those of these fields that are in memory."""
+    for fields in places:
+        if isinstance(fields, ResidentFields):
+            yield from fields.fields.values()
 
 
 def _device_storages(optimizer: Any) -> list[Any]:
