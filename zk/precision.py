@@ -83,12 +83,10 @@ def stored_dtypes(
 
     ``computes``: the dtype of buffers that are cast, which rest where modules compute with them.
     """
-    kept = kept_in_dtype(model, keep, cast_buffers) if dtype is not None else set()
-    for param in model.parameters():
-        if has_codes(param):
-            kept.update(inner for _, inner in inner_tensors(param))
     if dtype is None:
         return {tensor: tensor.dtype for _, tensor in _named(model)}
+    kept = kept_in_dtype(model, keep, cast_buffers)
+    kept.update(inner for param in filter(has_codes, model.parameters()) for _, inner in inner_tensors(param))
     cast = dict.fromkeys(model.buffers(), computes or dtype)
     return {
         tensor: cast.get(tensor, dtype) if tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)

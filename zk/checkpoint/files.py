@@ -135,9 +135,9 @@ class Writer:
         header = header_of(entries, metadata)
         self.nbytes = len(header) + sum(entry.nbytes for entry in entries)
         self.file = File(path, round_up(self.nbytes))
-        self.buffers = [aligned(BLOCK_NBYTES) for _ in range(min(_IN_FLIGHT, -(-self.nbytes // BLOCK_NBYTES)))]
-        self.writes = [COMPLETED] * len(self.buffers)  # the last of each buffer
         self.crcs = [0] * -(-self.nbytes // BLOCK_NBYTES)
+        self.buffers = [aligned(BLOCK_NBYTES) for _ in self.crcs[:_IN_FLIGHT]]
+        self.writes = [COMPLETED] * len(self.buffers)  # the last of each buffer
         # not a ThreadPoolExecutor, which takes nothing any more when a program ends with a save in progress
         self.workers = [Worker(f"zk write {number}") for number in range(len(self.buffers))]
         self.position = self.at = self.next = 0  # bytes taken, of them in the current entry; number of the entry

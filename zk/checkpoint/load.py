@@ -135,7 +135,7 @@ def _checking(optimizer: Training, path: Path) -> Iterator[Manifest]:
     comm, what = optimizer.everyone, f"checking {path}"
     with together(comm, what):
         found = find(path) if comm.rank == 0 else path
-    name = comm.exchange(found.name if comm.rank == 0 and found != path else "", what)[0]  # the first rank's choice, as each rank sees it
+    name = comm.exchange(found.name if found != path else "", what)[0]  # the first rank's choice, as each rank sees it
     folder = path / name if name and not (path / "manifest.json").exists() else path
     with together(comm, what):
         mine = seal_of(folder)
@@ -450,7 +450,7 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
         stays = [index for index, target in enumerate(targets) if target.parts[0].sha256]
         if len(stays) == len(targets):
             return
-        mine = values("param", 0, held.held.stop - held.held.start, held.unit.dtype)
+        mine = values("param", 0, held.held_numel, held.unit.dtype)
         held.settle()
         if stays:
             before = held.home.whole()
@@ -467,8 +467,8 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
                 exact = {kind: values(kind, start, stop, torch.float32) for kind in kinds_of(held)}
                 held.shard.put(fields, slice(start - chunk.start, stop - chunk.start), exact)
             packing = held.shard.packing
-            views = {index: packing.views(index, fields[PACKED], chunk) for index in packing.inside(chunk)} if packing is not None else {}
-            for index, its in views.items():
-                for name, view in its.items():
+            for index in packing.inside(chunk) if packing is not None else ():
+                assert packing is not None
+                for name, view in packing.views(index, fields[PACKED], chunk).items():
                     view.copy_(contents.kept(targets[index].weight, targets[index].parts[0], name, view))
     held.shard.upload()

@@ -124,10 +124,8 @@ class Shown(defaultdict[Any, Any]):
         held.forget_state(index)
 
     def pop(self, param: Any, *default: Any) -> Any:
-        if param not in self:
-            if default:
-                return default[0]
-            raise KeyError("this parameter has no state")
+        if default and param not in self:
+            return default[0]
         state = dict(self[param])
         del self[param]
         return state

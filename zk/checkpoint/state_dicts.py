@@ -117,10 +117,10 @@ def _saved_params(optimizer: Any, state_dict: dict[str, Any]) -> dict[int, nn.Pa
     if "zk" in state_dict:
         check_scale_and_counters(state_dict["zk"], "the state")
     saved_groups = state_dict["param_groups"]
-    if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in optimizer.param_groups]:
+    saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (saved_groups, optimizer.param_groups))
+    if saved_sizes != sizes:
         raise ValueError(
-            f"the state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer of "
-            f"{[len(g['params']) for g in optimizer.param_groups]}; build the same groups in the same order first"
+            f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}; build the same groups in the same order first"
         )
     for number, (group, saved, rule) in enumerate(zip(optimizer.param_groups, saved_groups, optimizer.rules, strict=True)):
         check_options(number, group, saved, "the state")
