@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -157,16 +158,13 @@ def _extent(tensor: Tensor) -> tuple[str, int, int] | None:
 
 def _sharing(params: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a parameter and another tensor that have memory in common."""
-    mine = {id(param) for param in params}
-    tensors = {id(tensor): tensor for tensor in (*params, *others)}
-    spans = sorted((extent, id(tensor)) for tensor in tensors.values() if (extent := _extent(tensor)) is not None)
-    where, reach, last = "", 0, 0
-    for (device, start, stop), this in spans:
+    mine, last, where, reach = set(params), None, "", 0
+    spans = ((extent, tensor) for tensor in dict.fromkeys((*params, *others)) if (extent := _extent(tensor)) is not None)
+    for (device, start, stop), this in sorted(spans, key=operator.itemgetter(0)):
         if device != where:
             where, reach = device, 0
-        if start < reach and not mine.isdisjoint((this, last)):
-            first, second = (this, last) if this in mine else (last, this)
-            yield tensors[first], tensors[second]
+        if last is not None and start < reach and not mine.isdisjoint((this, last)):
+            yield (this, last) if this in mine else (last, this)
         if stop > reach:
             reach, last = stop, this
 
