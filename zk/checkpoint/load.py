@@ -396,8 +396,10 @@ class Contents(contextlib.ExitStack):
 
     def kept(self, weight: Weight, part: Saved, name: str, like: Tensor) -> Tensor:
         """A state of a whole parameter, shaped as ``like``. Zeros of one that it has not."""
-        if part.as_kind(name) is None or part.described(name)[0] == weight.shape:
-            return self.cut(weight, name, None) if part.as_kind(name) is not None else torch.zeros_like(like)
+        if part.as_kind(name) is None:
+            return torch.zeros_like(like)
+        if part.described(name)[0] == weight.shape:
+            return self.cut(weight, name, None)
         return self.elements(part, name, slice(0, like.numel())).view(like.shape)
 
     def whole(self, part: Saved, kind: str) -> Tensor:

@@ -82,12 +82,13 @@ class Part:
         """Of each piece, from the open chunk; may be views."""
         shard = self.held.shard
         for piece in self.pieces:
-            if piece.kept is not None and shard is not None:
-                index, name = piece.kept
-                yield self.held.kept_in(index, name, fields, shard.chunks[self.chunk])
-                continue
             here = slice(piece.elements.start - self.first, piece.elements.stop - self.first)
-            yield fields["param"][here] if shard is None else shard.exact(piece.kind, dict(fields), here)
+            if shard is None:
+                yield fields["param"][here]
+            elif piece.kept is not None:
+                yield self.held.kept_in(*piece.kept, fields, shard.chunks[self.chunk])
+            else:
+                yield shard.exact(piece.kind, dict(fields), here)
 
     def opened(self) -> contextlib.AbstractContextManager[Mapping[str, Tensor]]:
         """The fields of the chunk."""
