@@ -223,13 +223,12 @@ class Integrity:
     def check(self, what: str) -> None:
         """Refuse ``what`` where they are mixed."""
         if self.interrupted:
-            mends = {
-                frozenset({"state"}): "load_state_dict()",
-                frozenset({"parameters"}): "model.load_state_dict() or zk.load_pretrained()",
-            }.get(frozenset(self.mixed), "model.load_state_dict() and then load_state_dict()")
+            kinds = " and ".join(sorted(self.mixed))
+            mends = {"state": "load_state_dict()", "parameters": "model.load_state_dict() or zk.load_pretrained()"}
+            both = "model.load_state_dict() and then load_state_dict()"
             raise RuntimeError(
-                f"{self.interrupted}: of {' and '.join(sorted(self.mixed))} some are new and others old, so {what} is refused. load_checkpoint() "
-                f"makes all of it whole again; so does {mends}, of what was saved together"
+                f"{self.interrupted}: of {kinds} some are new and others old, so {what} is refused. load_checkpoint() "
+                f"makes all of it whole again; so does {mends.get(kinds, both)}, of what was saved together"
             )
 
     @contextlib.contextmanager
