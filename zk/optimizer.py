@@ -271,15 +271,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
-        dtype, device = self.config.dtype, None if self.config.device is None else torch.device(self.config.device)
-        assert dtype is None or isinstance(dtype, torch.dtype)
+        config, dtype, device = self.config, self.config.dtype, self.config.device
+        assert not isinstance(dtype, str) and not isinstance(device, str)
         tie_inner(self.model)
-        stored = stored_dtypes(self.model, dtype, self.config.keep_dtype or (), self.config.cast_buffers, self.config.computes)
+        stored = stored_dtypes(self.model, dtype, config.keep_dtype or (), config.cast_buffers, config.computes)
         check_params(self.model, self.param_groups, stored, device)
         check_aliases(self.model)
         check_kernels(self)
-        if self.config.state_dtype != torch.float32:
-            check_state_dtype(self.config.state_dtype, self.rules, self.param_groups, stored)
+        if config.state_dtype != torch.float32:
+            check_state_dtype(config.state_dtype, self.rules, self.param_groups, stored)
         return stored
 
     def _before_forward(self, *_: Any) -> None:
@@ -798,9 +798,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""
-        if kind == "param":
-            return "+".join(sorted({held.param_tier for held in self.held}))
-        return "+".join(sorted({section.tier for held in self._trained if held.shard for section in held.shard.sections}))
+        sections = (section for held in self.held if held.shard for section in held.shard.sections)
+        return "+".join(sorted({held.param_tier for held in self.held} if kind == "param" else {section.tier for section in sections}))
 
     def parked(
         self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -872,13 +871,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __enter__(self) -> ZeroOptimizer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is None or error is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
             return
         self._fail(error)  # others may be waiting for this rank
         self.worker.close()  # the run is over: what is in progress is not worth waiting for, but a save
-        self.integrity.tear(f"the run ended with {kind.__name__}")
+        self.integrity.tear(f"the run ended with {type(error).__name__}")
         with _logged():
             self.close()
 

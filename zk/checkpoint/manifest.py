@@ -356,8 +356,7 @@ class Manifest:
         if head.pop("crc32", None) != crc_of(head):
             raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {crc_of(head)}; it was damaged, or edited")
         try:
-            files = [Written.of_json(entry) for entry in head["files"]]
-            parts = [Written.of_json(entry) for entry in head["parts"]]
+            files, parts = ([Written.of_json(entry) for entry in head[kind]] for kind in ("files", "parts"))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from error
         pieces, ranks = [], []
