@@ -201,19 +201,16 @@ class Updates:
             store.arrive()
 
 
+@dataclasses.dataclass(eq=False)
 class Integrity:
-    """Of one optimizer's parameters and state.
+    """Of one optimizer's parameters and state."""
 
-    Args:
-        comm, everyone: its ranks, and those with all parts of the model.
-        held: the stores of its units.
-    """
-
-    def __init__(self, comm: Comm, everyone: Comm, held: Sequence[UnitStore]) -> None:
-        self.comm, self.everyone, self.held = comm, everyone, held
-        self.interrupted = ""  # what has left parameters and state mixed
-        self.mixed: set[str] = set()  # which of them
-        self.misfits: list[str] = []  # in which torch collects what of a model's state does not fit
+    comm: Comm  # its ranks
+    everyone: Comm  # and those with all parts of the model
+    held: Sequence[UnitStore]  # the stores of its units
+    interrupted: str = ""  # what has left parameters and state mixed
+    mixed: Collection[str] = ()  # which of them
+    misfits: Sequence[str] = ()  # in which torch collects what of a model's state does not fit
 
     def tear(self, why: BaseException | str) -> None:
         """Note that some are new and others old."""
@@ -234,7 +231,7 @@ class Integrity:
     @contextlib.contextmanager
     def replacing(self, what: str, kinds: Collection[str] = ("parameters", "state")) -> Iterator[None]:
         """Context: all ``kinds`` are replaced inside, on all ranks. Until that has come to its end they are mixed, and refused."""
-        self.interrupted, self.mixed = self.interrupted or f"{what} has not come to its end", self.mixed.union(kinds)
+        self.interrupted, self.mixed = self.interrupted or f"{what} has not come to its end", {*self.mixed, *kinds}
         try:
             # a rank that fails inside is waited for by those of its part, in what these do, and by all others where all meet
             part = together(self.comm, what) if self.everyone is not self.comm else contextlib.nullcontext()
@@ -247,7 +244,7 @@ class Integrity:
 
     def made_whole(self, kinds: Collection[str]) -> None:
         """Note that all ``kinds`` are of one step again."""
-        self.mixed = self.mixed.difference(kinds)
+        self.mixed = set(self.mixed).difference(kinds)
         self.interrupted = self.interrupted if self.mixed else ""
 
     def weights_come(self, *given: Any) -> None:

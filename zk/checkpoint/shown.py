@@ -6,6 +6,7 @@ the next update or save. Names and numbers of parameters are known without that.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StateOf(MutableMapping[str, Any]):
     """The state of one parameter, by name: ``step``, a number as a tensor, and the optimizer's, in fp32 and the parameter's shape."""
 
-    def __init__(self, owner: Training, param: nn.Parameter) -> None:
-        self.owner, self.param = owner, param
+    owner: Training
+    param: nn.Parameter
 
     def _names(self) -> tuple[str, ...]:
         held, index = self.owner.units[self.param]
