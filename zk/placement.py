@@ -24,8 +24,7 @@ from zk.units import Layout, Unit, strides_of
 
 def places_of(unit: Unit) -> list[Excerpt] | None:
     """The place of each parameter of a frozen unit in the user's files, if all lie there as they are kept; else None."""
-    widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
-    is_rounded = torch.promote_types(unit.dtype, widest) != widest  # a copy is made in that
+    is_rounded = torch.promote_types(unit.dtype, unit.widest) != unit.widest  # a copy is made in that
     if unit.trained or unit.orders or is_rounded:
         return None
     found = [place for param in unit.params if (place := place_of(param, unit.dtype)) is not None]
@@ -55,8 +54,8 @@ class Placement:
     def __post_init__(self) -> None:
         self.regroup()
         self.on_device = "host" if self.joined else "device"
-        self.layouts: dict[int, tuple[Unit, Layout]] = {}  # by the id of the unit, which is kept with it
-        self.packings: dict[tuple[int, int], Packing] = {}  # and by rank
+        self.layouts: dict[Unit, Layout] = {}
+        self.packings: dict[tuple[Unit, int], Packing] = {}  # by rank, too
 
     def regroup(self) -> None:
         """Take the groups as they are now."""
@@ -80,18 +79,17 @@ class Placement:
         """Names of the states that the unit's groups need, and the dtype of all that is kept for each element."""
         if not unit.trained:
             return [], {}
-        groups = {id(self.group_of[param]): self.group_of[param] for param in unit.users}
         rule = self.rule(unit)
-        names = list(dict.fromkeys(name for group in groups.values() for name in rule.state_names(group)))
+        names = list(dict.fromkeys(name for param in unit.users for name in rule.state_names(self.group_of[param])))
         assert isinstance(self.config.state_dtype, torch.dtype)
         return names, state_fields(unit.dtype, () if rule.is_whole else names, self.config.state_dtype, rule.splits_master)
 
     def layout(self, unit: Unit) -> Layout:
         """The flat buffer of a unit for these ranks."""
-        if id(unit) not in self.layouts:
+        if unit not in self.layouts:
             is_whole = unit.trained and self.rule(unit).is_whole
-            self.layouts[id(unit)] = unit, Layout.of([param.numel() for param in unit.params], self.world, is_whole)
-        return self.layouts[id(unit)][1]
+            self.layouts[unit] = Layout.of([param.numel() for param in unit.params], self.world, is_whole)
+        return self.layouts[unit]
 
     def held(self, unit: Unit, rank: int) -> slice:
         """The slice of a unit's flat buffer that a rank updates."""
@@ -104,18 +102,17 @@ class Placement:
 
     def packing(self, unit: Unit, rank: int) -> Packing:
         """The place of what is kept of the whole parameters that a rank updates."""
-        key = id(unit), rank
-        if key not in self.packings:
-            layout, held, rule = self.layout(unit), self.held(unit, rank), self.rule(unit)
+        if (unit, rank) not in self.packings:
+            layout, held = self.layout(unit), self.held(unit, rank)
             parts = {index: layout.part(index, held)[0] for index in range(len(unit.params))}
             here = {index: part.start for index, part in parts.items() if part.stop > part.start}
-            self.packings[key] = Packing(here, self.packings[id(unit), 0].kept if rank else self._kept(unit, rule))
-        return self.packings[key]
+            self.packings[unit, rank] = Packing(here, self.packings[unit, 0].kept if rank else self._kept(unit))
+        return self.packings[unit, rank]
 
-    def _kept(self, unit: Unit, rule: Rule) -> list[dict[str, Kept]]:
+    def _kept(self, unit: Unit) -> list[dict[str, Kept]]:
         """Describe what is kept of each parameter as a whole."""
         lies = ((param.shape, strides_of(param.shape, unit.orders.get(index))) for index, param in enumerate(unit.params))
-        return [rule.kept(self.group_of[user], *its) for user, its in zip(unit.users, lies, strict=True)]
+        return [self.rule(unit).kept(self.group_of[user], *its) for user, its in zip(unit.users, lies, strict=True)]
 
     def _packings(self, unit: Unit) -> list[Packing]:
         """Of each rank, which have other parameters each; none where all is kept for each element."""
@@ -194,10 +191,9 @@ class Placement:
 
     def tiers_of(self, units: Sequence[Unit], device: torch.device, room: Mapping[str, int] | None = None) -> list[Place]:
         """The place of each unit, by ``place``. A unit may be there many times: it is counted once."""
-        each = {id(unit): unit for unit in units}
-        needs = {key: self.needs(unit) for key, unit in each.items()}
-        buffers = self.buffer_nbytes(each.values()) if self.config.nvme_path else None
-        placed = place(self.config, [needs[id(unit)] for unit in units], device, buffers, room)
+        needs = {unit: self.needs(unit) for unit in set(units)}
+        buffers = self.buffer_nbytes(needs) if self.config.nvme_path else None
+        placed = place(self.config, [needs[unit] for unit in units], device, buffers, room)
         streams = self._streams(units, [parts for _, parts in placed])
         return [Place(param_tier, tuple(parts), one) for (param_tier, parts), one in zip(placed, streams, strict=True)]
 
@@ -207,12 +203,12 @@ class Placement:
         if not share:
             yield from itertools.repeat(False, len(units))
             return
-        each = {id(unit): unit for unit in units if unit.trained}
-        has_kernel = {key: all(self.rule(unit).has_kernel(self.group_of[param]) for param in unit.users) for key, unit in each.items()}
+        trained = {unit for unit in units if unit.trained}
+        has_kernel = {unit: all(self.rule(unit).has_kernel(self.group_of[param]) for param in unit.users) for unit in trained}
         for unit, tiers in zip(units, parts, strict=True):
             numel = sum(count for tier, count in tiers if tier != "device") * unit.trained
             total += numel
-            does = numel > 0 and has_kernel[id(unit)] and streamed + numel / 2 <= share * total
+            does = numel > 0 and has_kernel[unit] and streamed + numel / 2 <= share * total
             streamed += numel * does
             yield does
 

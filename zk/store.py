@@ -42,8 +42,7 @@ def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str]
 
     ``values_of(param, name)`` gives each one's values; None leaves zeros, for a rank that will be sent the first rank's.
     """
-    widest = max((param.dtype for param in unit.params), key=lambda dtype: dtype.itemsize)
-    flat = zeros(layout.numel, widest, unit.device, inherited=not unit.trained)
+    flat = zeros(layout.numel, unit.widest, unit.device, inherited=not unit.trained)
     for index, param in enumerate(unit.params):
         if values_of is not None:
             flat[layout.whole(index)] = unit.flat(index, values_of(param, unit.names[index]))

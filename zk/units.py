@@ -99,7 +99,7 @@ class Layout:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Unit:
     """Parameters that are gathered, reduced and updated together. All of one dtype, all trained or all frozen."""
 
@@ -122,6 +122,11 @@ class Unit:
     def computes(self) -> torch.dtype:
         """The dtype of full parameters, and of gradients as backward makes them."""
         return torch.float32 if self.is_widened else self.dtype
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The widest precision among the parameters as they are now."""
+        return max((param.dtype for param in self.params), key=lambda dtype: dtype.itemsize)
 
     @property
     def numel(self) -> int:

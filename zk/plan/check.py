@@ -115,7 +115,7 @@ class Case:
         self.kinds = []
         for unit, freed in zip(self.units, self.freed, strict=False):
             params = tuple((param.shape, group_of.get(user)) for param, user in zip(unit.params, unit.users, strict=True))
-            alike = params, _widest(unit), unit.dtype, unit.is_widened, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
+            alike = params, unit.widest, unit.dtype, unit.is_widened, unit.trained, unit.anchors[0] is self.model, tuple(sorted(freed.items()))
             self.kinds.append(firsts.setdefault((*alike, places_of(unit) is None), unit))
 
     def _freed(self) -> list[Counter[str]]:
@@ -176,7 +176,7 @@ class Case:
         each = zip(self.kinds, found.units, self.freed, strict=False)
         for _, run in itertools.groupby(each, key=lambda one: id(one[1])):  # neighbours that are alike
             (unit, rests, freed), *others = run
-            widest = _widest(unit)
+            widest = unit.widest.itemsize  # initial values come so
             initial = rests.numel * widest
             stay = widest == unit.dtype.itemsize and not rests.gathered  # in the buffer of initial values
             made = initial if rests.gathered or stay else initial + rests.numel * unit.dtype.itemsize
@@ -199,11 +199,6 @@ class Case:
             return not lacking(self.needed(config, at_least, world), free)
         except ValueError:  # a budget
             return False
-
-
-def _widest(unit: Unit) -> int:
-    """Bytes of an element in the precision that initial values come in."""
-    return max(param.dtype.itemsize for param in unit.params)
 
 
 # ---- the refusal in words ----------------------------------------------------------------------------------------------------------------
