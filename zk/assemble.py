@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,10 @@ from zk.offload.packing import Packing
 from zk.offload.pinned import Arena
 from zk.offload.rules import Rule
 from zk.offload.section import Section, Shadow
-from zk.offload.spill import FileGrads, FileParams
+from zk.offload.spill import FileParams
 from zk.offload.state import OptimizerShard
 from zk.offload.streamed import Stream
-from zk.offload.tiers import Fields, HostCopies, MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
+from zk.offload.tiers import Fields, Grads, HostCopies, MemoryTier, NVMeTier, ResidentFields, Tier, free_nbytes, readable, rooms
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Comm, Group
@@ -36,25 +35,23 @@ from zk.store import UnitStore, flatten_params
 from zk.units import Unit
 
 
-@dataclasses.dataclass(slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Consecutive elements of one unit's optimizer state, on one tier. What lies on the drive is reserved before anything is moved."""
 
-    start: int
-    numel: int
     tier: Tier
-    state: Fields | None = None
-    grads: FileGrads | None = None
+    numel: int
+    chunks: Sequence[slice]
+    grads: Grads
+    state: Fields | None  # what is in memory is made later
 
 
-@dataclasses.dataclass(slots=True)
-class _Room:
+class _Room(NamedTuple):
     """The place of one unit."""
 
     param_tier: Tier
     parts: list[_Part]
     streams: bool
-    home: FileParams | None = None
+    home: FileParams | None  # on the drive
 
 
 class Assembly(Placement):
@@ -89,13 +86,13 @@ class Assembly(Placement):
             "host": MemoryTier("host", torch.device("cpu"), "host", transfer, worker),
         }
         self.units: list[Unit] = []
-        self.rooms: dict[int, _Room] = {}  # of those that are about to be held, by the id of the unit
+        self.rooms: dict[Unit, _Room] = {}  # of those that are about to be held
         self.stream: Stream | None = None  # through which the device updates what is not in its memory
         self.room: Mapping[str, int] | None = None  # of each tier, as it was before anything was placed; the same on all ranks
 
     def place(self, units: Sequence[Unit], given_up: Sequence[Unit] = ()) -> None:
         """Choose the tiers of each of these units, and take all room on the drive and all page-locked memory, where others are given up."""
-        config, others = self.config, [unit for unit in self.units if not any(unit is other for other in given_up)]
+        config, others = self.config, [unit for unit in self.units if unit not in given_up]
         self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         if self.room is None and "auto" in (config.param_tier, config.optimizer_tier):  # all divide alike, as they publish and gather in one order
@@ -108,7 +105,7 @@ class Assembly(Placement):
             self.tiers["nvme"] = NVMeTier(paths, self.comm.rank, self.reads_ahead, *given)
         homes = {} if self.units else self._in_place(units, [tier for tier, *_ in placed], paths)
         for unit, its in zip(units, placed, strict=True):
-            self.rooms[id(unit)] = self._room(unit, its, homes.get(id(unit)))
+            self.rooms[unit] = self._room(unit, its, homes.get(unit))
         if config.overlap_step and config.optimizer_tier == "device" and not self.transfer.joined:
             raise ValueError(
                 "overlap_step=True has no effect: all optimizer state is in the device's memory, where the update runs between two steps of "
@@ -140,33 +137,26 @@ class Assembly(Placement):
                 if values.data_ptr() != buffer.data_ptr():
                     overwrite(buffer, values)
 
-    def _in_place(self, units: Sequence[Unit], tiers: Sequence[str], paths: Sequence[str]) -> dict[int, FileParams]:
-        """Homes of the units that all ranks read from the user's files, by the id of the unit.
+    def _in_place(self, units: Sequence[Unit], tiers: Sequence[str], paths: Sequence[str]) -> dict[Unit, FileParams]:
+        """Homes of the units that all ranks read from the user's files.
 
         The first rank's values are everybody's. So ranks with other files, or without, have all of them copied.
         """
         if self.config.param_tier not in ("nvme", "auto") or all(unit.trained for unit in units):
             return {}
-        found: dict[int, list[Excerpt]] = {}
-        for number, (unit, tier) in enumerate(zip(units, tiers, strict=True)):
-            places = self.in_place(unit, tier) if self.layout(unit).numel else None
-            if places is not None:
-                found[number] = places
+        places = {unit: self.in_place(unit, tier) for unit, tier in zip(units, tiers, strict=True) if self.layout(unit).numel}
+        found = {unit: its for unit, its in places.items() if its is not None}
         if self.comm.world > 1:
-            said = json.dumps({number: _content_of(places) for number, places in found.items()})
+            said = json.dumps({unit.name: _content_of(its) for unit, its in found.items()})
             everywhere = [set(json.loads(words).items()) for words in self.comm.exchange(said, "placing what is frozen")]
             alike = dict(set.intersection(*everywhere))
-            found = {number: places for number, places in found.items() if str(number) in alike}
+            found = {unit: its for unit, its in found.items() if unit.name in alike}
         if not found:
             return {}
-        _report_in_place([place for places in found.values() for place in places], paths)
-        slices = {}
-        for number, places in found.items():
-            unit = units[number]
-            slices[id(unit)] = self.slice_numel(unit, 1), unit.dtype, list(self._mine(unit, places))
+        _report_in_place([place for its in found.values() for place in its], paths)
         nvme = self.tiers["nvme"]
         assert isinstance(nvme, NVMeTier)
-        return nvme.borrow(slices)
+        return nvme.borrow({unit: (self.slice_numel(unit, 1), unit.dtype, [*self._mine(unit, its)]) for unit, its in found.items()})
 
     def _mine(self, unit: Unit, places: Sequence[Excerpt]) -> Iterator[Excerpt]:
         """This rank's slice of a unit, in the ``places`` of its parameters."""
@@ -177,27 +167,26 @@ class Assembly(Placement):
 
     def _room(self, unit: Unit, place: Place, home: FileParams | None) -> _Room:
         """Find the place of one unit, and its room on the drive, unless its parameters have a ``home`` in the user's files."""
-        has_elements, start, uncut = self.layout(unit).numel > 0, 0, self.uncut(unit, self.comm.shard_rank)
-        room = _Room(self.tiers[place.param_tier if has_elements else "host"], [], place.streams)
-        for name, numel in place.parts if unit.trained else ():
-            room.parts.append(_Part(start, numel, self.tiers[name if has_elements else "host"]))
-            start += numel
-        if isinstance(room.param_tier, NVMeTier):
-            if any(part.tier.memory != "host" for part in room.parts):
+        tiers = self.tiers if self.layout(unit).numel else dict.fromkeys(self.tiers, self.tiers["host"])
+        param_tier, uncut, start, parts = tiers[place.param_tier], self.uncut(unit, self.comm.shard_rank), 0, list[_Part]()
+        placed = [(tiers[name], numel) for name, numel in place.parts if unit.trained]
+        if isinstance(param_tier, NVMeTier):
+            if any(tier.memory != "host" for tier, _ in placed):
                 raise ValueError("param_tier='nvme' needs optimizer_tier='host' or 'nvme', as parameters are updated in host memory")
-            room.home = home or room.param_tier.home(self.slice_numel(unit, 1), unit.dtype, uncut)
-        for part in room.parts:
-            if isinstance(part.tier, NVMeTier):
-                chunks = part.tier.chunks(part.start, part.start + part.numel, uncut)
-                part.state = part.tier.store(chunks, self.state_fields(unit)[1], self._packing(unit))
-                part.grads = part.tier.grads(chunks, self.num_threads, self.sum_dtype(unit))
-        return room
+            home = home or param_tier.home(self.slice_numel(unit, 1), unit.dtype, uncut)
+        for tier, numel in placed:
+            chunks = tier.chunks(start, start + numel, uncut) if home is None else home.chunks
+            state = tier.store(chunks, self.state_fields(unit)[1], packing=self._packing(unit)) if isinstance(tier, NVMeTier) else None
+            returns = place.streams and tier.name != "device"
+            parts.append(_Part(tier, numel, chunks, tier.grads(chunks, self.num_threads, self.sum_dtype(unit), returns), state))
+            start += numel
+        return _Room(param_tier, parts, place.streams, home)
 
     def _crossing(self, units: Sequence[Unit]) -> Iterator[int]:
         """Bytes of each block of host memory that copies to or from the device need."""
         written = 0  # the largest gradient on its way to the drive
         for unit in units:
-            room, size = self.rooms[id(unit)], unit.dtype.itemsize
+            room, size = self.rooms[unit], unit.dtype.itemsize
             nbytes = self.slice_numel(unit, 1) * size
             partitioned = self.partitions(unit, room.param_tier.name)
             if partitioned and isinstance(room.param_tier, NVMeTier):
@@ -224,7 +213,7 @@ class Assembly(Placement):
 
     def hold(self, index: int, unit: Unit, partition: Partition, reducer: GradReducer) -> UnitStore:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
-        layout, room, numel = self.layout(unit), self.rooms.pop(id(unit)), self.slice_numel(unit, 1)
+        layout, room, numel = self.layout(unit), self.rooms.pop(unit), self.slice_numel(unit, 1)
         is_in_place = room.home is not None and room.home.borrowed is not None
         initial = torch.empty(0)
         if not is_in_place:
@@ -260,47 +249,24 @@ class Assembly(Placement):
         """The optimizer state of a unit whose parameters rest in ``home``, which is memory of the model's own if they are full."""
         (names, fields), packing = self.state_fields(unit), self._packing(unit)
         sections = []
-        for part in room.parts:
-            tier, in_place = part.tier, isinstance(home, FileParams) or home.memory == part.tier.memory  # else a copy is updated, and taken home
+        for tier, _, chunks, grads, reserved in room.parts:
             stream = self.stream if room.streams and tier.name != "device" else None
-            if part.state is None:
-                uncut = self.uncut(unit, self.comm.shard_rank)
-                chunks: Sequence[slice] = home.chunks if isinstance(home, FileParams) else tier.chunks(part.start, part.start + part.numel, uncut)
-            else:
-                chunks = part.state.chunks
             param: Fields | HostCopies = home
-            if not in_place and stream is not None:
-                here = home.whole()[part.start : part.start + part.numel]
-                param, in_place = HostCopies(ResidentFields(chunks, {"param": here}, home.memory)), True
-            elif not in_place:
-                param = self.tiers[tier.memory].store(chunks, {"param": unit.dtype})
-            sections.append(
-                Section(
-                    tier.name,
-                    param,
-                    part.state or self._states(tier, chunks, fields, stream, packing),
-                    part.grads or tier.grads(chunks, self.num_threads, self.sum_dtype(unit), stream is not None),
-                    None if in_place or isinstance(home, FileParams) else home,
-                    self.transfer,
-                    beside=tier.memory == "host",
-                    is_fixed=in_place and not isinstance(home, FileParams) and (is_full or len(room.parts) > 1),
-                    stream=stream,
-                )
-            )
+            rests: ResidentFields | None = None
+            if isinstance(home, ResidentFields) and home.memory != tier.memory:
+                if stream is None:  # a copy is updated, and taken home
+                    param, rests = self.tiers[tier.memory].store(chunks, {"param": unit.dtype}), home
+                else:
+                    param = HostCopies(ResidentFields(chunks, {"param": home.whole()[chunks[0].start : chunks[-1].stop]}, home.memory))
+            state = reserved or tier.store(chunks, fields, stream is not None, packing)
+            is_fixed = rests is None and isinstance(home, ResidentFields) and (is_full or len(room.parts) > 1)
+            sections.append(Section(tier.name, param, state, grads, rests, self.transfer, tier.memory == "host", is_fixed, stream))
         packing_of = functools.partial(self.packing, unit) if packing is not None else None
         return OptimizerShard(self.rule(unit), sections, names, packing_of, self.comm.shard_rank)
 
     def _packing(self, unit: Unit) -> Packing | None:
         """The place of what this rank keeps of whole parameters; None where all is kept for each element."""
         return self.packing(unit, self.comm.shard_rank) if self.layout(unit).is_whole else None
-
-    def _states(
-        self, tier: Tier, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], stream: Stream | None, packing: Packing | None
-    ) -> Fields:
-        """Room for master and moments."""
-        if isinstance(tier, NVMeTier):
-            return tier.store(chunks, fields, packing)
-        return tier.store(chunks, fields, stream is not None, packing)
 
     def cast_shadows(self, stores: Sequence[UnitStore], with_gradients: bool) -> None:
         """Take room for updates out of place, those of the last units first, as far as there is memory. OSError where the drive has too little.
@@ -334,7 +300,7 @@ class Assembly(Placement):
 
     def _shadow(self, store: UnitStore, section: Section, has_near: bool) -> Shadow:
         tier, memory, dtype = self.tiers[section.tier], self.tiers["host"], store.unit.dtype
-        state = self._states(tier, section.state.chunks, section.state.dtypes, section.stream, section.state.packing)
+        state = tier.store(section.state.chunks, section.state.dtypes, section.stream is not None, section.state.packing)
         near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
         param: Fields | None = None
         if isinstance(section.param, FileParams):

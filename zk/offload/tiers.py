@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from zk.offload.scratch import Scratch
 from zk.offload.spill import Buffers, FileFields, FileGrads, FileParams, Spill, chunks_of
 from zk.offload.transfer import Arrival, Transfer, pieces_of
 from zk.offload.worker import Worker
+
+K = TypeVar("K", bound=Hashable)
 
 # chunks of the update in host buffers at once, on NVMe: being read, worked on, written, and kept for the next step
 CHUNKS_IN_MEMORY = 6
@@ -336,7 +339,7 @@ class NVMeTier:
         """Return when the drive has taken what was written behind; raises what it refused."""
         self.spill.flush()
 
-    def borrow(self, slices: Mapping[int, tuple[int, torch.dtype, Iterable[Excerpt]]]) -> dict[int, FileParams]:
+    def borrow(self, slices: Mapping[K, tuple[int, torch.dtype, Iterable[Excerpt]]]) -> dict[K, FileParams]:
         """Homes of frozen parameters that stay in files of the user's, all of which are opened here, once.
 
         Args:
@@ -344,7 +347,7 @@ class NVMeTier:
         """
         excerpts: list[Excerpt] = []
         cuts: list[int] = []
-        starts: dict[int, int] = {}
+        starts: dict[K, int] = {}
         end = 0
         for key, (numel, dtype, parts) in slices.items():
             starts[key] = end
@@ -361,8 +364,8 @@ class NVMeTier:
         """Room for parameters."""
         return self._params(self.chunks(0, numel, uncut), dtype)
 
-    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], packing: Packing | None = None) -> Fields:
-        """Room for optimizer state. None of it, as of plain SGD in fp32, is in no file."""
+    def store(self, chunks: Sequence[slice], fields: Mapping[str, torch.dtype], crosses: bool = False, packing: Packing | None = None) -> Fields:
+        """Room for optimizer state, as MemoryTier has it. None of it, as of plain SGD in fp32, is in no file."""
         return FileFields(self.states, chunks, fields, packing) if fields or packing is not None else ResidentFields(chunks, {}, self.memory)
 
     def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> FileGrads:
