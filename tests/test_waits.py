@@ -787,9 +787,9 @@ def test_a_gather_that_is_interrupted_leaves_its_slice_to_the_copy_that_reads_it
     layer, copy_in_flight = nn.Linear(3, 5), Ticket()
     layout = Layout.of([param.numel() for param in layer.parameters()], 2)
     unit = Unit("all", [layer], list(layer.parameters()), ["weight", "bias"], True, torch.float32, torch.device("cpu"))
-    home = mock.Mock(whole=lambda: torch.zeros(layout.shard_numel))
-    uploads = mock.Mock(upload=lambda target, host: copy_in_flight, beside=mock.Mock(side_effect=KeyboardInterrupt))
-    store = UnitStore(unit, 0, layout, LateComm(), uploads, "host", layout.shard(0), home, None, lambda _: None, uploads)
+    home = mock.Mock(whole=lambda: torch.zeros(layout.shard_numel), memory="host")
+    uploads = mock.Mock(upload=lambda target, host: copy_in_flight, beside=mock.Mock(side_effect=KeyboardInterrupt), joined=False)
+    store = UnitStore(unit, 0, layout, LateComm(), uploads, "host", layout.shard(0), home, None, lambda _: None)
     with pytest.raises(KeyboardInterrupt):
         store.prefetch()
     home.release.assert_called_once_with(copy_in_flight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zk.config import ZeroConfig
 from zk.logs import log
 from zk.materialize import give_memory, values_of
-from zk.memory import overwrite
+from zk.memory import overwrite, zeros
 from zk.offload.nvme import ALIGN, Excerpt, round_up
 from zk.offload.packing import Packing
 from zk.offload.pinned import Arena
@@ -31,7 +31,7 @@ from zk.parallel.comm import Comm, Group
 from zk.parallel.grads import GradReducer
 from zk.parallel.partitioned import Partition
 from zk.placement import Place, Placement
-from zk.store import UnitStore, flatten_params
+from zk.store import UnitStore
 from zk.units import Unit
 
 
@@ -213,11 +213,11 @@ class Assembly(Placement):
 
     def hold(self, index: int, unit: Unit, partition: Partition, reducer: GradReducer) -> UnitStore:
         """Move one unit's parameters into its flat buffer and set up what it trains with."""
-        layout, room, numel = self.layout(unit), self.rooms.pop(unit), self.slice_numel(unit, 1)
+        room, numel = self.rooms.pop(unit), self.slice_numel(unit, 1)
         is_in_place = room.home is not None and room.home.borrowed is not None
         initial = torch.empty(0)
         if not is_in_place:
-            initial = flatten_params(unit, layout, values_of if self.comm.rank == 0 else None)
+            initial = self._initial(unit)
             self.comm.broadcast(index, initial)
         for param in unit.params:
             if param.is_meta:
@@ -230,9 +230,8 @@ class Assembly(Placement):
             full = initial.to(unit.dtype)
             home = ResidentFields([slice(0, numel)], {"param": full[held]}, self.on_device)
         is_partitioned = self.config.stage == 3
-        uploads = self.transfer if full is None and home.memory != self.on_device else None
         on_use, tier = partition.on_use if is_partitioned else None, room.param_tier.name
-        store = UnitStore(unit, index, layout, self.comm, self.transfer, tier, held, home, full, on_use, uploads)
+        store = UnitStore(unit, index, self.layout(unit), self.comm, self.transfer, tier, held, home, full, on_use)
         if is_partitioned:
             partition.add(store)
         if unit.trained:
@@ -244,6 +243,16 @@ class Assembly(Placement):
         elif is_partitioned and not is_in_place:
             home.write(initial[held])
         return store
+
+    def _initial(self, unit: Unit) -> Tensor:
+        """The unit's parameters as one new flat buffer, in the widest precision among them; padding is zero, and all on a rank that will be sent
+        the first rank's.
+        """
+        layout = self.layout(unit)
+        flat = zeros(layout.numel, unit.widest, unit.device, inherited=not unit.trained)
+        for index, param in enumerate(unit.params if self.comm.rank == 0 else ()):
+            flat[layout.whole(index)] = unit.flat(index, values_of(param, unit.names[index]))
+        return flat
 
     def _shard(self, unit: Unit, room: _Room, home: ResidentFields | FileParams, is_full: bool) -> OptimizerShard:
         """The optimizer state of a unit whose parameters rest in ``home``, which is memory of the model's own if they are full."""

@@ -37,18 +37,6 @@ from zk.units import Layout, Unit, strides_of
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
-def flatten_params(unit: Unit, layout: Layout, values_of: Callable[[Tensor, str], Tensor] | None) -> Tensor:
-    """The unit's parameters as one new flat buffer (layout.numel,), in the widest precision among them; padding is zero.
-
-    ``values_of(param, name)`` gives each one's values; None leaves zeros, for a rank that will be sent the first rank's.
-    """
-    flat = zeros(layout.numel, unit.widest, unit.device, inherited=not unit.trained)
-    for index, param in enumerate(unit.params):
-        if values_of is not None:
-            flat[layout.whole(index)] = unit.flat(index, values_of(param, unit.names[index]))
-    return flat
-
-
 class State(enum.Enum):
     """The full parameters of a unit that is partitioned."""
 
@@ -71,7 +59,6 @@ class UnitStore:
         home: where that slice rests between uses.
         full: (layout.numel,) the flat buffer, where it stays; None takes memory while parameters are in use.
         on_use: called when a released parameter is used, gathers or raises; None: parameters are always full.
-        uploads: brings the slice from its home to the device; None where it rests in the device's memory.
     """
 
     def __init__(
@@ -86,10 +73,9 @@ class UnitStore:
         home: ResidentFields | FileParams,
         full: Tensor | None = None,
         on_use: Callable[[UnitStore], None] | None = None,
-        uploads: Transfer | None = None,
     ) -> None:
         self.unit, self.index, self.layout, self.comm, self.transfer = unit, index, layout, comm, transfer
-        self.param_tier, self.held, self.home, self.uploads, self.on_use = param_tier, held, home, uploads, on_use
+        self.param_tier, self.held, self.home, self.on_use = param_tier, held, home, on_use or UnitStore.arrive
         self.held_numel: int = held.stop - held.start
         self.is_whole = self.held_numel == layout.numel  # this rank's slice is everything
         # bitsandbytes keeps codes in bytes, or, if asked to, two or four to a number of another dtype
@@ -101,6 +87,7 @@ class UnitStore:
         self.is_partitioned = self.watches_data = on_use is not None
         self.lease = None if full is not None else Lease(layout.numel, unit.computes, unit.device)
         self.full: Tensor = full if self.lease is None else self.lease.tensor  # type: ignore[assignment]
+        self.is_uploaded = self.lease is not None and home.memory == "host" and not transfer.joined
         self.state, self.pins = State.GATHERED, 0
         self.depth = 0  # forwards in progress
         # a graph that create_graph=True has made, or a collective that was interrupted, may use the full memory after the release
@@ -199,13 +186,13 @@ class UnitStore:
 
     def _fill(self, source: Tensor) -> None:
         full = self.full if not self.unit.is_widened else self.full.view(self.unit.dtype)[: self.layout.numel]
-        if self.uploads is None:
+        if not self.is_uploaded:
             self.pending = self.comm.all_gather(self.index, full, source)
         else:
             mine = full[self.held]
-            self.uploaded = self.uploads.upload(mine, source)
+            self.uploaded = self.transfer.upload(mine, source)
             if self.comm.shards > 1:
-                with self.uploads.beside():
+                with self.transfer.beside():
                     self.pending = self.comm.all_gather(self.index, full, mine)
 
     def _undo(self) -> None:
@@ -220,8 +207,7 @@ class UnitStore:
         self.prefetch()
         if self.state is State.GATHERING:
             try:
-                if self.uploads is not None:
-                    self.uploads.follow(self.uploaded)
+                self.transfer.follow(self.uploaded)
                 if self.pending is not None:
                     self.pending.wait()
                     self.pending = None
@@ -285,7 +271,7 @@ class UnitStore:
 
     def use(self) -> None:
         """Make the parameters usable: gathered, or updated. Raises where they cannot be."""
-        self.arrive() if self.on_use is None else self.on_use(self)
+        self.on_use(self)
 
     def refuse(self, check: Callable[[], None]) -> None:
         """Refuse every use of the parameters from now on: ``check`` raises."""
@@ -345,25 +331,23 @@ class UnitStore:
             for index in used if now else ():
                 self.versions[index] = now[index]
 
-    def publish(self, uploaded: Event = COMPLETED, mark: Event | None = None) -> Awaited:
+    def publish(self, uploaded: Event = COMPLETED, mark: Event | None = None, beside: Comm | None = None) -> Awaited:
         """The updated slice becomes what all ranks use; returns what compute must follow. The collective comes after all of compute so far.
 
         Stage 3 gathers it with the next use.
+
+        Args:
+            uploaded: the slice is there.
+            beside: ranks' connections of its own, for a collective beside compute and after ``mark``, as for Transfer: the slice may have been
+                updated by compute itself, and compute may still read what the collective overwrites.
         """
         if self.is_partitioned or self.is_whole:
             return uploaded
-        self.transfer.follow(uploaded)
-        return self.comm.all_gather(self.index, self.full, self.full[self.held])
-
-    def publish_beside(self, comm: Comm, uploaded: Event, mark: Event | None) -> Event:
-        """The same, beside compute, over ranks' connections of its own: after ``mark``, as for Transfer.
-
-        The slice may have been updated by compute itself, and compute may still read what the collective overwrites.
-        """
-        if self.is_partitioned or self.is_whole:
-            return uploaded
+        if beside is None:
+            self.transfer.follow(uploaded)
+            return self.comm.all_gather(self.index, self.full, self.full[self.held])
         with self.transfer.beside(mark, uploaded) as reached:
-            comm.all_gather(self.index, self.full, self.full[self.held]).wait()
+            beside.all_gather(self.index, self.full, self.full[self.held]).wait()
             return reached()
 
     def begin(self, task: Task) -> None:
@@ -453,19 +437,19 @@ class UnitStore:
         shown, self.shown = self.shown, {}
         rest = self._bring() if self.used - shown.keys() else None
         self.used -= {index for index, grad in shown.items() if grad is None}
-        parts = {}
+        parts = list[tuple[slice, Tensor]]()
         for index in self.used:
             mine, piece = self.layout.part(index, self.held)
             grad = shown.get(index)
             if grad is not None:
-                parts[index] = mine, self.unit.flat(index, grad.detach())[piece]
+                parts.append((mine, self.unit.flat(index, grad.detach())[piece]))
             elif rest is not None:
-                parts[index] = mine, rest[mine]
+                parts.append((mine, rest[mine]))
         if not parts:
             return
-        dtype = functools.reduce(torch.promote_types, (values.dtype for _, values in parts.values()))
+        dtype = functools.reduce(torch.promote_types, (values.dtype for _, values in parts))
         flat = zeros(self.held_numel, dtype if scale == 1 else torch.float32, self.unit.device)
-        for mine, values in parts.values():
+        for mine, values in parts:
             flat[mine] = values if scale == 1 else values.float() * scale
         self.shard.add(flat)
 

@@ -65,7 +65,7 @@ class Updates:
             for store, change in changes.items():
                 assert store.shard is not None
                 store.count_step(group_of)
-                publish = functools.partial(store.publish_beside, self.publisher) if optimizer.config.overlap_step else store.publish
+                publish = functools.partial(store.publish, beside=self.publisher) if optimizer.config.overlap_step else store.publish
                 tasks[store] = Task(store.unit.name, store.shard, change, publish, set(store.used))
             is_delayed = self.delay is not None and sum(optimizer.counters.values()) >= self.delay
             self._run(self._due() if is_delayed else tasks)
