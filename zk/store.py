@@ -649,68 +649,61 @@ class UnitStore:
         Without ``copies`` it may be the memory in which states rest. That of a DTensor is one, cut as it is, with all elements that data parallel
         ranks hold.
         """
-        state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        if self.shard is None:
-            return state
-        names = (*self.shard.names, *(("master",) if self.shard.has_master else ()))
+        shard, state = self.shard, {index: self._counts(index) for index in sorted(self.steps)}
+        if shard is None:
+            return {}
         if own_part:
             from zk.checkpoint.dcp import part_of, part_of_kept  # with all of DTensor
-        for index in sorted(self.steps):
-            state[self.unit.user(index)] = self._counts(index)
-        for name in names:
-            read = functools.partial(self.shard.get_state, name, copies=copies)
+        for name in (*shard.names, *(("master",) if shard.has_master else ())):
+            read = functools.partial(shard.get_state, name, copies=copies)
             full = self.whole_of(read) if not own_part or self.unit.around else None
-            for index in sorted(self.steps):
+            for index, its in state.items():
                 is_part = full is None or (own_part and index not in self.unit.around)
-                value = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
-                state[self.unit.user(index)][name] = value
-        values = self.kept_states(own_part) if self.shard.packing is not None else {}
-        for index in sorted(self.steps):
-            kept, mine, numbers = self.kept_of(index), values.get(index, {}), self.shard.rule.numbers
+                its[name] = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
+        values, numbers = self.kept_states(own_part), shard.rule.numbers
+        for index, its in state.items():
+            kept, mine = self.kept_of(index), values.get(index, {})
             if own_part:
-                state[self.unit.user(index)] |= {name: part_of_kept(self, index, one, mine.get(name)) for name, one in kept.items()}
-                continue
-            shown = {name: numbers[name](value.item()) if name in numbers else value for name, value in mine.items()}
-            state[self.unit.user(index)] |= wrapped(shown, kept)
-        return state
+                its |= {name: part_of_kept(self, index, one, mine.get(name)) for name, one in kept.items()}
+            else:
+                its |= wrapped({name: numbers[name](value.item()) if name in numbers else value for name, value in mine.items()}, kept)
+        return {self.unit.user(index): its for index, its in state.items()}
 
     def kept_states(self, own_part: bool) -> dict[int, dict[str, Tensor]]:
         """Copies of what is kept of whole parameters, by number and name; of those of all ranks, and so a collective, unless ``own_part``."""
         shard = self.shard
-        assert shard is not None and shard.packing is not None and shard.packing_of is not None
-        mine, packings = shard.packed(), [shard.packing]
+        if shard is None or shard.packing is None or shard.packing_of is None:
+            return {}
+        packings, rows = [shard.packing], [shard.packed()]
         if not own_part and not self.is_whole:
             packings = [shard.packing_of(rank) for rank in range(self.comm.shards)]
-            padded = mine.new_zeros(max(1, *(packing.nbytes for packing in packings)))
-            padded[: len(mine)] = mine
-            full = mine.new_empty(len(packings) * len(padded))
+            padded = torch.zeros(max(1, *(packing.nbytes for packing in packings)), dtype=torch.uint8, device=rows[0].device)
+            padded[: len(rows[0])] = rows[0]
+            full = padded.new_empty(len(packings) * len(padded))
             self.comm.all_gather(self.index, full, padded).wait()
-            rows = full.view(len(packings), -1)
-        else:
-            rows = mine.view(1, -1)
+            rows = [*full.view(len(packings), -1)]
         return {index: packing.views(index, row, EVERYTHING) for packing, row in zip(packings, rows, strict=True) for index in packing.indices}
 
     def _counts(self, index: int) -> dict[str, Any]:
         """The state of one parameter that is no tensor of its elements."""
-        counts: dict[str, Any] = {"step": torch.tensor(float(self.steps.get(index, 0)))}
-        if self.shard is not None and self.shard.rule.templates is not None:  # before the first update: what a state is loaded into
-            counts |= self.shard.rule.stored(self.scalars[index]) if index in self.scalars else self.shard.rule.templates
-        return counts
+        assert self.shard is not None
+        rule = self.shard.rule
+        kept = rule.stored(self.scalars[index]) if index in self.scalars else rule.templates or {}  # (before the first update, to load a state into)
+        return {"step": torch.tensor(float(self.steps.get(index, 0))), **kept}
 
     def show_state(self, index: int, name: str) -> Tensor:
         """The state ``name`` of one parameter, as a tensor of the user's: what it becomes counts. On all ranks, but for ``step``."""
         shown = self.shown_state.setdefault(index, {})
         if name not in shown:
             assert self.shard is not None
-            read = functools.partial(self.shard.get_state, name)
             if name in self.number_names:
                 shown[name] = self._counts(index)[name]
             elif name in self.kept_of(index):
                 shown[name] = self.kept_states(own_part=False)[index][name].clone()
-            elif self.is_whole:
-                shown[name] = self.unit.shown(index, read(self.mine(index))).clone()
             else:
-                shown[name] = self.unit.shown(index, self.whole_of(read)[self.layout.whole(index)]).clone()
+                read = functools.partial(self.shard.get_state, name)
+                flat = read(self.mine(index)) if self.is_whole else self.whole_of(read)[self.layout.whole(index)]
+                shown[name] = self.unit.shown(index, flat).clone()
         return shown[name]
 
     @property
@@ -767,8 +760,9 @@ class UnitStore:
         for index, state in shown.items():
             mine, piece = self.layout.part(index, self.held)
             for name, value in state.items():
+                if name == "step":
+                    self.steps[index] = int(value)
                 if name in self.number_names:
-                    self.steps[index] = int(value) if name == "step" else self.steps[index]
                     if name in self.scalars.get(index, {}):
                         self.scalars[index] = {**self.scalars[index], name: as_number(value)}
                 elif name in self.kept_of(index):
@@ -796,11 +790,12 @@ class UnitStore:
         shard, name, param = self.shard, self.unit.names[index], self.unit.params[index]
         assert shard is not None
         mine, piece = self.layout.part(index, self.held)
-        nested = (value for value in saved.values() if isinstance(value, dict))  # as bitsandbytes has it
-        saved = flattened(functools.reduce(lambda all_of, some: {**all_of, **some}, nested, saved))
+        for nested in [value for value in saved.values() if isinstance(value, dict)]:  # as bitsandbytes has it
+            saved = {**saved, **nested}
+        saved = flattened(saved)
         if not saved or ("momentum_buffer" in saved and saved["momentum_buffer"] is None):
             return [functools.partial(self.forget_state, index)]
-        known, kept = self.state_names(index), self.kept_of(index)
+        known, kept, numel = self.state_names(index), self.kept_of(index), mine.stop - mine.start
         unknown = saved.keys() - {*self.number_names, "master", *known}
         if unknown and not set(known) & saved.keys():
             raise ValueError(f"the state of {name!r} is {', '.join((*self.number_names, *known))}; got {', '.join(sorted(unknown))}")
@@ -813,15 +808,12 @@ class UnitStore:
             if lacking:
                 raise ValueError(f"the state of {name!r} has no {', '.join(map(repr, lacking))}, a number; it has {sorted(saved)}")
             scalars = {key: as_number(saved[key]) for key in shard.rule.templates}
-            writes.append(lambda: self.scalars.__setitem__(index, scalars))
-        for key in [*known, "master"]:
+            writes.append(functools.partial(self.scalars.__setitem__, index, scalars))
+        for key in (*known, *(("master",) if shard.has_master else ())):
             value = saved.get(key)
-            if key == "master":
-                if value is None or not shard.has_master:
-                    continue
-            elif value is None:
-                if key == "momentum_buffer":
-                    continue  # torch keeps None there before the first step
+            if value is None and key in ("master", "momentum_buffer"):  # torch keeps None there before the first step
+                continue
+            if value is None:
                 raise ValueError(f"the state of {name!r} has no {key!r}; it has {sorted(saved)}")
             if hasattr(value, "full_tensor"):  # a DTensor
                 from zk.checkpoint.dcp import values_of
@@ -842,10 +834,10 @@ class UnitStore:
                 raise ValueError(f"{key!r} of {name!r} is {value.dtype} on {value.device}; real floating point values are needed, in memory")
             if tuple(value.shape) == tuple(param.shape):
                 value = self.unit.flat(index, value.detach())[piece]
-            elif tuple(value.shape) != (mine.stop - mine.start,):
+            elif tuple(value.shape) != (numel,):
                 raise ValueError(
                     f"{key!r} of {name!r} has shape {tuple(value.shape)}; this parameter is {tuple(param.shape)} and this rank holds "
-                    f"{mine.stop - mine.start} elements of it"
+                    f"{numel} elements of it"
                 )
             writes.append(functools.partial(shard.set_state, key, mine, value))
         return writes
