@@ -32,7 +32,7 @@ from zk.owners import Gradients, fit, hold, is_dtensor
 from zk.parallel.comm import Comm
 from zk.parallel.released import Released, Watched, grad_gone, grad_left, mark, redress, stand_in, unmark
 from zk.timeline import phase
-from zk.units import Layout, Unit, strides_of
+from zk.units import Layout, Unit, overlap, strides_of
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -148,7 +148,7 @@ class UnitStore:
 
     def mine(self, index: int) -> slice:
         """The elements of this rank's slice that are of parameter ``index``."""
-        return self.layout.part(index, self.held)[0]
+        return overlap(self.held, self.layout.whole(index))[0]
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -291,9 +291,10 @@ class UnitStore:
     def count_step(self, group_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """The parameters in use are about to be updated, by a ``change`` that was made before."""
         assert self.shard is not None
+        users = self.unit.users
         for index in self.used:
             self.steps[index] = self.steps.get(index, 0) + 1
-            after = self.shard.rule.scalars(group_of[self.unit.user(index)], self.scalars.get(index))
+            after = self.shard.rule.scalars(group_of[users[index]], self.scalars.get(index))
             if after is not None:
                 self.scalars[index] = after
 
@@ -323,9 +324,9 @@ class UnitStore:
 
     def updated(self, used: Collection[int]) -> None:
         """These parameters have new values, as autograd should know."""
-        changed = [self.unit.user(index) for index in used]
+        users = self.unit.users
         with self.counting:
-            torch.autograd.graph.increment_version(changed)
+            torch.autograd.graph.increment_version([users[index] for index in used])
             now = self.unit.versions if not self.is_partitioned else []
             for index in used if now else ():
                 self.versions[index] = now[index]

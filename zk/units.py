@@ -27,6 +27,13 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+def overlap(first: slice, second: slice) -> tuple[slice, slice]:
+    """The elements that two ranges have in common, counted from the begin of each; maybe empty."""
+    start = max(first.start, second.start)
+    stop = max(start, min(first.stop, second.stop))
+    return slice(start - first.start, stop - first.start), slice(start - second.start, stop - second.start)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """The place of each parameter in a unit's flat buffer, and the slice of that buffer that each rank holds."""
@@ -90,10 +97,7 @@ class Layout:
 
     def part(self, index: int, held: slice) -> tuple[slice, slice]:
         """The share of the slice ``held`` of the flat buffer in parameter ``index``: (slice of held, slice of the parameter); maybe empty."""
-        start = min(max(self.offsets[index], held.start), held.stop)
-        stop = max(min(self.offsets[index] + self.numels[index], held.stop), start)
-        begin = min(start - self.offsets[index], self.numels[index]) if stop > start else 0
-        return slice(start - held.start, stop - held.start), slice(begin, begin + stop - start)
+        return overlap(held, self.whole(index))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -171,7 +175,7 @@ class Unit:
 
     def flat(self, index: int, value: Tensor) -> Tensor:
         """Lay out ``value``, shaped as parameter ``index``, as it lies in a flat buffer: (numel,), a view where it is laid out so."""
-        return flat_of(local_of(value, self.user(index)), self.orders.get(index))
+        return flat_of(local_of(value, self.users[index]), self.orders.get(index))
 
     def shown(self, index: int, flat: Tensor) -> Tensor:
         """``flat`` (numel,) as the user's parameter ``index`` is: a DTensor around it, where that is one."""

@@ -30,6 +30,7 @@ from zk.memory import aligned
 from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.worker import Worker
 from zk.parallel.comm import raised_by_all
+from zk.units import overlap
 
 BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
 _DTYPES = {
@@ -55,13 +56,6 @@ _DTYPES = {
 DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 _IN_FLIGHT = 4
 _LONGEST_HEADER = 100 << 20
-
-
-def overlap(first: slice, second: slice) -> tuple[slice, slice]:
-    """The elements that two ranges have in common, counted from the begin of each; maybe empty."""
-    start = max(first.start, second.start)
-    stop = max(start, min(first.stop, second.stop))
-    return slice(start - first.start, stop - first.start), slice(start - second.start, stop - second.start)
 
 
 @raised_by_all

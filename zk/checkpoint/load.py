@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import base, folders, save
-from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file, overlap
+from zk.checkpoint.files import CheckpointError, Entry, Reader, check_file
 from zk.checkpoint.manifest import (
     Manifest,
     Saved,
@@ -36,7 +36,7 @@ from zk.checks import check_options, check_scale_and_counters
 from zk.memory import overwrite
 from zk.offload.packing import PACKED
 from zk.parallel.comm import together
-from zk.units import shaped_of
+from zk.units import overlap, shaped_of
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.base import digests, digests_of_entries
-from zk.checkpoint.files import Entry, Writer, overlap, undone, write_durably
+from zk.checkpoint.files import Entry, Writer, undone, write_durably
 from zk.events import COMPLETED, Event, Ticket
 from zk.kernels.codec import dtype_of
 from zk.logs import rank_log
@@ -40,6 +40,7 @@ from zk.owners import inner_tensors, is_wrapper
 from zk.parallel.comm import Comm, together
 from zk.parallel.presence import Board
 from zk.timeline import phase
+from zk.units import overlap
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training

@@ -16,6 +16,7 @@ from zk.offload.section import Attempt, Opened, Section, opened
 from zk.offload.snapshot import Unread
 from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
+from zk.units import overlap
 
 
 class OptimizerShard:
@@ -72,9 +73,9 @@ class OptimizerShard:
     def _overlap(self, part: slice) -> Iterator[tuple[int, slice, slice]]:
         """For each chunk that ``part`` touches: its index, the slice of the chunk, the slice of ``part``."""
         for index, chunk in enumerate(self.chunks):
-            start, stop = max(part.start, chunk.start), min(part.stop, chunk.stop)
-            if start < stop:
-                yield index, slice(start - chunk.start, stop - chunk.start), slice(start - part.start, stop - part.start)
+            here, there = overlap(chunk, part)
+            if here.start < here.stop:
+                yield index, here, there
 
     def _read(self, part: slice, read: Callable[[Opened, slice], Tensor], copies: bool = False) -> Tensor:
         """Read ``part`` by ``read(fields, slice of the chunk)``; a view where one chunk holds all and rests in memory, unless it ``copies``."""
