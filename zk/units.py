@@ -357,11 +357,12 @@ def find_units(
             if param not in home:
                 if is_dtensor(user):
                     around[param] = user
-                is_trained = around.get(param, param) in groups and around.get(param, param).requires_grad
+                grouped = around.get(param, param)
+                is_trained = grouped in groups and grouped.requires_grad
                 dtype = param.dtype if stored is None else stored[param]
                 is_counted = name not in elsewhere
                 place = device if (param.is_meta or moved) and device is not None else param.device
-                kind = kinds[around.get(param, param)] if kinds and is_trained else ""
+                kind = kinds[grouped] if kinds and is_trained else ""
                 is_widened = dtype == widened and not has_codes(user)
                 key = (path, is_trained, dtype, place, is_counted, kind, is_widened)
                 if key not in units:
@@ -371,11 +372,11 @@ def find_units(
                         by = f" by {kind}" * bool(kind)
                         stored_as = str(dtype).removeprefix("torch.") + ", as fp32" * is_widened
                         label += f" ({'trained' if is_trained else 'frozen'}{by}, {stored_as}{replicated})"
-                    units[key] = Unit(label, [anchors[path]] if path else [model], [], [], is_trained, dtype, place, is_counted=is_counted)
-                    units[key].is_widened = is_widened
-                units[key].params.append(param)  # type: ignore[arg-type]
-                units[key].names.append(name)
-                home[param] = units[key]
+                    its = is_trained, dtype, place
+                    units[key] = Unit(label, [anchors[path] if path else model], [], [], *its, is_counted=is_counted, is_widened=is_widened)
+                home[param] = unit = units[key]
+                unit.params.append(param)  # type: ignore[arg-type]
+                unit.names.append(name)
             anchor = anchors[path] if path else module
             if anchor not in home[param].anchors:
                 home[param].anchors.append(anchor)  # a tied parameter is used by this one too, a left-over one by the module that owns it
@@ -383,9 +384,8 @@ def find_units(
         _note_choosers(model, units, anchors)
     _join_small(units, joined)
     for unit in units.values():
-        order = sorted(range(len(unit.params)), key=lambda i: groups.get(around.get(unit.params[i], unit.params[i]), 0))
-        unit.params, unit.names = [unit.params[i] for i in order], [unit.names[i] for i in order]
+        pairs = sorted(zip(unit.params, unit.names, strict=True), key=lambda pair: groups.get(around.get(pair[0], pair[0]), 0))
+        unit.params, unit.names = [param for param, _ in pairs], [name for _, name in pairs]
         unit.around = {index: around[param] for index, param in enumerate(unit.params) if param in around}
-        found = {index: order_of(param) for index, param in enumerate(unit.params)}
-        unit.orders = {index: order for index, order in found.items() if order is not None}
+        unit.orders = {index: order for index, param in enumerate(unit.params) if (order := order_of(param)) is not None}
     return sorted(units.values(), key=lambda unit: unit.anchors[0] is model)
