@@ -15,7 +15,6 @@ from torch import Tensor
 from zk.events import COMPLETED, Event, Ticket
 from zk.offload.packing import part_of
 from zk.offload.rules import Change
-from zk.offload.spill import FileGrads
 from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, Grads, HostCopies, HostGrads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
@@ -45,16 +44,13 @@ def _settle(written: Event) -> None:
         written.wait()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Shadow:
-    """Room for what the next update makes of a section's states, which stay as they are until ``commit``.
+    """Room for what the next update makes of a section's states, which stay as they are until ``commit``."""
 
-    Args:
-        state, param: room, as the section has. Without ``param``, parameters are updated in ``near``.
-        near: (elements,) device memory, in which updated parameters are before they count; None: they are uploaded afterwards.
-    """
-
-    def __init__(self, state: Fields, param: Fields | None, near: Tensor | None) -> None:
-        self.state, self.param, self.near = state, param, near
+    state: Fields  # as the section has, and so is ``param``
+    param: Fields | None  # without it, parameters are updated in ``near``
+    near: Tensor | None  # (elements,) device memory, in which updated parameters are before they count; None: they are uploaded afterwards
 
     def update(
         self, section: Section, grads: Grads, chunk: slice, change: Change, num_threads: int, mark: Event | None
@@ -199,33 +195,21 @@ class Section:
         return event
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
-    """One unit's update out of place. The worker's thread runs it; ``commit`` takes what it has made of a section, or tells that it cannot be taken.
+    """One unit's update out of place, by the worker's thread. ``commit`` takes what it has made of a section, or tells that it cannot be taken."""
 
-    Args:
-        name: of the unit.
-        grads: the gradient of each section that is updated, all of which have a shadow.
-        change: of the step, as it is expected to be.
-        mark: what compute must have done before memory on the device is written.
-        is_handed_over: ``grads`` are not those that change with the next backward.
-        has_counted: called once, if it does.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        grads: Mapping[Section, Grads],
-        change: Change,
-        mark: Event,
-        is_handed_over: bool = False,
-        has_counted: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.name, self.grads, self.change, self.mark = name, grads, change, mark
-        self.is_handed_over, self.has_counted = is_handed_over, has_counted
-        self.is_given_up = self.has_begun = False
-        self.finished: set[Section] = set()
-        self.taken: dict[Section, bool] = {}
-        self.done: Ticket = COMPLETED  # of the worker, which has been asked to run this
+    name: str  # of the unit
+    grads: Mapping[Section, Grads]  # of each section that is updated, all of which have a shadow
+    change: Change  # of the step, as it is expected to be
+    mark: Event  # what compute must have done before memory on the device is written
+    is_handed_over: bool = False  # ``grads`` are not those that change with the next backward
+    has_counted: Callable[[], None] = lambda: None  # called once, if it does
+    done: Ticket = COMPLETED  # of the worker, which has been asked to run this
+    is_given_up: bool = False
+    has_begun: bool = False
+    finished: set[Section] = dataclasses.field(default_factory=set)
+    taken: dict[Section, bool] = dataclasses.field(default_factory=dict)
 
     def run(self, num_threads: int, stop: threading.Event) -> None:
         """Update all sections in their shadows, unless this is given up."""
@@ -254,9 +238,8 @@ class Attempt:
 
     def discard(self, *sections: Section) -> None:
         """Give back the memory of gradients that were handed over, of these sections."""
-        for grads in map(self.grads.__getitem__, sections):
-            if isinstance(grads, FileGrads):
-                grads.discard()
+        for section in sections:
+            self.grads[section].discard()
 
     def give_up(self, goes_on: bool = False) -> None:
         """Begin nothing more; what is finished may still be taken. ``goes_on``: unless it has begun, or waits for the gradient to arrive."""

@@ -62,12 +62,10 @@ class OptimizerShard:
     @contextlib.contextmanager
     def changed(self, number: int, unread: Unread | None, keep: bool = False) -> Iterator[Opened]:
         """The same, to be changed: not before a save in progress has what it still needs of it."""
-        if unread is None:
-            with self.opened(number, changes=True, keep=keep) as fields:
-                yield fields
-            return
-        with unread.before_change(number) as hand, self.opened(number, changes=True, keep=keep) as fields:
-            hand(fields)
+        claimed = contextlib.nullcontext() if unread is None else unread.before_change(number)
+        with claimed as hand, self.opened(number, changes=True, keep=keep) as fields:
+            if hand is not None:
+                hand(fields)
             yield fields
 
     def _overlap(self, part: slice) -> Iterator[tuple[int, slice, slice]]:
@@ -76,24 +74,6 @@ class OptimizerShard:
             here, there = overlap(chunk, part)
             if here.start < here.stop:
                 yield index, here, there
-
-    def _read(self, part: slice, read: Callable[[Opened, slice], Tensor], copies: bool = False) -> Tensor:
-        """Read ``part`` by ``read(fields, slice of the chunk)``; a view where one chunk holds all and rests in memory, unless it ``copies``."""
-        rests = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident
-        whole = rests and not copies and part.stop > part.start
-        pieces = []
-        for index, here, _ in self._overlap(part):
-            with self.opened(index) as fields:
-                value = read(fields, here)
-                pieces.append(value if whole else value.to("cpu", copy=True) if len(self.sections) > 1 else value.clone())
-        return pieces[0] if whole else torch.cat(pieces) if pieces else torch.empty(0)
-
-    def _write(self, part: slice, write: Callable[[Opened, slice, slice], None]) -> None:
-        """Call ``write(fields, slice of the chunk, slice of part)`` for ``part``, and keep what it changed."""
-        self.drop_attempt()
-        for index, here, there in self._overlap(part):
-            with self.changed(index, self.unread) as fields:
-                write(fields, here, there)
 
     def drop_attempt(self, of_gradient: bool = False) -> None:
         """Give up an update that has begun: what it was made from is about to change, or only the gradient that comes from backward now is."""
@@ -156,7 +136,7 @@ class OptimizerShard:
     @property
     def is_handed_over(self) -> bool:
         """Check that some of the gradient is in memory for an attempt alone, or is not there any more."""
-        return any(isinstance(section.grads, FileGrads) and section.grads.is_handed_over for section in self.sections)
+        return any(section.grads.is_handed_over for section in self.sections)
 
     def discard(self) -> None:
         """Give back the memory of a gradient that was handed over, and has been used."""
@@ -191,11 +171,10 @@ class OptimizerShard:
         is_done = unread is None and attempt is not None and attempt.commit(section, change)
         grads, streams = handed_over.get(section, section.grads), None
         if not is_done and section.stream is not None:
-            with contextlib.nullcontext() if unread is None else unread.before_change(number) as hand:
-                if hand is not None:
-                    with self.opened(number) as fields:
-                        hand(fields)
-                streams = section.stream_through(None, grads, chunk, change, mark, keep)
+            if unread is not None:
+                with unread.before_change(number) as hand, self.opened(number) as fields:
+                    hand(fields)
+            streams = section.stream_through(None, grads, chunk, change, mark, keep)
         elif not is_done:
             with self.changed(number, unread, keep) as fields:
                 grad = grads.open(chunk)
@@ -262,9 +241,10 @@ class OptimizerShard:
 
         All that were written at once, as what comes home afterwards is everything.
         """
-        if parts:
-            self.drop_attempt()
-        if not parts or not self.has_copies:
+        if not parts:
+            return
+        self.drop_attempt()
+        if not self.has_copies:
             return
         for part in parts:
             for index, here, there in self._overlap(part):
@@ -277,30 +257,39 @@ class OptimizerShard:
         self.upload()
 
     def get_state(self, name: str, part: slice, copies: bool = False) -> Tensor:
-        """The "master" of ``part``, or a state by name, in fp32; a view where that is what is stored, unless it ``copies``."""
-        return self._read(part, lambda fields, here: codec.read(part_of(fields, here), name).float(), copies)
+        """The "master" of ``part``, or a state by name, in fp32; a view where one chunk in memory has that as it is, unless it ``copies``."""
+        rests = len(self.chunks) == 1 and self.sections[0].state.resident and self.sections[0].param.resident
+        pieces = []
+        for index, here, _ in self._overlap(part):
+            with self.opened(index) as fields:
+                value = codec.read(part_of(fields, here), name).float()
+                is_kept = rests and not copies
+                pieces.append(value if is_kept else value.to("cpu", copy=True) if len(self.sections) > 1 else value.clone())
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
 
     def set_state(self, name: str, part: slice, values: Tensor) -> None:
         """Overwrite the "master" of ``part``, with the parameter, or a state by name, by (n,) ``values``; the others keep their value."""
-        self._write(part, lambda fields, here, there: codec.write(part_of(fields, here), {name: values[there]}))
+        self.drop_attempt()
+        for index, here, there in self._overlap(part):
+            with self.changed(index, self.unread) as fields:
+                codec.write(part_of(fields, here), {name: values[there]})
         if name == "master":
             self.upload()
 
     @property
-    def nbytes(self) -> list[tuple[str, str, int]]:
+    def nbytes(self) -> Iterator[tuple[str, str, int]]:
         """Tier, kind and bytes: of master, moments, gradient, the parameter copy where there is one, and shadows of them."""
-        sizes = []
         for section in self.sections:
+            tier, shadow = section.tier, section.shadow
             kept = (*section.state.dtypes, *((PACKED,) if self.packing is not None else ()))
-            sizes.append((section.tier, "moments", sum(section.state.nbytes(name) for name in kept if name != "master")))
-            sizes.append((section.tier, "master", section.state.nbytes("master") if self.has_master else 0))
-            sizes.append((section.tier, "grad", section.grads.nbytes + (section.spare.nbytes if section.spare is not None else 0)))
-            copied_to = "host" if section.tier == "nvme" else section.tier  # what is updated on the drive's behalf is in host memory
-            sizes.append((copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")))
-            if section.shadow is not None:
-                sizes.append((section.tier, "shadow", sum(section.shadow.state.nbytes(name) for name in kept)))
-                if section.shadow.param is not None:
-                    sizes.append(("host" if section.shadow.param.resident else "nvme", "shadow", section.shadow.param.nbytes("param")))
-                if section.shadow.near is not None:
-                    sizes.append(("device", "shadow", section.shadow.near.nbytes))
-        return sizes
+            yield tier, "moments", sum(section.state.nbytes(name) for name in kept if name != "master")
+            yield tier, "master", section.state.nbytes("master") if self.has_master else 0
+            yield tier, "grad", section.grads.nbytes + (section.spare.nbytes if section.spare is not None else 0)
+            copied_to = "host" if tier == "nvme" else tier  # what is updated on the drive's behalf is in host memory
+            yield copied_to, "param_copy", 0 if section.home is None else section.param.nbytes("param")
+            if shadow is not None:
+                yield tier, "shadow", sum(shadow.state.nbytes(name) for name in kept)
+                if shadow.param is not None:
+                    yield "host" if shadow.param.resident else "nvme", "shadow", shadow.param.nbytes("param")
+                if shadow.near is not None:
+                    yield "device", "shadow", shadow.near.nbytes

@@ -51,6 +51,13 @@ class _Resident:
     def close(self, chunk: slice, changed: bool = False, keep: bool = False) -> None:
         """Done with a chunk."""
 
+    # of gradients: none is in memory for an update alone
+
+    is_handed_over = False
+
+    def discard(self) -> None:
+        """Nothing is left when it has been used."""
+
 
 class ResidentFields(_Resident):
     """Flat fields of consecutive elements of a shard, in memory, worked on where they are, once copies that read them are over.
