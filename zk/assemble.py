@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zk.config import ZeroConfig
 from zk.logs import log
 from zk.materialize import give_memory, values_of
 from zk.memory import overwrite, zeros
 from zk.offload.nvme import ALIGN, Excerpt, round_up
 from zk.offload.packing import Packing
 from zk.offload.pinned import Arena
-from zk.offload.rules import Rule
 from zk.offload.section import Section, Shadow
 from zk.offload.spill import FileParams
 from zk.offload.state import OptimizerShard
@@ -54,36 +54,22 @@ class _Room(NamedTuple):
     home: FileParams | None  # on the drive
 
 
+@dataclasses.dataclass
 class Assembly(Placement):
-    """Places units, then holds them one by one; and others later, which are trained from then on.
+    """Places units, then holds them one by one; and others later, which are trained from then on. The first fields are those of Placement."""
 
-    Args:
-        config, comm, num_threads: the optimizer's.
-        rules, groups: its param_groups, and the rule of each.
-        device: where the model computes.
-        transfer: between the device and the host; it gets its page-locked memory here.
-        worker: adds up gradients that arrive from the device, in the background.
-        ranks: how many share this machine.
-    """
+    comm: Comm
+    num_threads: int
+    device: torch.device  # where the model computes
+    transfer: Transfer  # between the device and the host; it gets its page-locked memory here
+    worker: Worker  # adds up gradients that arrive from the device, in the background
+    ranks: int  # that share this machine
 
-    def __init__(
-        self,
-        config: ZeroConfig,
-        comm: Comm,
-        rules: Sequence[Rule],
-        num_threads: int,
-        groups: Sequence[Mapping[str, Any]],
-        device: torch.device,
-        transfer: Transfer,
-        worker: Worker,
-        ranks: int,
-    ) -> None:
-        super().__init__(config, comm.shards, rules, groups, transfer.joined)
-        self.comm, self.num_threads, self.device, self.transfer, self.worker = comm, num_threads, device, transfer, worker
-        self.ranks = ranks
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.tiers: dict[str, Tier] = {
-            "device": MemoryTier("device", device, self.on_device, transfer, worker),
-            "host": MemoryTier("host", torch.device("cpu"), "host", transfer, worker),
+            "device": MemoryTier("device", self.device, self.on_device, self.transfer, self.worker),
+            "host": MemoryTier("host", torch.device("cpu"), "host", self.transfer, self.worker),
         }
         self.units: list[Unit] = []
         self.rooms: dict[Unit, _Room] = {}  # of those that are about to be held
@@ -93,7 +79,6 @@ class Assembly(Placement):
     def place(self, units: Sequence[Unit], given_up: Sequence[Unit] = ()) -> None:
         """Choose the tiers of each of these units, and take all room on the drive and all page-locked memory, where others are given up."""
         config, others = self.config, [unit for unit in self.units if unit not in given_up]
-        self.regroup()
         paths = [os.fspath(path) for path in config.nvme_path or ()]  # type: ignore[union-attr, arg-type]
         if self.room is None and "auto" in (config.param_tier, config.optimizer_tier):  # all divide alike, as they publish and gather in one order
             said = self.comm.exchange(json.dumps(rooms(config, self.device, self.ranks)), "placing the units")
@@ -282,7 +267,7 @@ class Assembly(Placement):
 
         ``with_gradients``: and for the next gradient of all of them.
         """
-        room = self._left(stores, 2 if with_gradients else 1)
+        room = self._left(stores, 1 + with_gradients)
         for store in reversed(stores):
             for section in store.shard.sections if store.shard is not None else ():
                 if with_gradients and section.spare is None:
@@ -292,7 +277,7 @@ class Assembly(Placement):
                 has_near = 0 < needed["device"] <= room["device"]
                 if isinstance(section.param, HostCopies) and not has_near:
                     needed["host"] += needed["device"]
-                if section.shadow is None and section.beside and section.whole.stop > section.whole.start and needed["host"] <= room["host"]:
+                if section.shadow is None and section.beside and section.numel and needed["host"] <= room["host"]:
                     section.shadow = self._shadow(store, section, has_near)
                     room["host"] -= needed["host"]
                     room["device"] -= needed["device"] * has_near
@@ -310,7 +295,7 @@ class Assembly(Placement):
     def _shadow(self, store: UnitStore, section: Section, has_near: bool) -> Shadow:
         tier, memory, dtype = self.tiers[section.tier], self.tiers["host"], store.unit.dtype
         state = tier.store(section.state.chunks, section.state.dtypes, section.stream is not None, section.state.packing)
-        near = torch.empty(section.whole.stop - section.whole.start, dtype=dtype, device=self.device) if has_near else None
+        near = torch.empty(section.numel, dtype=dtype, device=self.device) if has_near else None
         param: Fields | None = None
         if isinstance(section.param, FileParams):
             assert isinstance(store.home, FileParams)
@@ -321,15 +306,15 @@ class Assembly(Placement):
 
     def _left(self, stores: Sequence[UnitStore], gradients: int) -> dict[str, int]:
         """Bytes of memory that training state leaves of the budgets; without one half of what is free on the host, and nothing on a device."""
-        used = {"host": 0, "device": 0}
+        used = Counter[str]()
         for store in stores:
-            sizes = [(store.param_tier, store.nbytes.get("param", 0))]
-            if store.shard is not None:
-                sizes += [(tier, nbytes) for tier, kind, nbytes in store.shard.nbytes if kind != "grad"]
-                size = gradients * store.unit.dtype.itemsize
-                sizes += [(section.tier, (section.whole.stop - section.whole.start) * size) for section in store.shard.sections]
-            for tier, nbytes in sizes:
-                used["host" if tier == "device" and self.transfer.joined else tier] = used.get(tier, 0) + nbytes
+            used[store.param_tier] += store.nbytes.get("param", 0)
+            for tier, kind, nbytes in store.shard.nbytes if store.shard is not None else ():
+                used[tier] += nbytes * (kind != "grad")
+            for section in store.shard.sections if store.shard is not None else ():
+                used[section.tier] += section.numel * gradients * store.unit.dtype.itemsize
+        if self.joined:
+            used["host"] += used["device"]
         config = self.config
         assert not isinstance(config.host_budget, str) and not isinstance(config.device_budget, str)
         free = free_nbytes(torch.device("cpu")) // (2 * self.ranks)

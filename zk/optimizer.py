@@ -212,8 +212,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if config.check_memory:
             memory = [inner.state for inner in self.inners], device, self.transfer.joined, self.comm.shards, here, self.comm.world
             refuse_what_cannot_fit(Case(self.model, self.stored, units, self.param_groups, self.rules, *memory), config, self.comm)
-        placed_by = config, self.comm, self.rules, self.num_threads, self.param_groups
-        self.assembly = Assembly(*placed_by, device, self.transfer, self.worker, here)
+        placed_by = config, self.comm.shards, self.rules, self.param_groups, self.transfer.joined
+        self.assembly = Assembly(*placed_by, self.comm, self.num_threads, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers
         check_whole(units, self.assembly.rule, self.parts.pieces_of(self.model))
         self.assembly.place(units)

@@ -131,7 +131,7 @@ def placed_of(optimizer: Any) -> list[Place]:
     placed = []
     for held in optimizer.held:
         sections = held.shard.sections if held.shard else ()
-        parts = tuple((section.tier, section.whole.stop - section.whole.start) for section in sections if section.state.chunks)
+        parts = tuple((section.tier, section.numel) for section in sections if section.state.chunks)
         placed.append(Place(held.param_tier, parts, any(section.stream is not None for section in sections)))
     return placed
 

@@ -117,6 +117,11 @@ class Section:
         return slice(self.state.chunks[0].start, self.state.chunks[-1].stop)
 
     @property
+    def numel(self) -> int:
+        count: int = self.whole.stop - self.whole.start
+        return count
+
+    @property
     def resting(self) -> Fields:
         """The parameters where they are, without copies for whoever opens them in host memory."""
         return self.param.near if isinstance(self.param, HostCopies) else self.param
