@@ -571,7 +571,7 @@ class UnitStore:
         now = self.unit.versions
         if not self.is_shared:  # else they may be written again
             self.taken.clear()
-        if self.shard is not None:
+        if self.shard is not None and written:
             self.shard.adopt([self.mine(index) for index in written])
         self.versions = now
 
@@ -757,6 +757,7 @@ class UnitStore:
 
     def keep_state(self) -> None:
         """Put the states that were shown on their tier, with what the user has made of them."""
+        assert self.shard is not None
         shown, self.shown_state = self.shown_state, {}
         for index, state in shown.items():
             mine, piece = self.layout.part(index, self.held)
@@ -767,14 +768,9 @@ class UnitStore:
                     if name in self.scalars.get(index, {}):
                         self.scalars[index] = {**self.scalars[index], name: as_number(value)}
                 elif name in self.kept_of(index):
-                    self.pack(index, name, value)
-                elif self.shard is not None:
+                    self.shard.pack(index, name, value)
+                else:
                     self.shard.set_state(name, mine, self.unit.flat(index, value.detach())[piece])
-
-    def pack(self, index: int, name: str, value: Tensor) -> None:
-        """Overwrite what is kept of a whole parameter, on the rank that has it, by ``value`` in its shape or flat."""
-        if self.shard is not None and self.shard.packing is not None and index in self.shard.packing.offsets:
-            self.shard.pack(index, {name: value.reshape(self.kept_of(index)[name].shape)})
 
     def forget_state(self, index: int) -> None:
         """Parameter ``index`` becomes as before its first step; its master stays."""
@@ -829,7 +825,7 @@ class UnitStore:
                         f"{key!r} of {name!r} is {value.dtype} of shape {tuple(value.shape)}, and this optimizer keeps {kept[key].dtype} of shape "
                         f"{kept[key].shape}"
                     )
-                writes.append(functools.partial(self.pack, index, key, value.detach()))
+                writes.append(functools.partial(shard.pack, index, key, value.detach()))
                 continue
             if value.is_meta or not value.is_floating_point():
                 raise ValueError(f"{key!r} of {name!r} is {value.dtype} on {value.device}; real floating point values are needed, in memory")

@@ -33,8 +33,9 @@ from zk.checkpoint.manifest import (
     set_random_state,
 )
 from zk.checks import check_options, check_scale_and_counters
+from zk.kernels import codec
 from zk.memory import overwrite
-from zk.offload.packing import PACKED
+from zk.offload.packing import PACKED, part_of
 from zk.parallel.comm import together
 from zk.units import overlap, shaped_of
 
@@ -467,7 +468,7 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
             for start in range(chunk.start, chunk.stop, save.PIECE_NUMEL):
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
                 exact = {kind: values(kind, start, stop, torch.float32) for kind in kinds_of(held)}
-                held.shard.put(fields, slice(start - chunk.start, stop - chunk.start), exact)
+                codec.write(part_of(fields, slice(start - chunk.start, stop - chunk.start)), exact)
             packing = held.shard.packing
             for index in packing.inside(chunk) if packing is not None else ():
                 assert packing is not None

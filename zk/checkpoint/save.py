@@ -28,9 +28,10 @@ from zk.checkpoint import folders, manifest
 from zk.checkpoint.base import digests, digests_of_entries
 from zk.checkpoint.files import Entry, Writer, undone, write_durably
 from zk.events import COMPLETED, Event, Ticket
-from zk.kernels.codec import dtype_of
+from zk.kernels.codec import dtype_of, read
 from zk.logs import rank_log
 from zk.offload.nvme import default_engine
+from zk.offload.packing import part_of
 from zk.offload.section import opened
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.tiers import free_nbytes
@@ -89,7 +90,7 @@ class Part:
             elif piece.kept is not None:
                 yield self.held.kept_in(*piece.kept, fields, shard.chunks[self.chunk])
             else:
-                yield shard.exact(piece.kind, dict(fields), here)
+                yield read(part_of(fields, here), piece.kind).to(piece.dtype)
 
     def opened(self) -> contextlib.AbstractContextManager[Mapping[str, Tensor]]:
         """The fields of the chunk."""

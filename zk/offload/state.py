@@ -195,14 +195,6 @@ class OptimizerShard:
         section.state.fetch(chunk)
         section.param.fetch(chunk)
 
-    def exact(self, kind: str, fields: Opened, here: slice) -> Tensor:
-        """The "master" in fp32, or a state of the optimizer as it is stored, of elements of an open chunk; codes as bf16, which tells them apart."""
-        return codec.read(part_of(fields, here), kind).to(codec.dtype_of(self.dtypes, kind))
-
-    def put(self, fields: Opened, here: slice, values: Mapping[str, Tensor]) -> None:
-        """Overwrite elements of an open chunk by what ``exact`` gave for all kinds."""
-        codec.write(part_of(fields, here), values)
-
     def upload(self) -> None:
         """Bring all parameters to where they rest, for compute to use."""
         for section, chunk in self.places:
@@ -219,15 +211,15 @@ class OptimizerShard:
                 pieces.append(fields[PACKED].clone())
         return torch.cat(pieces)
 
-    def pack(self, index: int, values: Mapping[str, Tensor]) -> None:
-        """Overwrite some of what is kept of parameter ``index``, which is in this slice, by values in their shapes."""
-        assert self.packing is not None
+    def pack(self, index: int, name: str, value: Tensor) -> None:
+        """Overwrite what is kept of parameter ``index``, if that is in this slice, by ``value`` in its shape or flat."""
+        if self.packing is None or index not in self.packing.offsets:
+            return
         self.drop_attempt()
         number = next(number for number, chunk in enumerate(self.chunks) if index in self.packing.inside(chunk))
         with self.changed(number, self.unread) as fields:
-            views = self.packing.views(index, fields[PACKED], self.chunks[number])
-            for name, value in values.items():
-                views[name].copy_(value)
+            view = self.packing.views(index, fields[PACKED], self.chunks[number])[name]
+            view.copy_(value.reshape(view.shape))
 
     # ---- reading and writing state -------------------------------------------------------------------------------------------
 
@@ -241,8 +233,6 @@ class OptimizerShard:
 
         All that were written at once, as what comes home afterwards is everything.
         """
-        if not parts:
-            return
         self.drop_attempt()
         if not self.has_copies:
             return
