@@ -27,8 +27,7 @@ def find(optimizer: Any) -> list[Unit]:
     config, rules, kinds = optimizer.config, optimizer.rules, None
     experts = config.stage == 3  # below it nothing is gathered
     if any(rule is not rules[0] for rule in rules):
-        firsts = [next(place for place, other in enumerate(rules) if other is rule) for rule in rules]
-        kinds = {param: f"the optimizer of group {firsts[index]}" for param, index in number.items()}
+        kinds = {param: f"the optimizer of group {rules.index(rules[index])}" for param, index in number.items()}
     moves = optimizer.device, config.device is not None, experts, optimizer.comm.world if experts else 1, optimizer.parts.elsewhere
     return find_units(optimizer.model, number, optimizer.stored, config.units, *moves, kinds, config.compute_dtype and config.dtype)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -200,9 +199,6 @@ class Placement:
     def _streams(self, units: Sequence[Unit], parts: Sequence[Sequence[tuple[str, int]]]) -> Iterator[bool]:
         """Tell for each unit if the device updates it: such a share of all elements, spread evenly, so that both sides have work at any time."""
         share, total, streamed = 0 if self.joined else self.config.streamed_share, 0, 0
-        if not share:
-            yield from itertools.repeat(False, len(units))
-            return
         trained = {unit for unit in units if unit.trained}
         has_kernel = {unit: all(self.rule(unit).has_kernel(self.group_of[param]) for param in unit.users) for unit in trained}
         for unit, tiers in zip(units, parts, strict=True):
