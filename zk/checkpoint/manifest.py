@@ -20,7 +20,6 @@ from torch import Tensor
 from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular
 from zk.checkpoint.folders import MANIFEST, crc_of
 from zk.tiles import Piece as TilePlace
-from zk.units import overlap
 
 if TYPE_CHECKING:
     from torch import nn
