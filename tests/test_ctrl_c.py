@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import linecache
 import sys
 import types
@@ -22,9 +21,9 @@ from zk.parallel.released import stand_in
 from zk.store import State, UnitStore
 
 OF_STORES = (UnitStore.prefetch, UnitStore._fill, UnitStore.gather, UnitStore.release, UnitStore._free, stand_in)
-OF_FILES = tuple(
-    inspect.unwrap(method)
-    for method in (Buffers.open, Buffers.evict, Buffers._read, Buffers._take, Buffers._rest, FileParams.whole, FileParams.release, File._start)
+OF_FILES = (
+    *(Buffers.open, Buffers.evict, Buffers._begin, Buffers._take, Buffers._give_up, Buffers._rest),
+    *(FileParams.whole, FileParams.release, File._start),
 )
 
 

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 import zk
 from tests.adversary import adversarial_drive
+from tests.alive import drive_without_delay
 from tests.models import GPT, batch, loss_of, train
 from tests.plain import train_plain
 from tests.world import run_world
 from zk.checkpoint.files import DTYPE_OF
-from zk.events import Event
 from zk.offload import nvme, spill
-from zk.offload.spill import Spill
 from zk.offload.tiers import NVMeTier
 from zk.plan import check
 
@@ -138,22 +137,6 @@ def only_read(path: Path) -> Iterator[None]:
 
 
 # ---- the same training ---------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def drive_without_delay() -> Iterator[None]:
-    """Let every transfer end before training goes on: what is then read again, and what is still in memory, does not depend on speed."""
-
-    def over(method: Callable[..., Event]) -> Callable[..., Event]:
-        def call(*args: Any) -> Event:
-            event = method(*args)
-            event.wait()
-            return event
-
-        return call
-
-    with mock.patch.object(Spill, "read", over(Spill.read)), mock.patch.object(Spill, "write", over(Spill.write)):
-        yield
 
 
 def both_ways(case: tuple[str, str, Path]) -> tuple[list[float], list[str]]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zk
-from tests.alive import Alive
+from tests.alive import Alive, drive_without_delay
 from tests.models import DEVICE
 from tests.world import run_world
 from zk.accumulation import attention
@@ -305,7 +305,7 @@ def test_memory_is_that_of_a_tile_whatever_the_length(tmp_path: Path, monkeypatc
 
             for length in (16 * 4, 16 * tiles):  # (the first time there are no gradients)
                 alive.most = 0
-                with away(model, tmp_path), alive:
+                with away(model, tmp_path), drive_without_delay(), alive:
                     optimizer.accumulate(zk.sequence_tiles(batch_of(length=length), 16), of)
         most.append(alive.most)
     assert most[1] < 1.02 * most[0]

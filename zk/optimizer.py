@@ -407,10 +407,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.saver.check()
             self._reduce()
             if not any(held.used for held in self.held):
-                raise RuntimeError(
-                    "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
-                    "loss.backward() first, and zero_grad() after step(), not before it"
-                )
+                self._without_gradient()
+                return loss
             norm = self._global_norm()
             grad_scale, is_finite = self.factors.of(norm), math.isfinite(norm)
             if self.speculation is not None:
@@ -441,6 +439,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"overlap_step=True at stage {self.config.stage} gathers updated parameters in the background, over NCCL, while {others} use NCCL in "
                 "forward: two communicators at once may wait for each other for good. Use stage=3, which gathers in forward, or overlap_step=False"
             )
+
+    def _without_gradient(self) -> None:
+        """step() was called, and no rank has a gradient."""
+        raise RuntimeError(
+            "step() found no gradient: no parameter of the optimizer took part in a backward since the last step; call "
+            "loss.backward() first, and zero_grad() after step(), not before it"
+        )
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterable
@@ -54,6 +55,13 @@ def _short(real: Callable[..., Any]) -> Callable[..., Any]:
             real(self, data, offset, write, flow, bounce)
 
     return move
+
+
+def _read_unchecked(file: nvme.File, written: files.Written, block: int) -> torch.Tensor:
+    """Read a block, and take it as what was written."""
+    data = files.aligned(max(0, min(files.BLOCK_NBYTES, written.nbytes - block * files.BLOCK_NBYTES)))
+    file.read(data, block * files.BLOCK_NBYTES)
+    return data
 
 
 def _first_gradient_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,8 +170,8 @@ DEFECTS: dict[str, Planted] = {
     "published_before_written": lambda: patch(folders, "publish", _publish_first(folders.publish)),
     "files_not_synced": lambda: patch(nvme.File, "flush", nvme.File.wait),
     "oldest_taken": lambda: patch(folders, "latest", lambda root: next(iter(folders.whole(root)), None)),
-    "file_not_checked": lambda: patch(files, "_check_block", nothing),
-    "steps_not_loaded": lambda: patch(load._Target, "steps", property(lambda self: 1)),
+    "file_not_checked": lambda: patch(files, "_read_block", _read_unchecked),
+    "steps_not_loaded": lambda: patch(load._Target, "latest", property(lambda self: dataclasses.replace(self.parts[0], steps=1))),
     "not_copied_for_save": lambda: patch(snapshot.Unread, "_claim", lambda self, number: False),
     "ends_before_saved": lambda: patch(save, "_finish_all", nothing),
     # ranks
