@@ -61,6 +61,16 @@ def plan_of(fault: Fault, **fields: Any) -> Plan:
     return dataclasses.replace(Plan.of(0), settings=[SETTING] * 8, faults=[fault], save_every=1, async_save=False, **fields)
 
 
+def test_bytes_that_are_read_in_other_pieces_than_they_were_written_are_checked() -> None:
+    """One of these reads is of a part of what was written at once."""
+    setting = {**SETTING, "stage": 3, "param_tier": "nvme", "overlap_step": False}
+    plans = (dataclasses.replace(plan_of(Fault("corrupt", "pread tier", at)), settings=[setting] * 8) for at in (14, *range(2, 60)))
+    with DEFECTS["checked_in_other_pieces"]():
+        found = next((plan for plan in plans if run(14, plan).problems), None)
+    assert found is not None
+    assert run(14, found).problems == []
+
+
 @pytest.mark.parametrize("at", range(8, 24, 5))
 def test_an_update_beside_training_that_fails_is_heard_by_those_who_wait_for_its_part(at: int) -> None:
     outcome = run(at, plan_of(Fault("corrupt", "pread tier", at)))
