@@ -97,6 +97,7 @@ class UnitStore:
         self.known: dict[int, UnitStore] = {}  # whose memory is whose
         self.on_write: Callable[[UnitStore, list[int]], None] = lambda *_: None  # keeps what forward has written
         self.versions: list[int]  # of the parameters, when zk last wrote them
+        self.pointers: list[int] = []  # to their memory, of a unit that is partitioned
         self.taken: set[int] = set()  # parameters whose ``data`` somebody may have written
         self.sharers = 0  # tensors in the memory of full parameters, of zk's own
         self.digests: dict[str, str] | None = None  # of frozen parameters, as they are (zk/checkpoint/base.py)
@@ -230,9 +231,9 @@ class UnitStore:
         if self.state is State.RELEASED or self.pins or not self.is_partitioned:
             return
         self.gather()
-        written = self._written()
-        if written:
-            self.on_write(self, written)
+        params = self.unit.params
+        if self.taken or self.unit.versions != self.versions or [param.data_ptr() for param in params] != self.pointers:
+            self.on_write(self, self._written())
         self._free()
 
     def _free(self) -> None:
@@ -498,6 +499,7 @@ class UnitStore:
         """The full parameters are what the shards are."""
         self.taken.clear()
         self.versions = self.unit.versions
+        self.pointers = [param.data_ptr() for param in self.unit.params]
 
     @torch.no_grad()
     def _written(self) -> list[int]:
