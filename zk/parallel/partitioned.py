@@ -67,7 +67,7 @@ def _owner_of(hooks: Any) -> Any:
 def _tensors(value: Any) -> list[Tensor]:
     """Every tensor in nested outputs: containers that torch knows, and dataclasses."""
     found = []
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -342,7 +342,7 @@ class Partition:
             blocks = [store.index for store in self._released_with(module) if self.model not in store.unit.anchors]
             calls.update(blocks)
         # (a leaf's hook cannot be waited for in torch.autograd.grad; then the end of backward releases)
-        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None] if blocks else []
+        inputs = [t for given in (*args, *kwargs.values()) for t in _tensors(given) if t.grad_fn is not None] if blocks else []
         if inputs:  # (weakly, as graphs and what hangs on them are not seen by Python's collector)
             _on_grads(inputs, functools.partial(weakly(self._inputs_done), blocks, module, calls))
 
