@@ -68,13 +68,13 @@ SIZES = {
     # 21 and 163 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
     # that is compiled, for states that are copied, or gone, and for the 8-bit state in an error
     # 2 and 39 for groups that are none; 44 and 269 for Ctrl-C at any line of a forward or backward, of which torch tells no hook
-    "core": (15_075, 116_380),
+    "core": (14_717, 111_689),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
     # 75 of these lines and 560 tokens for tensors without memory
     # 68 and 526 for positions that a model does not take, labels that it shifts again, padding on the right, and memory that malloc keeps
-    "accumulation": (1_681, 14_472),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    "accumulation": (1_666, 14_154),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -88,7 +88,7 @@ SIZES = {
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them, and 2 and 24 for requests that end with a write
     # 14 and 141 for graphs that are made within zk.gather, for names that are given to it, and for memory that cannot be had
     # 1 and 20 for the system's errors in words
-    "beside the core": (5_526, 43_221),
+    "beside the core": (5_472, 42_624),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -97,7 +97,7 @@ SIZES = {
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
     # 27 and 196 for schedulers of schedulers, for manifests that are gone, and for an optimizer whose state is gone
     # 4 and 19 for exports into a folder that is there and may not be replaced
-    "checkpoint": (3_136, 26_341),
+    "checkpoint": (3_076, 25_834),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences; 13 and 144 for those in tiles
     # 105 and 1,400 for names that people type, rows that are folded, and what would make a step shorter; 15 and 135 for the closest name
@@ -108,7 +108,7 @@ SIZES = {
     # 12 and 134 for units that are gathered in fp32; 10 and 55 for 8-bit state where it makes a model fit
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences; 5 and 30 for words that name only memory that there is
     # 1 and 10 for a side of the update that is none, where there is no GPU
-    "plan": (2_262, 20_602),
+    "plan": (2_255, 20_561),
     # 30 and 230 for rates in logs; 10 and 50 for what to resume from
     # 265 and 1820 for DeepSpeed's monitors, and names of its engine
     # 125 and 990 for DeepSpeed's JSON under the Trainer and accelerate
@@ -122,7 +122,7 @@ SIZES = {
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace
     # 3 and 15 for runs that diverge
-    "train": (1_044, 8_964),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
+    "train": (1_038, 8_931),  # 240 and 2,020 for mixtures of experts, sizes from text (which was in plan), and bytes of experts in use
     "bench": (744, 6_892),  # 35 for 8-bit state; 20 for the reduction over several ranks
     # 60 and 310 for Ctrl-C
     # 145 and 1115 for traces of a few steps
@@ -137,7 +137,7 @@ SIZES = {
     # 17 and 97 for traces that cannot be written, reports without a step, time that is parked, and lines of their own
     # 5 and 42 for a damaged checkpoint that Ctrl-C does not name, and a file of a run that has not all it must
     # 1 and 2 for reports into folders that are not there
-    "monitor": (1_717, 14_394),  # summaries, and what is said at the start; rates, and progress
+    "monitor": (1_688, 14_137),  # summaries, and what is said at the start; rates, and progress
     # 7 and 75 for losses that are not finite, and for names of 8-bit state; 10 tokens for gradients that do not move
     # 20 and 175 for metrics(), which was in the core
 }
@@ -145,7 +145,7 @@ SIZES = {
 # optimizers that run their own step(), 7.77 without pages of HTML, which are made of many short pieces, 7.81 without states that stream,
 # 7.83 without codes in 8 bits, 7.90 without rates of drives that are seen and tiles of a sequence, 7.92 with a heading for each of ten files that
 # are parts of others now, and the link of a given speed, of few tokens each
-TOKENS_PER_LINE = 7.95
+TOKENS_PER_LINE = 7.89
 CYCLE = 0  # files that import each other in a circle; imports for types, and those inside of functions, count
 # stage, on the host tier: files of zk that one backward and step enter, and functions in them; objects of zk per unit, and their classes
 # one looks what was unfrozen, two look for wrappers, one for gradients of other ranks, one takes gradients that were assigned,
@@ -155,7 +155,7 @@ CYCLE = 0  # files that import each other in a circle; imports for types, and th
 # one has the scalars of Adam, which are also checked before training; three are on the way to threads of an update, which may be bound,
 # and one ends a chunk
 # at stage 3 one asks if a unit of several blocks is used no more
-STEPS = {2: (27, 149, 12, 8), 3: (27, 149, 12, 8)}
+STEPS = {2: (27, 146, 12, 8), 3: (27, 147, 12, 8)}
 # one asks for what a section's update needs, one gives back gradients that were handed over
 # one has the scalars of Adam, which are also checked before training
 # files: three more for what was in optimizer.py; functions: one more that takes the norm, for step() and for clip_grad_norm_()
@@ -164,7 +164,7 @@ STEPS = {2: (27, 149, 12, 8), 3: (27, 149, 12, 8)}
 # four for states that stream, one for what a step makes of a shard
 # five for what is kept of whole parameters: one tensor of it, and around it, its place, the rule, and one parameter in the trial of that
 # one for rates of a drive
-CLASSES = 79  # in zk/offload and zk/parallel
+CLASSES = 78  # in zk/offload and zk/parallel
 # how docstrings begin that say neither what a thing is nor what it does, and words for which the field has others
 PHRASES = {
     r'"""In: ': 0,
