@@ -33,7 +33,7 @@ coverage: $(READY)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include='$(CUDA_PATH)'
 
-# removes every wait for copies between device and host, one at a time: some test must fail (about 15 minutes on two cores)
+# removes every wait for copies between device and host, one at a time: some test must fail (about half an hour on two cores)
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate_waits $(ARGS)
 

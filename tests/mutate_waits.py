@@ -213,7 +213,7 @@ class _Finder(ast.NodeVisitor):
                     self._add(value, "[]", f"{name}(after {self._source(value)})")
         if name == "beside" and isinstance(node.func, ast.Attribute):
             owner = self._source(node.func.value)
-            if owner.endswith(("transfer", "uploads")):
+            if owner.endswith("transfer"):
                 self._add(node, f"__import__('contextlib').nullcontext({owner}.mark)", f"{self._source(node)} -> with compute")
         if name == "stream" and self._source(node).startswith("torch.cuda.stream("):
             self._add(node, "__import__('contextlib').nullcontext()", f"{self._source(node)} -> with compute")

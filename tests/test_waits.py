@@ -596,7 +596,7 @@ def accumulated(where: str, path: Any) -> Iterator[tuple[Any, Arena, Worker]]:
         else:
             grads = tier.grads(CHUNKS, 1, torch.float32)
         if where == "nvme":
-            tier.create()
+            tier.spill.create()
         for _ in range(2):
             grads.add(torch.ones(3000, device=DEVICE))
         yield grads, arena, worker

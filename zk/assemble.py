@@ -105,7 +105,7 @@ class Assembly(Placement):
             self.stream.reserve(nbytes)
         if isinstance(nvme, NVMeTier):
             nvme.crosses = self.stream is not None
-            nvme.create()
+            nvme.spill.create()
         self.units = [*others, *units]
 
     def place_buffers(self, model: nn.Module, stored: Mapping[Tensor, torch.dtype]) -> None:
@@ -283,7 +283,7 @@ class Assembly(Placement):
                     room["device"] -= needed["device"] * has_near
         nvme = self.tiers.get("nvme")
         if isinstance(nvme, NVMeTier):
-            nvme.create()
+            nvme.spill.create()
 
     def _needed_for_shadow(self, section: Section) -> dict[str, int]:
         """Bytes of memory for one section: on the host, and on the device where its parameters rest there."""

@@ -25,6 +25,7 @@ from zk.options import is_count
 
 Engine = Literal["numba", "torch", "triton"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_compiled: set[Any] = set()  # dtypes of updates, and their number of threads
 
 
 @functools.cache
@@ -114,11 +115,13 @@ def compile_ahead(updates: Iterable[tuple[torch.dtype, Mapping[str, torch.dtype]
         say: called once if this takes seconds, since the cache has none of it.
     """
     # (None for amsgrad, which another engine updates)
-    wanted = {(param, fields.get("master"), None if "max_exp_avg_sq" in fields else fields.get("exp_avg")) for param, fields in updates}
+    wanted = {(param, fields.get("master"), None if "max_exp_avg_sq" in fields else fields.get("exp_avg"), num_threads) for param, fields in updates}
+    wanted -= _compiled
     if wanted and default_engine() == "numba":
         from zk.offload import cpu_adam_numba
 
-        cpu_adam_numba.compile_ahead(sorted(wanted, key=str), num_threads, functools.cache(say))
+        cpu_adam_numba.compile_ahead(sorted(wanted, key=str), functools.cache(say))
+        _compiled.update(wanted)
 
 
 def sum_of_squares(grad: Tensor, num_threads: int | None = None) -> float | Tensor:

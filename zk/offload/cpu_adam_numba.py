@@ -296,7 +296,7 @@ def _adam_block(param, grad, master, m, v, scalars):
 def _adam_parallel(param, grad, master, m, v, scalars):
     for block in prange((param.size + BLOCK - 1) // BLOCK):
         a = block * BLOCK
-        b = min(param.size, a + BLOCK)
+        b = a + BLOCK  # (the last one is cut)
         _adam_block(param[a:b], grad[a:b], _cut(master, a, b), m[a:b], v[a:b], scalars)
 
 
@@ -390,16 +390,16 @@ def _array(tensor: Tensor | None) -> Any:
     return bits if tensor.dtype == torch.float16 else bits.view(U16)
 
 
-def compile_ahead(updates: Iterable[tuple[torch.dtype, torch.dtype | None, torch.dtype | None]], num_threads: int, say: Callable[[], None]) -> None:
+def compile_ahead(updates: Iterable[tuple[torch.dtype, torch.dtype | None, torch.dtype | None, int]], say: Callable[[], None]) -> None:
     """Compile, or load from the cache, what ``adam`` and ``sum_of_squares`` run, for gradients of the parameters' own dtype, and in fp32.
 
     Args:
-        updates: dtypes of parameters, of their master if there is one, and of moments; None of these for ``sum_of_squares`` alone.
-        num_threads: 1 leaves out what runs on several threads.
+        updates: dtypes of parameters, of their master if there is one, and of moments, None of these for ``sum_of_squares`` alone; and the
+            number of threads: 1 leaves out what runs on several.
         say: called if the first function is not in the cache, before all others are compiled, and if another process compiles it.
     """
     scalars = AdamStep(lr=0.0, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, decoupled=True, step=1).scalars()
-    for param, master, moments in updates:
+    for param, master, moments, num_threads in updates:
         for grad in dict.fromkeys((param, torch.float32)):
             like = [None if dtype is None else _array(torch.empty(0, dtype=dtype)) for dtype in (param, grad, master, moments, moments)]
             work: list[tuple[Any, tuple[Any, ...]]] = [(_sum_of_squares_block, (like[1],)), (_sum_of_squares_parallel, (like[1], np.zeros(0)))]
@@ -425,6 +425,6 @@ def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, ex
 
 def sum_of_squares(grad: Tensor, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
-    partial = np.zeros((len(grad) + BLOCK - 1) // BLOCK)
+    partial = np.zeros(-(-len(grad) // BLOCK))
     _launch(_sum_of_squares_parallel.py_func, _sum_of_squares_parallel, num_threads, _array(grad), partial)
     return float(partial.sum())

@@ -301,7 +301,7 @@ class MemoryTier:
 
 
 class NVMeTier:
-    """Files on a drive, one for each rank, striped where there are several paths. Reserve first, then ``create``, then use.
+    """Files on a drive, one for each rank, striped where there are several paths. Reserve first, then ``spill.create``, then use.
 
     Args:
         paths: folders on the drives.
@@ -378,10 +378,6 @@ class NVMeTier:
     def grads(self, chunks: Sequence[slice], num_threads: int, sum_dtype: torch.dtype, returns: bool = False) -> FileGrads:
         """Room for a gradient, as MemoryTier has it; all that is updated passes through one sort of buffers, whoever updates it."""
         return FileGrads(self.gradients, self.parts, chunks, self.transfer, self.worker, num_threads, sum_dtype)
-
-    def create(self) -> None:
-        """Take the room on the drive that was asked for since the last time. OSError if there is not enough."""
-        self.spill.create()
 
     def metrics(self) -> dict[str, float]:
         """Pieces fetched, the share that was there when needed, milliseconds of waiting for the drive, and bytes moved, since the start."""
