@@ -5,6 +5,7 @@ Where tests run in several processes (`make test`), torch in each of them, and i
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 
 from tests.device_files import WHOLE
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell has it for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that tests of Ctrl-C, and the programs that they start, hear it
 os.environ.setdefault("ZK_QUIET", "1")  # no summary of each optimizer, and no drive measured for it
 collect_ignore: list[str] = []
 if not torch.cuda.is_available():
