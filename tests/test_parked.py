@@ -233,11 +233,29 @@ def test_what_does_not_come_back_is_refused_until_a_checkpoint_is_loaded(tmp_pat
     train(optimizer, 0, 1)
     optimizer.save_checkpoint(tmp_path / "saved")
     want = values(optimizer)
-    with pytest.raises(OSError, match="what was parked cannot be read again"), optimizer.parked(tmp_path):
+    with pytest.raises(OSError, match="not what was written there"), optimizer.parked(tmp_path):
         (file,) = tmp_path.rglob("parked*")
         with open(file, "r+b") as damaged:
             os.pwrite(damaged.fileno(), bytes(4096 * [255]), 0)
-    with pytest.raises(RuntimeError, match=r"half-way .*load_checkpoint\(\) makes all of it whole again"):
+    with pytest.raises(RuntimeError, match=r"parked has not come back \(OSError: .*load_checkpoint\(\) makes all of it whole again"):
+        train(optimizer, 1, 1)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert all(map(torch.equal, want, values(optimizer)))
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("to", [f"to {place}" for place in ("drive", "host")[: 1 + (DEVICE.type == "cuda")]])
+def test_what_ctrl_c_has_not_let_come_back_is_refused(tmp_path: Path, to: str) -> None:
+    optimizer = made(tmp_path, **PLACES["3, device" if to == "to host" else "3, host"])
+    train(optimizer, 0, 1)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    want, place = values(optimizer), None if to == "to host" else tmp_path
+    ended = mock.patch("zk.parked._bytes_of" if place is None else "zk.offload.nvme.File.wait", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as patched, optimizer.parked(place):
+        patched.enter_context(ended)
+    with pytest.raises(RuntimeError, match=r"what was parked has not come back \(KeyboardInterrupt: "):
         train(optimizer, 1, 1)
     optimizer.load_checkpoint(tmp_path / "saved")
     assert all(map(torch.equal, want, values(optimizer)))

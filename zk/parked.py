@@ -8,7 +8,7 @@ import errno
 import itertools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             again.enter_context(optimizer.transfer.arena.unlocked())
         with together(optimizer.everyone, "parked()"):  # where one rank cannot, none does
             if path is None:
-                _give_to_host(again, _device_storages(optimizer))
+                _give_to_host(again, optimizer)
             else:
                 _give_to_drive(again, optimizer, parse_paths(path, "path"))
         try:
@@ -62,12 +62,22 @@ def parked(optimizer: Any, path: str | os.PathLike[str] | Sequence[str | os.Path
             optimizer.is_parked = False
 
 
-def _give_to_host(again: contextlib.ExitStack, storages: Sequence[Any]) -> None:
+def _give_to_host(again: contextlib.ExitStack, optimizer: Any) -> None:
     """Save device memory, then free it; ``again`` restores what was freed, last first."""
+    storages = _device_storages(optimizer)
     copies = [staging(storage.nbytes()).copy_(_bytes_of(storage)) for storage in storages]
     for storage, copy in zip(storages, copies, strict=True):
-        again.callback(_take_from_host, storage, copy)
+        again.callback(_take, optimizer, _take_from_host, storage, copy)
         storage.resize_(0)
+
+
+def _take(optimizer: Any, take: Callable[..., None], *given: Any) -> None:
+    """Take values again. What does not come back, also as Ctrl-C has ended it, is refused from now on."""
+    try:
+        take(*given)
+    except BaseException as error:
+        optimizer.integrity.tear(f"what was parked has not come back ({type(error).__name__}: {error})")
+        raise
 
 
 def _take_from_host(storage: Any, copy: Tensor) -> None:
@@ -82,7 +92,7 @@ def _give_to_drive(again: contextlib.ExitStack, optimizer: Any, paths: Sequence[
             raise NotADirectoryError(errno.ENOTDIR, "parked(path=) must be an existing folder; create it on the drive to use", path)
     scratch = Scratch(paths, optimizer.everyone.rank)
     again.callback(scratch.close)
-    spans, storages = _host_spans(optimizer, _tensors(optimizer)), _device_storages(optimizer)
+    spans, storages = list(_host_spans(optimizer, _tensors(optimizer))), _device_storages(optimizer)
     views = [torch.frombuffer((ctypes.c_uint8 * (stop - start)).from_address(start), dtype=torch.uint8) for start, stop in spans]
     sizes = [*(view.nbytes for view in views), *(storage.nbytes() for storage in storages)]
     *offsets, end = itertools.accumulate(map(round_up, sizes), initial=0)
@@ -95,23 +105,21 @@ def _give_to_drive(again: contextlib.ExitStack, optimizer: Any, paths: Sequence[
         for start, piece, passing in _pieces(storage):
             file.write(passing.copy_(piece), offset + start)
     file.wait()
-    again.callback(_read, optimizer, file, of_views)
-    for view in views:
-        _free_pages(view.data_ptr(), view.nbytes)
+    again.callback(_take, optimizer, _read, file, of_views)
     for storage, offset in of_storages:
-        again.callback(_take_from_drive, optimizer, file, storage, storage.nbytes(), offset)
+        again.callback(_take, optimizer, _take_from_drive, file, storage, storage.nbytes(), offset)
         storage.resize_(0)
-    unused = list(_host_spans(optimizer, _shadows(optimizer)))
+    spans += _host_spans(optimizer, _shadows(optimizer))  # the next update, or gradient, writes these before it reads them
     if optimizer.assembly.stream is not None:
-        unused += optimizer.transfer.arena.spans(free=True)
-    for start, stop in unused:
-        _free_pages(start, stop - start)  # the next update, or gradient, writes them before it reads them
+        spans += optimizer.transfer.arena.spans(free=True)
+    for span in spans:
+        _free_pages(*span)
 
 
-def _take_from_drive(optimizer: Any, file: File, storage: Any, nbytes: int, offset: int) -> None:
+def _take_from_drive(file: File, storage: Any, nbytes: int, offset: int) -> None:
     storage.resize_(nbytes)
     for start, piece, passing in _pieces(storage):
-        _read(optimizer, file, [(passing, offset + start)])
+        file.read(passing, offset + start)
         piece.copy_(passing)
 
 
@@ -123,16 +131,10 @@ def _pieces(storage: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield start, piece, passing[: len(piece)]
 
 
-def _read(optimizer: Any, file: File, views: Sequence[tuple[Tensor, int]]) -> None:
-    """Take values again from their places in the file. What does not come back is refused from now on."""
-    try:
-        for view, offset in views:
-            file.read_async(view, offset)
-        file.wait()
-    except OSError as error:
-        lost = OSError(error.errno or errno.EIO, f"what was parked cannot be read again: {error}")
-        optimizer.integrity.tear(lost)
-        raise lost from error
+def _read(file: File, views: Sequence[tuple[Tensor, int]]) -> None:
+    for view, offset in views:
+        file.read_async(view, offset)
+    file.wait()
 
 
 def _usable(held: Any, on_use: Any) -> None:
@@ -194,9 +196,9 @@ def _host_spans(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[tuple[int
             before = stop
 
 
-def _free_pages(address: int, nbytes: int) -> None:
-    """Give back the whole pages among these bytes; they are zeros from then on."""
-    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+def _free_pages(start: int, stop: int) -> None:
+    """Give back the whole pages from one address to another; they are zeros from then on."""
+    start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if start < stop and ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONTNEED):
         code = ctypes.get_errno()
         raise OSError(code, f"host memory cannot be given back: {os.strerror(code)}")

@@ -156,8 +156,7 @@ class UnitStore:
         """Bytes of the parameters where they rest (``in_place``: in files of the user's), and of full ones beside them."""
         if not self.is_partitioned:
             return {"param": self.full.nbytes, "gathered": 0}
-        is_in_place = isinstance(self.home, FileParams) and self.home.borrowed is not None
-        kind = "in_place" if is_in_place else "param"
+        kind = "in_place" if isinstance(self.home, FileParams) and self.home.borrowed is not None else "param"
         return {kind: self.home.nbytes("param"), "gathered": 0 if self.state is State.RELEASED or self.lease is None else self.full.nbytes}
 
     # ---- parameters: fetch -> upload -> gather -> release --------------------------------------------------------------------
