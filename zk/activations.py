@@ -93,8 +93,6 @@ def offload_activations(
 class _Block:
     """A storage that was saved, and where its bytes are: ``device``, ``host`` or ``slot``, or several of them."""
 
-    __slots__ = ("device", "event", "host", "nbytes", "read", "slot", "storage", "used", "users", "version", "wanted")
-
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, version: int) -> None:
         self.storage = StorageWeakRef(storage)  # its address is not another's as long as this is there
         self.nbytes, self.version = storage.nbytes(), version
@@ -110,8 +108,6 @@ class _Block:
 
 class _Saved:
     """A tensor that was saved, as autograd holds it."""
-
-    __slots__ = ("dtype", "number", "offset", "owner", "shape", "stride", "version", "witness")
 
     def __init__(self, owner: ActivationOffload, number: int, tensor: Tensor) -> None:
         self.owner, self.number = owner, number

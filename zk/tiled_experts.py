@@ -44,9 +44,7 @@ class ExpertTile(Tile):
         """
         if len(rows) and not self.is_checked:
             self._check(rows[:1], chosen[:1], weights[:1])
-        out = rows
-        if len(rows):
-            out = self.part(rows, chosen, weights)
+        out = self.part(rows, chosen, weights) if len(rows) else rows
         if by_all and torch.is_grad_enabled():
             return cast(Tensor, _GatheredAgain.apply(out, rows, *self.parameters()))  # type: ignore[no-untyped-call]
         return out
@@ -55,13 +53,11 @@ class ExpertTile(Tile):
     def _check(self, row: Tensor, chosen: Tensor, weight: Tensor) -> None:
         """Check on one row that twice the weight gives twice the output: else experts cannot be computed one by one and added up."""
         one = torch.ones_like(weight)
-        once = self.part(row, chosen, one)
-        twice = self.part(row, chosen, 2 * one)
-        smallest = torch.finfo(row.dtype).smallest_normal
+        once, twice = (self.part(row, chosen, factor * one) for factor in (1, 2))
         is_linear = (
             once.shape == row.shape
             and once.dtype == row.dtype
-            and torch.allclose(twice, 2 * once, rtol=1e-2, atol=smallest, equal_nan=True)
+            and torch.allclose(twice, 2 * once, rtol=1e-2, atol=torch.finfo(row.dtype).smallest_normal, equal_nan=True)
         )
         if not is_linear:
             raise ValueError(
@@ -231,9 +227,7 @@ class TiledExperts(Tiled):
             for param in tile.parameters()
             if param.requires_grad
         ]
-        if unused:
-            out = _Unused.apply(out, *unused)  # type: ignore[no-untyped-call]
-        return out
+        return _Unused.apply(out, *unused) if unused else out  # type: ignore[no-untyped-call, no-any-return]
 
     def _add_in_turn(self, hidden: Tensor, routing: _Routing, used: Sequence[ExpertTile], by_all: bool) -> Tensor:
         """The output, to which one expert after the other adds its tokens'."""
@@ -318,13 +312,8 @@ class TiledExperts(Tiled):
 def _num_fused(module: nn.Module) -> int:
     """The number of experts in parameters of a module, where it has nothing else: (experts, ...) of three dimensions, and of two."""
     params = [param for param in module._parameters.values() if param is not None]
-    if len(params) != len(list(module.parameters())):
-        return 0
-    if next(module.buffers(), None) is not None:
-        return 0
-    if any(param.ndim not in (2, 3) or is_wrapper(param) for param in params):
-        return 0
-    if all(param.ndim != 3 for param in params):
+    dims = {param.ndim for param in params}
+    if len(params) != len(list(module.parameters())) or list(module.buffers()) or any(map(is_wrapper, params)) or 3 not in dims or dims - {2, 3}:
         return 0
     sizes = {param.shape[0] for param in params}
     return sizes.pop() if len(sizes) == 1 else 0

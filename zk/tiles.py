@@ -140,10 +140,8 @@ def _put_together(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
     assert isinstance(layer, Tiled)
     pieces = layer.pieces()
     parts = {name: state.pop(prefix + name) for name in pieces}
-    own = [key for key in state if key.startswith(prefix)]
-    others = {key: state.pop(key) for key in own}
-    shapes = {piece.whole: piece.shape for piece in pieces.values()}
-    for whole, shape in shapes.items():
+    others = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    for whole, shape in {piece.whole: piece.shape for piece in pieces.values()}.items():
         placed = [
             (parts[name], piece.place)
             for name, piece in pieces.items()
