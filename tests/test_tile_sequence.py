@@ -292,6 +292,20 @@ def test_what_would_see_tiles_is_refused() -> None:
         zk.tile_sequence(nn.Sequential(nn.Linear(3, 3)))
 
 
+def test_tiles_train_where_inputs_of_parts_are_cast() -> None:
+    """``dtype=`` puts hooks on all parts of a model, for those that are called by themselves."""
+    losses = []
+    for model in pair():
+        with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, dtype="bf16") as optimizer:
+            for step in range(2):
+                loss = model(batch(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-2)
+
+
 # ---- stages, ranks, drives ---------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zk.access import keep_gathered
 from zk.accumulation.micro_batch import Random
 from zk.activations import saved_nbytes
-from zk.hooks import Hook
+from zk.hooks import CastInputs, Hook
 from zk.tiled_linear import autocast_as, autocast_now, memoryless
 from zk.tiles import Tile
 
@@ -58,7 +58,7 @@ class TokenTiles:
             )
         for path, module in self.module.named_modules():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if path else ()
-            if not all(isinstance(hook, Hook) or getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks):
+            if not all(isinstance(hook, CastInputs | Hook) or getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks):
                 raise RuntimeError(
                     f"{path!r} in {self.name!r} has a forward hook, which would be called once for each tile of tokens; remove it, or leave "
                     "the module out of tile_sequence(modules=...)"
