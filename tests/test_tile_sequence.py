@@ -306,6 +306,24 @@ def test_tiles_train_where_inputs_of_parts_are_cast() -> None:
     assert losses[2:] == pytest.approx(losses[:2], rel=1e-2)
 
 
+def test_a_tensor_that_is_given_twice_gets_its_gradient_once() -> None:
+    class Gated(Mlp):
+        def forward(self, x: Tensor, by: Tensor) -> Tensor:
+            return super().forward(x) * by
+
+    torch.manual_seed(0)
+    module = Gated()
+    grads = []
+    for tiles in (False, True):
+        if tiles:
+            zk.tile_sequence(nn.Sequential(module), ["0"])
+        x = batch().cpu().requires_grad_()
+        between = x * 2
+        module(between, between).square().sum().backward()
+        grads.append(x.grad)
+    assert error(grads[1], grads[0]) < TOLERANCE[torch.float32]
+
+
 # ---- stages, ranks, drives ---------------------------------------------------------------------------------------------------
 
 

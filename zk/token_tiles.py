@@ -257,7 +257,7 @@ class _Inputs(torch.autograd.Function):
                     before = sums[number]
                     if grad is not None:
                         sums[number] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if before is None else before.add_(grad)
-        of_inputs = [found.get(id(tensor)) for tensor in inputs]
+        of_inputs = [found.pop(id(tensor), None) for tensor in inputs]  # once, of one that was given twice
         of_params = [None if total is None else total.to(param.dtype) for total, param in zip(sums, params, strict=True)]
         return None, *of_inputs, *of_params
 
