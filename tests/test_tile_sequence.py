@@ -282,6 +282,10 @@ def test_what_would_see_tiles_is_refused() -> None:
     with pytest.raises(RuntimeError, match="once for each tile of tokens"):
         model(x)
     handle.remove()
+    handle = model[0].up.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="once for each tile of tokens"):
+        model(x)
+    handle.remove()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
     with pytest.raises(ValueError, match="is called 'nothing'"):

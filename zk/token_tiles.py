@@ -57,10 +57,11 @@ class TokenTiles:
                 "(..., features), to be cut into tiles of tokens; leave it out of tile_sequence(modules=...)"
             )
         for path, module in self.module.named_modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if path else ()
+            kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks) if path else ()
+            hooks = (hook for kind in kinds for hook in kind.values())
             if not all(isinstance(hook, CastInputs | Hook) or getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks):
                 raise RuntimeError(
-                    f"{path!r} in {self.name!r} has a forward hook, which would be called once for each tile of tokens; remove it, or leave "
+                    f"{path!r} in {self.name!r} has a hook, which would be called once for each tile of tokens; remove it, or leave "
                     "the module out of tile_sequence(modules=...)"
                 )
         params = [param for param in self.module.parameters() if param.requires_grad]
