@@ -328,6 +328,19 @@ def test_a_tensor_that_is_given_twice_gets_its_gradient_once() -> None:
     assert error(grads[1], grads[0]) < TOLERANCE[torch.float32]
 
 
+def test_a_loss_that_a_module_keeps_in_an_attribute_is_refused() -> None:
+    class Balanced(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up.loss = self.gate(x).softmax(-1).mean().square()
+            return super().forward(x)
+
+    module = Balanced()
+    zk.tile_sequence(nn.Sequential(module), ["0"])
+    module(torch.randn(4, WIDTH))
+    with pytest.raises(RuntimeError, match="'0' keeps a tensor in an attribute"):
+        module(torch.randn(12, WIDTH))
+
+
 # ---- stages, ranks, drives ---------------------------------------------------------------------------------------------------
 
 

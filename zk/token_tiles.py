@@ -124,10 +124,16 @@ class _Call:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not found:
                 refuse()
+                kept = _attributes(self.owner.module)
                 found = [tensor.new_empty(*self._shape(tensor, count)) for tensor in tensors]
             for whole, part in zip(found, tensors, strict=True):
                 self.rows_of(whole)[rows] = part.reshape(count, *self.rows_of(whole).shape[1:])
         refuse()
+        if list(map(id, kept)) != list(map(id, _attributes(self.owner.module))):
+            raise RuntimeError(
+                f"{self.owner.name!r} keeps a tensor in an attribute (a loss of its router, say), where only that of the last tile of tokens would "
+                "be, without a graph; let it return what is wanted of each token, or leave it out of tile_sequence(modules=...)"
+            )
         return tuple(found)
 
     def rows_of(self, whole: Tensor) -> Tensor:
@@ -293,6 +299,11 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
         if not isinstance(child, (nn.ModuleList, Tile)):
             found += _own(child)
     return [param for param in found if param is not None]
+
+
+def _attributes(module: nn.Module) -> list[Tensor]:
+    """Tensors that a module, and those inside of it, have in plain attributes."""
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
