@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -339,6 +340,27 @@ def test_a_loss_that_a_module_keeps_in_an_attribute_is_refused() -> None:
     module(torch.randn(4, WIDTH))
     with pytest.raises(RuntimeError, match="'0' keeps a tensor in an attribute"):
         module(torch.randn(12, WIDTH))
+
+
+def test_what_is_returned_beside_tensors_has_to_be_the_same_for_all_tiles() -> None:
+    class Returns(Mlp):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return self.made(super().forward(x))
+
+    x = torch.randn(1, 6, WIDTH)  # (a last tile of one token is broadcast by what is computed with it)
+    for made, is_right in (
+        (lambda out: (out, None, "silu"), True),
+        (lambda out: SimpleNamespace(out=out), False),
+        (lambda out: (out, float(out.max())), False),
+    ):
+        module = Returns()
+        module.made = made
+        zk.tile_sequence(nn.Sequential(module), ["0"])
+        if is_right:
+            assert module(x)[1:] == (None, "silu")
+        else:
+            with pytest.raises(ValueError, match="'0' returns, beside tensors, "):
+                module(x)
 
 
 # ---- stages, ranks, drives ---------------------------------------------------------------------------------------------------

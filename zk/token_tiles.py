@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.access import keep_gathered
+from zk.accumulation.calls import contents
 from zk.accumulation.micro_batch import Random
 from zk.activations import saved_nbytes
 from zk.hooks import CastInputs, Hook
@@ -120,8 +121,13 @@ class _Call:
             count = rows.stop - rows.start
             with torch.no_grad():
                 leaves, self.out_spec = tree_flatten(self.call([self.tile(tensor, rows) for tensor in inputs]))
-            self.others = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+            before, self.others = self.others, {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if contents([*self.others.values()]) or (found and before != self.others):
+                raise ValueError(
+                    f"{self.owner.name!r} returns, beside tensors, {[type(leaf).__name__ for leaf in self.others.values()]}, of which each tile of "
+                    "tokens has its own; let it return tensors in tuples, lists or dicts, or leave it out of tile_sequence(modules=...)"
+                )
             if not found:
                 refuse()
                 kept = _attributes(self.owner.module)
