@@ -363,6 +363,24 @@ def test_what_is_returned_beside_tensors_has_to_be_the_same_for_all_tiles() -> N
                 module(x)
 
 
+def test_a_module_that_counts_in_a_buffer_is_refused() -> None:
+    class Counts(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("tokens", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.tokens += x.shape[:-1].numel()
+            return super().forward(x)
+
+    module = Counts()
+    zk.tile_sequence(nn.Sequential(module), ["0"])
+    module.eval()(torch.randn(12, WIDTH))
+    with pytest.raises(RuntimeError, match="'0' changes its input in place, or a buffer"):
+        module.train()(torch.randn(12, WIDTH))
+
+
 # ---- stages, ranks, drives ---------------------------------------------------------------------------------------------------
 
 

@@ -34,8 +34,8 @@ def tile_sequence(model: nn.Module, modules: Collection[str | type[nn.Module]] |
     Raises:
         ValueError: if no module is found; and in the first call of several tiles, for a module whose tokens see each other (it is tried with two),
             or whose tile is larger than ``max_nbytes`` (one token is measured).
-        RuntimeError: in forward, for a module that draws random numbers (dropout in training) or changes its input, and for hooks inside of it or
-            on its parameters, which would see tiles.
+        RuntimeError: in forward, for a module that draws random numbers (dropout in training), changes its input or a buffer, keeps a tensor in an
+            attribute, or has hooks inside of it or on its parameters, which would see tiles.
 
     Source: sequence tiling, Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.
     """

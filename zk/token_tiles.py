@@ -167,7 +167,8 @@ class _Call:
 
     def _watch(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Return the check that nothing has happened since which is not to happen in a tile."""
-        versions, random, seen, name = _versions(inputs), self.random.now([]), _captured(), self.owner.name
+        written = [*inputs, *self.owner.module.buffers()]
+        versions, random, seen, name = _versions(written), self.random.now([]), _captured(), self.owner.name
 
         def refuse() -> None:
             if self.random.now(random) is not random:
@@ -176,8 +177,10 @@ class _Call:
                     f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
                     "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
                 )
-            if _versions(inputs) != versions:
-                raise RuntimeError(f"{name!r} changes its input in place, and backward computes it again; leave it out of tile_sequence(modules=...)")
+            if _versions(written) != versions:
+                raise RuntimeError(
+                    f"{name!r} changes its input in place, or a buffer, and backward computes it again; leave it out of tile_sequence(modules=...)"
+                )
             if seen != _captured():
                 raise RuntimeError(
                     f"transformers collects outputs of modules inside of {name!r}, tile by tile of tokens and without a graph; set "
