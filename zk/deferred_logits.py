@@ -151,10 +151,12 @@ class DeferredLogits(Tensor):
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
         source = self.source
+        head: Any = source.head
         if self.ndim != 2 or weight is not None or size_average is not None or reduce is not None or source.is_capped or target.is_floating_point():
             return None
+        if source.factor != 1 and head.bias is not None:  # which has the factor, too
+            return None
         hidden = source.hidden if source.factor == 1 else source.hidden * source.factor
-        head: Any = source.head
         with contextlib.nullcontext() if source.has_graph else torch.no_grad():
             return linear_cross_entropy(
                 hidden, head, target, None, ignore_index, label_smoothing, source.softcap, reduction=reduction, max_nbytes=source.max_nbytes

@@ -205,6 +205,30 @@ def test_what_cannot_be_followed_gets_the_logits(use: Any, computed: list[Any]) 
         assert error(got.grad, want.grad) < 1e-4
 
 
+def own() -> tuple[nn.Module, nn.Module]:
+    """A model of one's own, whose head has a bias, without and with deferred logits."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(71, 16), nn.LayerNorm(16), nn.Linear(16, 71))
+    model = copy.deepcopy(plain)
+    zk.long_context(model, head="2", checkpoint=False)
+    return plain, model
+
+
+def assert_same_gradients(plain: nn.Module, model: nn.Module, most: float = 1e-5) -> None:
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert got.grad is not None and error(got.grad, want.grad) < most, name
+
+
+@pytest.mark.parametrize("change", [lambda logits: logits * 0.25, lambda logits: logits / 4, lambda logits: torch.tanh(logits / 3) * 3])
+def test_a_factor_is_that_of_the_bias_too(change: Any) -> None:
+    models, ids = own(), ids_of()["input_ids"]
+    losses = [F.cross_entropy(change(model(ids)).flatten(0, 1), ids.flatten()) for model in models]
+    assert error(losses[1], losses[0]) < 1e-6
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(*models)
+
+
 def test_what_a_model_may_not_be_is_refused() -> None:
     _, model = pair("llama")
     zk.long_context(model)
