@@ -70,14 +70,13 @@ class DeferredLogits(Tensor):
 
     def compute(self) -> Tensor:
         """The logits themselves; kept."""
+        source = self.source
         if self.computed is None:
-            head, hidden = self.source.head, self.source.hidden
-            with contextlib.ExitStack() as stack:
-                if not self.source.has_graph:  # (with one, parameters of stage 3 would be gone before its backward: reading them says so)
-                    stack.enter_context(torch.no_grad())
-                    stack.enter_context(gather(head.parameters()))
-                values = self.source.compute(hidden)
-                for step in self.source.steps:
+            with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(source.has_graph):
+                if not source.has_graph:  # (with one, parameters of stage 3 would be gone before its backward: reading them says so)
+                    stack.enter_context(gather(source.head.parameters()))
+                values = source.compute(source.hidden)
+                for step in source.steps:
                     values = step(values)
             self.computed = values
         return self.computed

@@ -229,6 +229,19 @@ def test_a_factor_is_that_of_the_bias_too(change: Any) -> None:
     assert_same_gradients(*models)
 
 
+@pytest.mark.parametrize("look", (torch.no_grad, torch.inference_mode))
+def test_a_look_at_logits_leaves_them_their_graph(look: Any) -> None:
+    models, ids = own(), ids_of()["input_ids"]
+    found = []
+    for model in models:
+        logits = model(ids)
+        with look():
+            found.append(logits.argmax(-1).clone())
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+    assert torch.equal(*found)
+    assert_same_gradients(*models)
+
+
 def test_what_a_model_may_not_be_is_refused() -> None:
     _, model = pair("llama")
     zk.long_context(model)
