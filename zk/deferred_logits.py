@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from zk.access import gather
 from zk.linear_cross_entropy import linear_cross_entropy
-from zk.tiled_linear import autocast_dtype
+from zk.tiled_linear import autocast_as, autocast_dtype, autocast_now
 
 _PROPERTIES = frozenset((
     "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn", "itemsize", "is_cuda", "is_cpu", "is_sparse", "is_meta",
@@ -39,6 +39,7 @@ class _Source:
     head: nn.Module
     compute: Callable[[Tensor], Tensor]
     has_graph: bool  # they are to be trained
+    autocast: list[Any]  # as it was there
     max_nbytes: int | str | None = None  # of the loss
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # from the head's output on, without changes of shape
     factor: float = 1.0
@@ -72,7 +73,7 @@ class DeferredLogits(Tensor):
         """The logits themselves; kept."""
         source = self.source
         if self.computed is None:
-            with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(source.has_graph):
+            with contextlib.ExitStack() as stack, autocast_as(source.autocast), torch.inference_mode(False), torch.set_grad_enabled(source.has_graph):
                 if not source.has_graph:  # (with one, parameters of stage 3 would be gone before its backward: reading them says so)
                     stack.enter_context(gather(source.head.parameters()))
                 values = source.compute(source.hidden)
@@ -156,7 +157,7 @@ class DeferredLogits(Tensor):
         if source.factor != 1 and head.bias is not None:  # which has the factor, too
             return None
         hidden = source.hidden if source.factor == 1 else source.hidden * source.factor
-        with contextlib.nullcontext() if source.has_graph else torch.no_grad():
+        with autocast_as(source.autocast), contextlib.nullcontext() if source.has_graph else torch.no_grad():
             return linear_cross_entropy(
                 hidden, head, target, None, ignore_index, label_smoothing, source.softcap, reduction=reduction, max_nbytes=source.max_nbytes
             )
@@ -196,7 +197,8 @@ class DeferredHead:
         if not (torch.is_grad_enabled() or self.has_labels) or hidden.ndim < 2:
             return compute(hidden)
         dtype = autocast_dtype(hidden.device) or hidden.dtype
-        return DeferredLogits.of(_Source(hidden, self.head, compute, torch.is_grad_enabled(), self.max_nbytes), dtype, self.vocab)
+        source = _Source(hidden, self.head, compute, torch.is_grad_enabled(), autocast_now(hidden.device), self.max_nbytes)
+        return DeferredLogits.of(source, dtype, self.vocab)
 
     def compute(self, hidden: Tensor) -> Tensor:
         """Call the head itself."""

@@ -242,6 +242,20 @@ def test_a_look_at_logits_leaves_them_their_graph(look: Any) -> None:
     assert_same_gradients(*models)
 
 
+@pytest.mark.parametrize("use", (lambda logits: F.cross_entropy(logits[0], torch.arange(13)), lambda logits: logits.float().logsumexp(-1).mean()))
+def test_logits_have_the_autocast_of_their_forward(use: Any) -> None:
+    """A loss outside of the context: the head computes in its precision all the same."""
+    models, ids = own(), ids_of()["input_ids"]
+    for model in models:
+        model[1].register_forward_hook(lambda _module, _args, output: output.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids)
+        loss = use(logits)
+        loss.backward()
+        assert (logits + 0).dtype == torch.bfloat16
+    assert_same_gradients(*models, most=2e-2)
+
+
 def test_what_a_model_may_not_be_is_refused() -> None:
     _, model = pair("llama")
     zk.long_context(model)
