@@ -332,6 +332,23 @@ def copied_layers() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
 
 
+def in_16_bits() -> nn.Module:
+    """What transformers does with dtype=torch.bfloat16."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+            self.register_buffer("shares", torch.arange(4) / 3)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return nn.ModuleList(Layer() for _ in range(2))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def copied_with_buffers() -> nn.Module:
     norm = nn.BatchNorm1d(4)
     return nn.ModuleList([copy.deepcopy(norm), copy.deepcopy(nn.Sequential(nn.Linear(4, 4), norm))])
@@ -346,6 +363,7 @@ def copied_with_buffers() -> nn.Module:
         ForwardInTheConstructor,
         copied_layers,
         copied_with_buffers,
+        in_16_bits,
         lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)),
         lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)),
     ],

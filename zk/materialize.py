@@ -50,6 +50,7 @@ class _Op:
     reads: list[int]  # storages whose bytes it needs
     place: torch.device  # where plain construction would have run it
     random: Tensor | None  # the state of the generator there before it
+    dtype: torch.dtype  # torch's default, of what is made without one
 
 
 def _is_meta(tensor: Tensor) -> bool:
@@ -145,8 +146,10 @@ class Recording:
 
         needed = [self.ops[index] for index in self._needed(_storage(tensor))]
         drawn = {op.place for op in needed if op.random is not None and op.place.type == "cuda"}
-        with torch.no_grad(), torch.random.fork_rng(drawn, device_type="cuda"):
+        with contextlib.ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn, device_type="cuda"):
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             for op in needed:
+                torch.set_default_dtype(op.dtype)
                 if op.random is not None:
                     set_random_state(op.place, op.random)
                 args, kwargs = tree_map_only(Tensor, real, (op.args, op.kwargs))
@@ -252,7 +255,7 @@ class _Recorder(TorchDispatchMode):
             args, kwargs, outputs = tree_map_only(
                 Tensor, lambda tensor: tensor.detach() if _is_meta(tensor) else tensor.detach().clone(), (args, kwargs, outputs)
             )
-            self.recording.add(_Op(func, args, kwargs, outputs, reads, place, state), [*written, *new])
+            self.recording.add(_Op(func, args, kwargs, outputs, reads, place, state, torch.get_default_dtype()), [*written, *new])
         return result
 
     def _on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
