@@ -516,6 +516,23 @@ def test_what_is_written_to_the_weight_is_written_to_the_tiles() -> None:
         layer.weight = nn.Parameter(want)
 
 
+def test_what_takes_the_weight_and_writes_elsewhere_leaves_it_alone() -> None:
+    plain, tiled = two_layers()
+    layer, want = tiled[0], plain[0].weight
+    versions = [tile.weight._version for tile in layer.tiles]
+    found = torch.zeros_like(want)
+    found.copy_(layer.weight)
+    with torch.no_grad():
+        found += layer.weight
+        added = found.add_(layer.weight)
+        found[0] = layer.weight[1]
+    assert added is found and torch.equal(found[1:], 3 * want.detach()[1:]) and torch.equal(found[0], want[1])
+    assert torch.equal(layer.weight, want) and versions == [tile.weight._version for tile in layer.tiles]
+    for made in (nn.init.eye_, lambda weight: torch.mul(found.detach(), 2, out=weight.data)):
+        made(want), made(layer.weight)
+        assert torch.equal(layer.weight, want)
+
+
 @pytest.mark.parametrize("stage", (2, 3))
 def test_a_tiled_model_leaves_zk_with_whole_weights(stage: int, tmp_path: Path) -> None:
     plain, tiled = two_layers()

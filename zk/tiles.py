@@ -104,18 +104,19 @@ class Whole(Tensor):
                 return first
             if attribute is _DATA:
                 return Whole.of(first.layer, first.called, first.detach()) if name == "__get__" else first._write(args[1])
-            if not (name.endswith("_") and not name.endswith("__")) and name not in _IN_PLACE:
+            target = kwargs.get("out", args[0] if args else first)
+            is_write = "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+            if not (is_write and isinstance(target, Whole)):
                 return func(*args, **kwargs)
-            if torch.is_grad_enabled() and first.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
+            if torch.is_grad_enabled() and target.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
                 raise RuntimeError(
-                    f"{first.called!r} of a {type(first.layer).__name__}, which requires grad, is changed in place; do so within torch.no_grad()"
+                    f"{target.called!r} of a {type(target.layer).__name__}, which requires grad, is changed in place; do so within torch.no_grad()"
                 )
-            values = first.detach()
-            func(*tree_map(lambda value: values if value is first else value, args), **{
-                key: values if value is first else value for key, value in kwargs.items()
-            })
-            first._write(values)
-            return first
+            values = target.detach()
+            given = tree_map(lambda value: values if value is target else value, (args, kwargs))
+            func(*given[0], **given[1])
+            target._write(values)
+            return target
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
