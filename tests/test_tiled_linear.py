@@ -533,6 +533,27 @@ def test_what_takes_the_weight_and_writes_elsewhere_leaves_it_alone() -> None:
         assert torch.equal(layer.weight, want)
 
 
+def test_what_is_written_to_rows_of_the_weight_is_written_to_the_tiles() -> None:
+    plain, tiled = two_layers()
+    weight = plain[0].weight
+    for write in (
+        lambda weight: weight.data[:9].fill_(2),
+        lambda weight: weight.data[3][5:7].copy_(torch.ones(2)),
+        lambda weight: nn.init.zeros_(weight[70]),
+        lambda weight: weight[80:90].data.mul_(3),
+        lambda weight: weight.data[torch.tensor([1, 2])].zero_(),  # a copy
+    ):
+        with torch.no_grad():
+            write(weight), write(tiled[0].weight)
+        assert torch.equal(tiled[0].weight, weight)
+    with pytest.raises(AttributeError, match="cannot be replaced"):
+        tiled[0].weight = tiled[0].weight[:9]
+    row = tiled[0].weight[3].detach().requires_grad_()
+    assert row.requires_grad and row.is_leaf and row.grad is None
+    (tiled[0].weight[:2] * 2).sum().backward()
+    assert tiled[0].tiles[0].weight.grad.sum() == 2 * 2 * tiled[0].tiles[0].weight.shape[1]
+
+
 @pytest.mark.parametrize("stage", (2, 3))
 def test_a_tiled_model_leaves_zk_with_whole_weights(stage: int, tmp_path: Path) -> None:
     plain, tiled = two_layers()

@@ -58,7 +58,7 @@ class Tiled(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.has_whole(name):
-            if isinstance(value, Whole) and value.layer is self and value.called == name:
+            if isinstance(value, Whole) and value.layer is self and value.called == name and value.shape == value.memory.shape:
                 return  # layer.weight *= 2 has written it
             raise AttributeError(
                 f"{name!r} of a {type(self).__name__} is its tiles, and cannot be replaced; write to it within torch.no_grad(): "
@@ -78,16 +78,17 @@ def joined(parts: Iterable[tuple[Tensor, tuple[slice, ...]]], shape: tuple[int, 
 
 
 class Whole(Tensor):
-    """A parameter of a tiled layer, put together from its tiles. What is written to it is written to them."""
+    """A parameter of a tiled layer, put together from its tiles, or some of its rows. What is written to it is written to them."""
 
     layer: Tiled
     called: str  # in the layer
+    memory: Tensor  # of all of it
 
     @classmethod
-    def of(cls, layer: Tiled, name: str, values: Tensor) -> Whole:
-        """``values`` as the parameter ``name`` of ``layer``."""
+    def of(cls, layer: Tiled, name: str, values: Tensor, memory: Tensor | None = None) -> Whole:
+        """``values`` as the parameter ``name`` of ``layer``, or as a part of it, which is in ``memory``."""
         whole = values.as_subclass(cls)
-        whole.layer, whole.called = layer, name
+        whole.layer, whole.called, whole.memory = layer, name, values if memory is None else memory
         return whole
 
     @classmethod
@@ -96,18 +97,23 @@ class Whole(Tensor):
         first = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Whole))
         name, attribute = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         with torch._C.DisableTorchFunctionSubclass():
-            if attribute is _GRAD:
-                return first._gradient(*args[1:])
-            if (attribute is _REQUIRES_GRAD and name == "__set__") or name == "requires_grad_":
-                for param, _ in first.layer.parts(first.called):
-                    param.requires_grad_(*args[1:], **kwargs)
-                return first
-            if attribute is _DATA:
-                return Whole.of(first.layer, first.called, first.detach()) if name == "__get__" else first._write(args[1])
+            if attribute is _DATA and name == "__get__":
+                return Whole.of(first.layer, first.called, first.detach(), first.memory)
+            if first.shape == first.memory.shape:
+                if attribute is _GRAD:
+                    return first._gradient(*args[1:])
+                if (attribute is _REQUIRES_GRAD and name == "__set__") or name == "requires_grad_":
+                    for param, _ in first.layer.parts(first.called):
+                        param.requires_grad_(*args[1:], **kwargs)
+                    return first
+                if attribute is _DATA:
+                    return first._write(args[1])
             target = kwargs.get("out", args[0] if args else first)
-            is_write = "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+            is_write = "out" in kwargs or (name.endswith("_") and not name.endswith(("__", "requires_grad_"))) or name in _IN_PLACE
             if not (is_write and isinstance(target, Whole)):
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                is_part = name == "__getitem__" and torch._C._is_alias_of(result, first)  # type: ignore[attr-defined]
+                return Whole.of(first.layer, first.called, result, first.memory) if is_part else result
             if torch.is_grad_enabled() and target.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
                 raise RuntimeError(
                     f"{target.called!r} of a {type(target.layer).__name__}, which requires grad, is changed in place; do so within torch.no_grad()"
@@ -115,7 +121,7 @@ class Whole(Tensor):
             values = target.detach()
             given = tree_map(lambda value: values if value is target else value, (args, kwargs))
             func(*given[0], **given[1])
-            target._write(values)
+            target._write(target.memory)
             return target
 
     @torch.no_grad()
