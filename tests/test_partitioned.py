@@ -131,6 +131,8 @@ def gather_reads_and_writes() -> None:
         assert torch.equal(weight, want["blocks.1.up.weight"].bfloat16())  # without write= nothing is kept
     with zk.gather(weight, write=True), torch.no_grad():
         weight[0].fill_(dist.get_rank() + 3.0)
+        with zk.gather(model.parameters()):  # which looks at what has been written
+            assert (weight[0] == dist.get_rank() + 3).all()
     with zk.gather(weight):
         assert (weight[0] == 3).all()  # the first rank's value, on all ranks
         assert torch.equal(weight[1:], want["blocks.1.up.weight"].bfloat16()[1:])

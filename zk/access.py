@@ -82,7 +82,7 @@ def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
     finally:
         lost = False
         for unit in entered:
-            if unit.is_partitioned and not write:
+            if unit.is_partitioned and not write and unit.pins == 1:  # a context around it looks itself
                 lost |= unit.is_changed()
                 unit.note_versions()
             unit.unpin()
