@@ -43,11 +43,13 @@ class Block(nn.Module):
         self.proj = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
         self.options: dict[str, Any] = {"is_causal": True}
-        self.has_wide_queries = False
+        self.has_wide_queries = self.is_interleaved = False
 
     def attend(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).view(*x.shape[:2], -1, 8).transpose(1, 2)
         query, key, value = heads.split(self.heads, 1)
+        if self.is_interleaved:
+            query, key, value = (part.mT.contiguous().mT for part in (query, key, value))
         query = query.float() if self.has_wide_queries else query  # of which autocast makes what keys are
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options).transpose(1, 2).flatten(2)
 
@@ -170,6 +172,18 @@ def test_each_sequence_of_a_step_has_keys_and_values_of_its_own() -> None:
         whole = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in zk.sequence_tiles(third, 11)[0].items()}
         losses = optimizer.accumulate([*tiles, whole, *tiles], loss_of)
         assert float(sum(losses)) == pytest.approx(loss + again + other, rel=1e-6)
+        assert distance(model, grads) < 2e-6
+
+
+def test_heads_may_lie_next_to_each_other_in_memory() -> None:
+    """Queries, keys and values whose features have a stride, as of (batch, tokens, features, heads)."""
+    model, twin = made()
+    for block in (*model.blocks, *twin.blocks):
+        block.is_interleaved = True
+    loss, grads = plain(twin, batch_of())
+    with optimizer_of(model, stage=2) as optimizer:
+        losses = optimizer.accumulate(zk.sequence_tiles(batch_of(), 9), loss_of)
+        assert float(sum(losses)) == pytest.approx(loss, rel=1e-6)
         assert distance(model, grads) < 2e-6
 
 

@@ -125,8 +125,8 @@ def _is_right_padding(mask: Any, labels: Tensor) -> bool:
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         return False
     kept = mask == 1
-    is_plain = bool(((mask == 0) | kept).all()) and bool(kept[:, 0].all()) and bool((kept[:, 1:] <= kept[:, :-1]).all())
-    return is_plain and bool((labels[~kept] == _IGNORED).all())
+    is_plain = ((mask == 0) | kept).all() and kept[:, 0].all() and (kept[:, 1:] <= kept[:, :-1]).all()
+    return bool(is_plain and (labels[~kept] == _IGNORED).all())
 
 
 def _cut(whole: Mapping[str, Tensor], tokens: int, targets: Any) -> Iterator[SequenceTile]:
@@ -301,6 +301,7 @@ class TileAttention(TorchFunctionMode):
             )
         if (cast := autocast_dtype(query.device)) is not None:
             query, key, value = (tensor if tensor.dtype == torch.float64 else tensor.to(cast) for tensor in (query, key, value))
+        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))  # as kernels read them
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         layer = self.sequences.layer((*self.call, self.order))
         has_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
