@@ -40,6 +40,7 @@ class _Source:
     compute: Callable[[Tensor], Tensor]
     has_graph: bool  # they are to be trained
     autocast: list[Any]  # as it was there
+    versions: list[int]  # of the head's parameters
     max_nbytes: int | str | None = None  # of the loss
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # from the head's output on, without changes of shape
     factor: float = 1.0
@@ -69,10 +70,19 @@ class DeferredLogits(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {'not computed yet' if self.computed is None else 'computed'})"
 
+    def checked(self) -> _Source:
+        """The origin of the logits, if these can still be computed."""
+        if self.source.versions != _versions(self.source.head):
+            raise RuntimeError(
+                "logits are computed when they are used, and the parameters of the head were written after the forward that these are of, by step() "
+                "for example; use them before that, or compute them before: logits = logits + 0"
+            )
+        return self.source
+
     def compute(self) -> Tensor:
         """The logits themselves; kept."""
-        source = self.source
         if self.computed is None:
+            source = self.checked()
             with contextlib.ExitStack() as stack, autocast_as(source.autocast), torch.inference_mode(False), torch.set_grad_enabled(source.has_graph):
                 if not source.has_graph:  # (with one, parameters of stage 3 would be gone before its backward: reading them says so)
                     stack.enter_context(gather(source.head.parameters()))
@@ -150,7 +160,7 @@ class DeferredLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        source = self.source
+        source = self.checked()
         head: Any = source.head
         if self.ndim != 2 or weight is not None or size_average is not None or reduce is not None or source.is_capped or target.is_floating_point():
             return None
@@ -161,6 +171,10 @@ class DeferredLogits(Tensor):
             return linear_cross_entropy(
                 hidden, head, target, None, ignore_index, label_smoothing, source.softcap, reduction=reduction, max_nbytes=source.max_nbytes
             )
+
+
+def _versions(head: nn.Module) -> list[int]:
+    return [param._version for param in head.parameters()]
 
 
 def _of_tokens(index: Any, ndim: int) -> Any:
@@ -197,7 +211,7 @@ class DeferredHead:
         if not (torch.is_grad_enabled() or self.has_labels) or hidden.ndim < 2:
             return compute(hidden)
         dtype = autocast_dtype(hidden.device) or hidden.dtype
-        source = _Source(hidden, self.head, compute, torch.is_grad_enabled(), autocast_now(hidden.device), self.max_nbytes)
+        source = _Source(hidden, self.head, compute, torch.is_grad_enabled(), autocast_now(hidden.device), _versions(self.head), self.max_nbytes)
         return DeferredLogits.of(source, dtype, self.vocab)
 
     def compute(self, hidden: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ def long_context(
 
     The loss is the model's own: its head gives logits that are computed when they are used, and ``F.cross_entropy`` of them is
     ``zk.linear_cross_entropy``, also behind casts, shifts, a factor and a softcap. Where they are used otherwise (evaluation with metrics, a loss of
-    one's own), they are what they were. Generation and other forwards without labels and gradients are as before.
+    one's own), they are what they were, until the head is written (by ``step()``). Generation and other forwards without labels and gradients are
+    as before.
 
     Args:
         model: of transformers, or any module. Checkpoints are those of ``gradient_checkpointing_enable()``, which it should have.

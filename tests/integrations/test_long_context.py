@@ -256,6 +256,21 @@ def test_logits_have_the_autocast_of_their_forward(use: Any) -> None:
     assert_same_gradients(*models, most=2e-2)
 
 
+@pytest.mark.parametrize("stage", (0, 2))
+def test_logits_of_an_earlier_step_are_refused(stage: int) -> None:
+    _, model = own()
+    ids = ids_of()["input_ids"]
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage) as optimizer:
+        logits, kept = model(ids), model(ids)
+        want = kept + 0
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        assert torch.equal(kept, want)
+        for use in (lambda: logits.argmax(-1), lambda: F.cross_entropy(logits.flatten(0, 1), ids.flatten())):
+            with pytest.raises(RuntimeError, match="the head were written after the forward"):
+                use()
+
+
 def test_what_a_model_may_not_be_is_refused() -> None:
     _, model = pair("llama")
     zk.long_context(model)
