@@ -79,10 +79,7 @@ def offload_activations(
     smallest = 0 if min_nbytes == 0 else parse_nbytes(min_nbytes, "min_nbytes")
     kept = 0 if keep_last == 0 else parse_nbytes(keep_last, "keep_last")
     paths = parse_paths(nvme_path, "nvme_path") if nvme_path is not None else ()
-    if device is not None:
-        where = parse_device(device)
-    else:
-        where = compute_device(model) if model is not None else default_device()
+    where = parse_device(device) if device is not None else compute_device(model) if model is not None else default_device()
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     return ActivationOffload(link_to(where), {tensor.untyped_storage()._cdata for tensor in tensors}, smallest, kept, paths)
 

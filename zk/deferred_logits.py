@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from zk.access import gather
 from zk.linear_cross_entropy import linear_cross_entropy
 from zk.tiled_linear import autocast_as, autocast_dtype, autocast_now
+from zk.token_tiles import versions_of
 
 _PROPERTIES = frozenset((
     "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn", "itemsize", "is_cuda", "is_cpu", "is_sparse", "is_meta",
@@ -72,7 +73,7 @@ class DeferredLogits(Tensor):
 
     def checked(self) -> _Source:
         """The origin of the logits, if these can still be computed."""
-        if self.source.versions != _versions(self.source.head):
+        if self.source.versions != versions_of(self.source.head.parameters()):
             raise RuntimeError(
                 "logits are computed when they are used, and the parameters of the head were written after the forward that these are of, by step() "
                 "for example; use them before that, or compute them before: logits = logits + 0"
@@ -121,8 +122,8 @@ class DeferredLogits(Tensor):
         source = self.source
         if name in _CASTS and not (args or kwargs):
             return self._cast(_CASTS[name])
-        if name == "to":
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **{key: value for key, value in kwargs.items() if key in ("device", "dtype")})
+        if name == "to" and "copy" not in kwargs:
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
             return None if device not in (None, self.device) else self._cast(dtype or self.dtype)
         if name == "detach":
             return self._like(hidden=source.hidden.detach(), has_graph=False)
@@ -150,31 +151,20 @@ class DeferredLogits(Tensor):
             return None
         return self._like(dtype=dtype, steps=(*self.source.steps, lambda values: values.to(dtype)))
 
-    def _cross_entropy(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor | None:
+    def _cross_entropy(self, target: Tensor, *args: Any, **given: Any) -> Tensor | None:
+        """F.cross_entropy, with options by name; None of what needs logits."""
+        options = {name: value for name, value in given.items() if value is not None}
         source = self.checked()
         head: Any = source.head
-        if self.ndim != 2 or weight is not None or size_average is not None or reduce is not None or source.is_capped or target.is_floating_point():
+        if self.ndim != 2 or args or source.is_capped or target.is_floating_point():
+            return None
+        if options.keys() - {"ignore_index", "label_smoothing", "reduction"}:
             return None
         if source.factor != 1 and head.bias is not None:  # which has the factor, too
             return None
         hidden = source.hidden if source.factor == 1 else source.hidden * source.factor
         with autocast_as(source.autocast), contextlib.nullcontext() if source.has_graph else torch.no_grad():
-            return linear_cross_entropy(
-                hidden, head, target, None, ignore_index, label_smoothing, source.softcap, reduction=reduction, max_nbytes=source.max_nbytes
-            )
-
-
-def _versions(head: nn.Module) -> list[int]:
-    return [param._version for param in head.parameters()]
+            return linear_cross_entropy(hidden, head, target, softcap=source.softcap, max_nbytes=source.max_nbytes, **options)
 
 
 def _of_tokens(index: Any, ndim: int) -> Any:
@@ -196,25 +186,18 @@ def _of_tokens(index: Any, ndim: int) -> Any:
 class DeferredHead:
     """Stand-in for a linear head's ``forward``: logits are deferred in what is to be trained, or has labels."""
 
-    def __init__(self, head: nn.Module, vocab: int, max_nbytes: int | str | None) -> None:
-        self.head, self.vocab, self.max_nbytes = head, vocab, max_nbytes
-        self.has_labels = False
-
-    @classmethod
-    def of(cls, head: Any, max_nbytes: int | str | None) -> DeferredHead:
-        """Put one into the place of a linear layer's ``forward``."""
-        head.forward = made = cls(head, head.out_features, max_nbytes)
-        return made
+    def __init__(self, head: Any, max_nbytes: int | str | None) -> None:
+        self.head, self.max_nbytes, self.has_labels = head, max_nbytes, False
+        head.forward = self
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        compute = self.compute
+        head, device = self.head, hidden.device
         if not (torch.is_grad_enabled() or self.has_labels) or hidden.ndim < 2:
-            return compute(hidden)
-        dtype = autocast_dtype(hidden.device) or hidden.dtype
-        source = _Source(hidden, self.head, compute, torch.is_grad_enabled(), autocast_now(hidden.device), _versions(self.head), self.max_nbytes)
-        return DeferredLogits.of(source, dtype, self.vocab)
+            return self.compute(hidden)
+        now = torch.is_grad_enabled(), autocast_now(device), versions_of(head.parameters())
+        source = _Source(hidden, head, self.compute, *now, self.max_nbytes)
+        return DeferredLogits.of(source, autocast_dtype(device) or hidden.dtype, head.out_features)
 
     def compute(self, hidden: Tensor) -> Tensor:
         """Call the head itself."""
-        result: Tensor = type(self.head).forward(self.head, hidden)  # type: ignore[operator]
-        return result
+        return type(self.head).forward(self.head, hidden)  # type: ignore[no-any-return]

@@ -8,10 +8,9 @@ Source: Liger Kernel, arXiv 2410.10989, section 3.2; Cut Your Losses, arXiv 2411
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearLoss) -> Tensor:
         wants = ctx.needs_input_grad[:3] if call.trains else (False, False, False)
         device = call.hidden.device
-        with _gathered(weight), no_autocast(device):
+        with gather([weight]), no_autocast(device):
             whole = weight.detach().to(call.hidden.dtype)
             for_hidden = torch.empty_like(call.hidden, dtype=hidden.dtype) if wants[0] else None
             for_weight = torch.zeros(whole.shape, device=device) if wants[1] else None
@@ -108,8 +107,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, link: Tensor, weight: Tensor, call: LinearLoss, first: int, gathers: bool) -> Tensor:
-        ctx.param = weight if gathers else None
-        with _gathered(ctx.param), no_autocast(link.device):
+        ctx.params = [weight] if gathers else []
+        with gather(ctx.params), no_autocast(link.device):
             tile = weight.detach().to(call.hidden.dtype)
             for rows in call.tokens():
                 call.measure(rows, tile, first)
@@ -121,7 +120,7 @@ class _Step(torch.autograd.Function):
     @_once
     def backward(ctx: Any, link: Tensor) -> tuple[Tensor | None, ...]:
         call, first = ctx.call, ctx.first
-        with _gathered(ctx.param), no_autocast(link.device):
+        with gather(ctx.params), no_autocast(link.device):
             weight, call.hidden = ctx.saved_tensors
             tile = weight.detach().to(call.hidden.dtype)
             for_weight = torch.zeros(tile.shape, device=tile.device) if ctx.needs_input_grad[1] else None
@@ -135,9 +134,9 @@ class _Step(torch.autograd.Function):
 class _TiledLoss(LinearLoss):
     """The call as tiles of a TiledLinear see it."""
 
-    def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice, gathers: bool = False) -> Tensor:
+    def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:
         """Measure all tokens over rows ``rows`` of the weight, of which this is a tile; backward, their gradients."""
-        return cast(Tensor, _Step.apply(link, weight, self, rows.start, gathers))  # type: ignore[no-untyped-call]
+        return _Step.apply(link, weight, self, rows.start, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Close(torch.autograd.Function):
@@ -161,50 +160,6 @@ class _Close(torch.autograd.Function):
         call.grad_hidden = torch.zeros(ctx.shape, device=grad.device) if ctx.wants[0] else None
         call.grad_bias = torch.zeros(call.vocab, device=grad.device) if ctx.wants[1] else None
         return memoryless(ctx.shape, torch.float32, grad.device), None, None
-
-
-def _gathered(param: Tensor | None) -> contextlib.AbstractContextManager[None]:
-    """Context: a parameter that stage 3 keeps partitioned is full."""
-    return gather([param]) if isinstance(param, nn.Parameter) else contextlib.nullcontext()
-
-
-def _check_tiles(head: TiledLinear) -> None:
-    if head.in_splits > 1 or head.input_is_already_split:
-        raise ValueError(
-            f"the head has in_splits={head.in_splits}, and no logit is whole in one tile; split its output alone: in_splits=1, out_splits="
-            f"{head.in_splits * head.out_splits}"
-        )
-
-
-def _check_weight(weight: Any) -> None:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a tensor (vocab, features), an nn.Linear or a TiledLinear; got {type(weight).__name__}")
-    if is_wrapper(weight):
-        raise TypeError(
-            f"weight is a {type(weight).__name__}, whose rows are not all here as numbers that products take; leave the head out of "
-            "parallelize_module's plan and of quantization"
-        )
-
-
-def _check(
-    hidden: Tensor, shape: tuple[int, ...], dtype: torch.dtype, targets: Tensor, bias: Tensor | None, options: dict[str, Any], reduction: str
-) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
-    smoothing, z_loss = options["label_smoothing"], options["z_loss"]
-    if not 0 <= smoothing <= 1 or not z_loss >= 0:
-        raise ValueError(f"label_smoothing must be between 0 and 1, and z_loss at least 0; got {smoothing} and {z_loss}")
-    if len(shape) != 2 or not shape[0] or hidden.ndim < 1 or hidden.shape[-1] != shape[1] or hidden.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"hidden (..., features), weight (vocab, features) and targets (...) must fit together; got {tuple(hidden.shape)}, {shape} and "
-            f"{tuple(targets.shape)}"
-        )
-    if bias is not None and bias.shape != shape[:1]:
-        raise ValueError(f"bias must be ({shape[0]},), one for each row of weight; got {tuple(bias.shape)}")
-    if targets.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"targets must be numbers of classes, int64; got {targets.dtype} (probabilities of classes need all logits)")
-    if hidden.dtype not in FLOATS or dtype not in FLOATS:
-        raise TypeError(f"hidden and weight must be fp32, bf16 or fp16; got {hidden.dtype} and {dtype}")
 
 
 @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
@@ -254,18 +209,39 @@ def linear_cross_entropy(
         if bias is not None:
             raise ValueError(f"bias has no place beside a {type(weight).__name__}, which has its own; pass its weight, or leave bias out")
         bias = weight.bias
-    head: Tensor | TiledLinear
-    params: list[Tensor]
-    shape: tuple[int, ...]
-    if isinstance(weight, TiledLinear):
-        _check_tiles(weight)
-        head, params, shape = weight, [tile.weight for tile in weight.each_tile()], (weight.out_features, weight.in_features)
-    else:
-        given: Any = weight.weight if type(weight) is nn.Linear else weight
-        head = given.as_subclass(Tensor) if isinstance(given, Whole) else given
-        _check_weight(head)
+    head: Any = weight.weight if type(weight) is nn.Linear else weight
+    if isinstance(head, Tensor):
+        head = head.as_subclass(Tensor) if isinstance(head, Whole) else head
+        if is_wrapper(head):
+            raise TypeError(
+                f"weight is a {type(head).__name__}, whose rows are not all here as numbers that products take; leave the head out of "
+                "parallelize_module's plan and of quantization"
+            )
         params, shape = [head], tuple(head.shape)
-    _check(hidden, shape, params[0].dtype, targets, bias, options, reduction)
+    elif isinstance(head, TiledLinear):
+        if head.in_splits > 1 or head.input_is_already_split:
+            raise ValueError(
+                f"the head has in_splits={head.in_splits}, and no logit is whole in one tile; split its output alone: in_splits=1, out_splits="
+                f"{head.in_splits * head.out_splits}"
+            )
+        params, shape = [tile.weight for tile in head.each_tile()], (head.out_features, head.in_features)
+    else:
+        raise TypeError(f"weight must be a tensor (vocab, features), an nn.Linear or a TiledLinear; got {type(weight).__name__}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
+    if not 0 <= label_smoothing <= 1 or not z_loss >= 0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, and z_loss at least 0; got {label_smoothing} and {z_loss}")
+    if len(shape) != 2 or not shape[0] or hidden.ndim < 1 or hidden.shape[-1] != shape[1] or hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"hidden (..., features), weight (vocab, features) and targets (...) must fit together; got {tuple(hidden.shape)}, {shape} and "
+            f"{tuple(targets.shape)}"
+        )
+    if bias is not None and bias.shape != shape[:1]:
+        raise ValueError(f"bias must be ({shape[0]},), one for each row of weight; got {tuple(bias.shape)}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"targets must be numbers of classes, int64; got {targets.dtype} (probabilities of classes need all logits)")
+    if hidden.dtype not in FLOATS or params[0].dtype not in FLOATS:
+        raise TypeError(f"hidden and weight must be fp32, bf16 or fp16; got {hidden.dtype} and {params[0].dtype}")
     device, vocab = hidden.device, shape[0]
     for name, tensor in (("weight", params[0]), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != device:
@@ -282,7 +258,7 @@ def linear_cross_entropy(
                 f"targets must be between 0 and {vocab - 1}, or ignore_index={ignore_index}; got {int(counts.min())} to {int(counts.max())}"
             )
     rows = hidden.reshape(len(numbers), hidden.shape[-1])
-    with _gathered(bias):
+    with gather([] if bias is None else [bias]):
         wide = None if bias is None else bias.detach().to(torch.float32, copy=True)
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, bias, *params))
     state = torch.zeros(4, len(numbers), device=device)
@@ -292,7 +268,7 @@ def linear_cross_entropy(
     if limit is not None and limit < least:
         raise ValueError(f"max_nbytes must be at least {least}, the logits of {call.piece[0]} tokens over one tile of the vocabulary; got {limit}")
     if reduction != "none" and isinstance(head, Tensor):
-        total = cast(Tensor, _Whole.apply(rows, head, bias, call))  # type: ignore[no-untyped-call]
+        total: Tensor = _Whole.apply(rows, head, bias, call)  # type: ignore[no-untyped-call]
     else:
         anchor = torch.zeros((), device=device, requires_grad=trains)
         link: Tensor = _Open.apply(rows, bias, anchor, call)  # type: ignore[no-untyped-call]
@@ -300,9 +276,9 @@ def linear_cross_entropy(
             for tile in head.each_tile():
                 link = tile(link, call)
         else:
-            link = call.step(link, head, slice(0, vocab), slice(0, 0), gathers=True)
+            link = _Step.apply(link, head, call, 0, True)  # type: ignore[no-untyped-call]
         wants = rows.requires_grad, bias is not None and bias.requires_grad
-        each = cast(Tensor, _Close.apply(link, call, wants))  # type: ignore[no-untyped-call]
+        each: Tensor = _Close.apply(link, call, wants)  # type: ignore[no-untyped-call]
         if reduction == "none":
             return each.view(targets.shape)
         total = each.sum()

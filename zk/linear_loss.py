@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class LinearLoss:
         if z_loss:
             loss += z_loss * lse * lse
         loss.masked_fill_((self.targets < 0) | (self.targets >= self.vocab), float("nan"))
-        return cast(Tensor, loss.masked_fill_(self.targets == self.options["ignore_index"], 0))
+        return loss.masked_fill_(self.targets == self.options["ignore_index"], 0)  # type: ignore[no-any-return]
 
     def free(self) -> None:
         """Keep nothing that is as large as the tokens are many."""

@@ -86,13 +86,13 @@ class _Logits:
 
     def __init__(self, model: nn.Module, name: str | None, max_nbytes: int | str | None) -> None:
         self.name, self.max_nbytes = name, max_nbytes
-        self.deferred = DeferredHead.of(_head(model, name), max_nbytes)
+        self.deferred = DeferredHead(_head(model, name), max_nbytes)
 
     def begin(self, model: nn.Module, _args: Any, kwargs: Any) -> None:
         """Look for another head, and for labels."""
         head: Any = model.get_submodule(self.name) if self.name is not None else model.get_output_embeddings()  # type: ignore[operator]
         if head is not self.deferred.head:
-            new = DeferredHead.of(_head(model, self.name), self.max_nbytes)
+            new = DeferredHead(_head(model, self.name), self.max_nbytes)
             del self.deferred.head.forward
             self.deferred = new
         self.deferred.has_labels = kwargs.get("labels") is not None
@@ -115,8 +115,7 @@ class _Away:
         if torch.is_grad_enabled():
             if self.offload is None:  # only now is the model where it computes
                 self.offload = offload_activations(model, nvme_path=self.nvme_path)
-            self.offload.__enter__()
-            self.entered.append(self.offload)
+            self.entered.append(self.offload.__enter__())
 
     def end(self, *_: Any) -> None:
         """Leave the context that ``begin`` has entered."""

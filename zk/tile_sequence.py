@@ -43,7 +43,7 @@ def tile_sequence(model: nn.Module, modules: Collection[str | type[nn.Module]] |
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
     tiled = [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), TokenTiles)]
-    found = dict(_found(model)) if modules is None else dict(_named(model, modules))
+    found = dict(_found(model) if modules is None else _named(model, modules))
     if tiled and (modules is None or set(tiled) & set(found.values())):
         raise ValueError(f"{tiled[0]!r} runs in tiles already; call untile_sequence(model) first")
     if not found:

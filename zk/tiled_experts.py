@@ -15,7 +15,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +46,13 @@ class ExpertTile(Tile):
             self._check(rows[:1], chosen[:1], weights[:1])
         out = self.part(rows, chosen, weights) if len(rows) else rows
         if by_all and torch.is_grad_enabled():
-            return cast(Tensor, _GatheredAgain.apply(out, rows, *self.parameters()))  # type: ignore[no-untyped-call]
+            return _GatheredAgain.apply(out, rows, *self.parameters())  # type: ignore[no-untyped-call, no-any-return]
         return out
 
     @torch.no_grad()
     def _check(self, row: Tensor, chosen: Tensor, weight: Tensor) -> None:
         """Check on one row that twice the weight gives twice the output: else experts cannot be computed one by one and added up."""
-        one = torch.ones_like(weight)
-        once, twice = (self.part(row, chosen, factor * one) for factor in (1, 2))
+        once, twice = (self.part(row, chosen, torch.full_like(weight, factor)) for factor in (1, 2))
         is_linear = (
             once.shape == row.shape
             and once.dtype == row.dtype
@@ -202,7 +201,7 @@ class TiledExperts(Tiled):
 
     def each_tile(self) -> list[ExpertTile]:
         """From the first expert to the last."""
-        return cast("list[ExpertTile]", list(self.tiles))
+        return list(self.tiles)  # type: ignore[arg-type]
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
@@ -210,23 +209,18 @@ class TiledExperts(Tiled):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Hidden states (tokens, ...), and a routing (tokens, experts of each): numbers, where the number of experts stands for none, and weights."""
         hidden, chosen, weights = self._given(args, kwargs)
-        by_token = self._adds_by_token()
+        # of transformers' products, all but the eager one add up the outputs of each token
+        implementation = getattr(getattr(self, "config", None), "_experts_implementation", None)
+        by_token = hasattr(self, "is_concatenated") and implementation not in (None, "eager")
         routing = _Routing.of(chosen, weights, self._num, by_token)
         if len(routing.counts) > self._num + 1:
             raise IndexError(f"{self._kind} has {self._num} experts, and a token is routed to expert {len(routing.counts) - 1}")
-        taken, by_all = self._taken(routing)
-        used = [tile for tile, is_taken in zip(self.each_tile(), taken, strict=True) if is_taken]
+        used, by_all = self._taken(routing)
         add_up = self._add_by_token if by_token else self._add_in_turn
         out = add_up(hidden, routing, used, by_all)
         if self._rest or not torch.is_grad_enabled() or not (used or by_token):
             return out
-        unused = [
-            param
-            for tile, is_taken in zip(self.each_tile(), taken, strict=True)
-            if not is_taken
-            for param in tile.parameters()
-            if param.requires_grad
-        ]
+        unused = [param for tile in self.each_tile() if tile not in used for param in tile.parameters() if param.requires_grad]
         return _Unused.apply(out, *unused) if unused else out  # type: ignore[no-untyped-call, no-any-return]
 
     def _add_in_turn(self, hidden: Tensor, routing: _Routing, used: Sequence[ExpertTile], by_all: bool) -> Tensor:
@@ -274,36 +268,29 @@ class TiledExperts(Tiled):
         values = [given.get(name) for name in self._arguments]
         tensors = [value for value in values if isinstance(value, Tensor)]
         routing = sorted(tensors[1:], key=Tensor.is_floating_point)
-        kinds = [value.is_floating_point() for value in routing]
-        if len(given) != 3 or kinds != [False, True]:
+        if len(given) != 3 or [value.is_floating_point() for value in routing] != [False, True]:
             what = ", ".join(f"{name} {getattr(value, 'dtype', type(value).__name__)}" for name, value in given.items())
             raise TypeError(f"a tiled {self._kind} takes hidden states, the numbers of each token's experts and their weights; got {what}")
         hidden, (chosen, weights) = tensors[0], routing
-        is_routing = chosen.shape == weights.shape and chosen.ndim in (1, 2)
-        if not is_routing or len(chosen) != len(hidden):
+        if chosen.shape != weights.shape or chosen.ndim not in (1, 2) or len(chosen) != len(hidden):
             raise ValueError(
                 f"a tiled {self._kind} takes a routing of (tokens, experts of each) for hidden states of (tokens, ...); got numbers "
                 f"{tuple(chosen.shape)} and weights {tuple(weights.shape)} for {tuple(hidden.shape)}"
             )
         return hidden, chosen, weights
 
-    def _taken(self, routing: _Routing) -> tuple[list[bool], bool]:
+    def _taken(self, routing: _Routing) -> tuple[list[ExpertTile], bool]:
         """The tiles that this call takes; and whether all ranks take the same ones, in forward and in backward.
 
         Those with tokens. Ranks that partition parameters have to gather alike: they take what has tokens on any of them. On all ranks.
         """
-        spans = [routing.span(tile) for tile in self.each_tile()]
-        has_tokens = [span.stop > span.start for span in spans]
+        counts = [sum(routing.counts[tile.experts]) for tile in self.each_tile()]
         param = next(self.tiles.parameters())
         owner = owner_of(param)
-        if owner is None or owner.comm.world == 1 or owner.config.stage < 3:
-            return has_tokens, False
-        return [ranks > 0 for ranks in owner.comm.ranks_with(has_tokens, CHOICE, owner.units[param][0].index)], True
-
-    def _adds_by_token(self) -> bool:
-        """Check which of the products of transformers computes: all but the eager one add up the outputs of each token."""
-        implementation = getattr(getattr(self, "config", None), "_experts_implementation", None)
-        return hasattr(self, "is_concatenated") and implementation not in (None, "eager")
+        by_all = owner is not None and owner.comm.world > 1 and owner.config.stage == 3
+        if by_all:
+            counts = owner.comm.ranks_with([count > 0 for count in counts], CHOICE, owner.units[param][0].index)
+        return [tile for tile, count in zip(self.each_tile(), counts, strict=True) if count], by_all
 
     def extra_repr(self) -> str:
         return f"{self._kind} of {self._num} experts" + (", which rest without tokens" if self._rest else "")

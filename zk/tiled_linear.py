@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class _Run:
 
     def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:
         """One node of the chain."""
-        return cast(Tensor, _Step.apply(link, weight, self, rows, columns))  # type: ignore[no-untyped-call]
+        return _Step.apply(link, weight, self, rows, columns)  # type: ignore[no-untyped-call, no-any-return]
 
     def output_rows(self, tensors: Sequence[Tensor], rows: slice) -> Tensor:
         """The part of ``rows`` of the weight in ``tensors``, the outputs or their gradients: (m, rows)."""
@@ -295,7 +295,7 @@ class TiledLinear(Tiled, nn.Linear):
 
     def each_tile(self) -> list[LinearTile]:
         """Row by row."""
-        return cast("list[LinearTile]", list(self.tiles))
+        return list(self.tiles)  # type: ignore[arg-type]
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:  # type: ignore[override]
@@ -325,12 +325,6 @@ class TiledLinear(Tiled, nn.Linear):
             link = tile(link, run)
         outputs = [out.view(*x.shape[:-1], out.shape[1]) for out in _Close.apply(link, self.bias, run)]  # type: ignore[no-untyped-call]
         return outputs[0] if self.combine_out_splits else outputs
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"in_splits={self.in_splits}, out_splits={self.out_splits}"
-        )
 
 
 def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:

@@ -112,8 +112,10 @@ class Whole(Tensor):
             is_write = "out" in kwargs or (name.endswith("_") and not name.endswith(("__", "requires_grad_"))) or name in _IN_PLACE
             if not (is_write and isinstance(target, Whole)):
                 result = func(*args, **kwargs)
-                is_part = name == "__getitem__" and torch._C._is_alias_of(result, first)  # type: ignore[attr-defined]
-                return Whole.of(first.layer, first.called, result, first.memory) if is_part else result
+                # (a part that shares its memory, as rows do)
+                if name == "__getitem__" and torch._C._is_alias_of(result, first):  # type: ignore[attr-defined]
+                    return Whole.of(first.layer, first.called, result, first.memory)
+                return result
             if torch.is_grad_enabled() and target.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
                 raise RuntimeError(
                     f"{target.called!r} of a {type(target.layer).__name__}, which requires grad, is changed in place; do so within torch.no_grad()"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ class TokenTiles:
                 "(..., features), to be cut into tiles of tokens; leave it out of tile_sequence(modules=...)"
             )
         for path, module in self.module.named_modules():
-            kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks) if path else ()
-            hooks = (hook for kind in kinds for hook in kind.values())
+            # (of forward and backward)
+            hooks = (hook for kind, its in vars(module).items() if path and kind.endswith(("ward_hooks", "ward_pre_hooks")) for hook in its.values())
             if not all(isinstance(hook, CastInputs | Hook) or getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks):
                 raise RuntimeError(
                     f"{path!r} in {self.name!r} has a hook, which would be called once for each tile of tokens; remove it, or leave "
@@ -123,7 +123,7 @@ class _Call:
                 leaves, self.out_spec = tree_flatten(self.call([self.tile(tensor, rows) for tensor in inputs]))
             before, self.others = self.others, {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            if contents([*self.others.values()]) or (found and before != self.others):
+            if contents(self.others) or (found and before != self.others):
                 raise ValueError(
                     f"{self.owner.name!r} returns, beside tensors, {[type(leaf).__name__ for leaf in self.others.values()]}, of which each tile of "
                     "tokens has its own; let it return tensors in tuples, lists or dicts, or leave it out of tile_sequence(modules=...)"
@@ -135,7 +135,7 @@ class _Call:
             for whole, part in zip(found, tensors, strict=True):
                 self.rows_of(whole)[rows] = part.reshape(count, *self.rows_of(whole).shape[1:])
         refuse()
-        if list(map(id, kept)) != list(map(id, _attributes(self.owner.module))):
+        if kept.keys() != _attributes(self.owner.module).keys():
             raise RuntimeError(
                 f"{self.owner.name!r} keeps a tensor in an attribute (a loss of its router, say), where only that of the last tile of tokens would "
                 "be, without a graph; let it return what is wanted of each token, or leave it out of tile_sequence(modules=...)"
@@ -168,7 +168,7 @@ class _Call:
     def _watch(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Return the check that nothing has happened since which is not to happen in a tile."""
         written = [*inputs, *self.owner.module.buffers()]
-        versions, random, seen, name = _versions(written), self.random.now([]), _captured(), self.owner.name
+        versions, random, seen, name = versions_of(written), self.random.now([]), _captured(), self.owner.name
 
         def refuse() -> None:
             if self.random.now(random) is not random:
@@ -177,7 +177,7 @@ class _Call:
                     f"{name!r} draws random numbers, and tile by tile of tokens they would be others than those of the whole sequence; set its "
                     "dropout (or jitter) to 0, or leave it out of tile_sequence(modules=...)"
                 )
-            if _versions(written) != versions:
+            if versions_of(written) != versions:
                 raise RuntimeError(
                     f"{name!r} changes its input in place, or a buffer, and backward computes it again; leave it out of tile_sequence(modules=...)"
                 )
@@ -310,12 +310,13 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in found if param is not None]
 
 
-def _attributes(module: nn.Module) -> list[Tensor]:
-    """Tensors that a module, and those inside of it, have in plain attributes."""
-    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+def _attributes(module: nn.Module) -> dict[int, Tensor]:
+    """Tensors that a module, and those inside of it, have in plain attributes, by id."""
+    return {id(value): value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)}
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Versions of tensors, which writes change."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # without a backward, writes do no harm
 
 

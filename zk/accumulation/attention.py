@@ -30,10 +30,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> tuple[Tenso
     heads = query.shape[1]
     key, value = _for_heads(key, heads), _for_heads(value, heads)
     if _on_host(query, value):
-        host: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, 0.0, kind.is_causal, scale=kind.scale
         )
-        return host
     if _has_flash(query, key, value, kind):
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, kind.is_causal, False, scale=kind.scale)
         return found[0], found[1]
@@ -115,8 +114,7 @@ def _of_groups(grad: Tensor, groups: int) -> Tensor:
     """The sum over heads that share keys and values, in fp32."""
     if grad.shape[1] == groups:
         return grad
-    whole: Tensor = grad.unflatten(1, (groups, -1)).sum(2, dtype=_wide(grad))  # type: ignore[no-untyped-call]
-    return whole
+    return grad.unflatten(1, (groups, -1)).sum(2, dtype=_wide(grad))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _on_host(query: Tensor, value: Tensor) -> bool:

@@ -62,8 +62,7 @@ def rest(tensor: Tensor, offload: ActivationOffload | None) -> Tensor:
     """Let a tensor rest. What stays in memory in any case (small tensors, parameters; all without an offload) is returned as it is."""
     if offload is None or type(tensor) is not Tensor or not offload.may_move(tensor):
         return tensor
-    rested: Tensor = _Rest.apply(tensor, offload)  # type: ignore[no-untyped-call]
-    return rested
+    return _Rest.apply(tensor, offload)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def value_of(value: Any) -> Any:

@@ -305,10 +305,8 @@ class TileAttention(TorchFunctionMode):
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         layer = self.sequences.layer((*self.call, self.order))
         has_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        out: Tensor
         if has_grad:
-            out = _Attention.apply(query, key, value, self, layer, scale)  # type: ignore[no-untyped-call]
-            return out
+            return _Attention.apply(query, key, value, self, layer, scale)  # type: ignore[no-untyped-call, no-any-return]
         with torch.no_grad(), no_autocast(query.device):
             out, lse = self.compute(layer, query, key, value, scale)
         if self.has_graph and not torch.is_grad_enabled():
@@ -326,8 +324,7 @@ class TileAttention(TorchFunctionMode):
         """Output and logsumexp over the tile itself and all before, as they were if they have been computed; keys and values are kept."""
         number = self.tile.number
         if number in layer.outputs:
-            out, lse = map(value_of, layer.outputs.pop(number))
-            return out, lse
+            return tuple(map(value_of, layer.outputs.pop(number)))  # type: ignore[return-value]
         if number < self.tile.count - 1:  # nobody looks at those of the last one
             layer.keys[number] = self.rest(key), self.rest(value)
         out, lse = attend(query, key, value, Kind(scale, True))
