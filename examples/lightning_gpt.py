@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import zk.integrations.lightning  # noqa: F401  (registers the names of strategies)
+
 WIDTH, LAYERS, HEADS, CONTEXT = 64, 3, 4, 64
 
 
