@@ -276,6 +276,24 @@ def test_tile_linears_replaces_what_is_too_large_and_changes_no_result():
     assert max(tile.weight.nbytes for tile in small[0].tiles) <= 40
 
 
+def test_hooks_of_a_layer_stay_with_its_tiles():
+    model, seen = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)), []
+    handles = [
+        model[0].register_forward_hook(lambda _module, _args, kwargs, output: output * 2, with_kwargs=True),
+        model[0].register_full_backward_hook(lambda _module, _before, after: seen.append(tuple(after[0].shape))),
+    ]
+    x = torch.randn(3, 16)
+    want = model(x)
+    assert zk.tile_linears(model, 1024) == ["0", "1"]
+    got = model(x)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    assert seen == [(3, 64)]
+    for handle in handles:
+        handle.remove()
+    assert not model[0]._forward_hooks and not model[0]._backward_hooks
+
+
 def test_tile_linears_refuses_tied_weights_and_names_them():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
     model[1].weight = model[0].weight

@@ -177,10 +177,9 @@ class _Queue(OrderedDict[_Block, None]):
     nbytes = 0
 
     def push(self, block: _Block) -> None:
-        if block not in self:
-            self.nbytes += block.nbytes
+        self.drop(block)
+        self.nbytes += block.nbytes
         self[block] = None
-        self.move_to_end(block)
 
     def drop(self, block: _Block) -> None:
         if block in self:

@@ -161,7 +161,7 @@ class TiledExperts(Tiled):
         vars(self).update(own)  # config, number of experts, and what else other modules read of it
         self._kind, self._rest = type(experts).__name__, rest
         self._arguments = tuple(inspect.signature(experts.forward).parameters)
-        params = {name: param for name, param in experts._parameters.items() if param is not None}
+        params = dict(experts.named_parameters())  # (all are its own)
         self._shapes = {name: tuple(param.shape) for name, param in params.items()}
         self._num = num = next(iter(self._shapes.values()))[0]
         self.tiles = nn.ModuleList()
@@ -298,7 +298,7 @@ class TiledExperts(Tiled):
 
 def _num_fused(module: nn.Module) -> int:
     """The number of experts in parameters of a module, where it has nothing else: (experts, ...) of three dimensions, and of two."""
-    params = [param for param in module._parameters.values() if param is not None]
+    params = list(module.parameters(recurse=False))
     dims = {param.ndim for param in params}
     if len(params) != len(list(module.parameters())) or list(module.buffers()) or any(map(is_wrapper, params)) or 3 not in dims or dims - {2, 3}:
         return 0
@@ -348,7 +348,7 @@ def tile_experts(model: nn.Module, max_nbytes: int, *, rest: bool = False) -> li
     chosen: dict[str, tuple[nn.Module, int]] = {}
     for path, module in model.named_modules():
         num = _num_fused(module) if module not in tiled else 0
-        nbytes = sum(param.nbytes for param in module._parameters.values() if param is not None)
+        nbytes = sum(param.nbytes for param in module.parameters(recurse=False))
         if num < 2 or nbytes <= max_nbytes:
             continue
         if not _takes_routing(module):
@@ -356,11 +356,10 @@ def tile_experts(model: nn.Module, max_nbytes: int, *, rest: bool = False) -> li
             continue
         if module is model:
             raise ValueError("the model itself is the experts of one layer and cannot be replaced in place; put it into another module")
-        for name, param in module._parameters.items():
-            if param is not None:
-                check_untied(users, name, path, param, "max_nbytes")
-                if param.is_meta:
-                    raise ValueError(f"the {name} of {path!r} does not exist yet; call tile_experts inside zk.deferred_init()")
+        for name, param in module.named_parameters():
+            check_untied(users, name, path, param, "max_nbytes")
+            if param.is_meta:
+                raise ValueError(f"the {name} of {path!r} does not exist yet; call tile_experts inside zk.deferred_init()")
         if nbytes // num > max_nbytes:
             log.warning("an expert of %r has %d bytes, more than max_nbytes=%d: each one is a group of its own", path, nbytes // num, max_nbytes)
         chosen[path] = module, math.ceil(num / max(1, max_nbytes // (nbytes // num)))

@@ -232,7 +232,8 @@ def check_untied(users: Mapping[Tensor, set[str]], name: str, path: str, param: 
 
 
 def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
-    """Put ``after`` wherever ``before`` is in the model."""
+    """Put ``after`` wherever ``before`` is in the model, with its hooks on forward and backward."""
+    vars(after).update({name: value for name, value in vars(before).items() if "ward_" in name})
     for parent in model.modules():
         for name, child in list(parent._modules.items()):
             if child is before:
