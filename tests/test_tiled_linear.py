@@ -559,6 +559,8 @@ def test_what_is_written_to_rows_of_the_weight_is_written_to_the_tiles() -> None
         lambda weight: weight.data[3][5:7].copy_(torch.ones(2)),
         lambda weight: nn.init.zeros_(weight[70]),
         lambda weight: weight[80:90].data.mul_(3),
+        lambda weight: weight.data.view(-1)[300:].mul_(2),
+        lambda weight: weight.data.narrow(1, 64, 3).neg_(),
         lambda weight: weight.data[torch.tensor([1, 2])].zero_(),  # a copy
     ):
         with torch.no_grad():

@@ -113,7 +113,7 @@ class Whole(Tensor):
             if not (is_write and isinstance(target, Whole)):
                 result = func(*args, **kwargs)
                 # (a part that shares its memory, as rows do)
-                if name == "__getitem__" and torch._C._is_alias_of(result, first):  # type: ignore[attr-defined]
+                if name in ("__getitem__", "narrow", "select", "view") and torch._C._is_alias_of(result, first):  # type: ignore[attr-defined]
                     return Whole.of(first.layer, first.called, result, first.memory)
                 return result
             if torch.is_grad_enabled() and target.requires_grad and getattr(func, "__module__", "") != nn.init.__name__:
