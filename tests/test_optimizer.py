@@ -737,6 +737,13 @@ def test_room_for_gradients_does_not_grow_from_step_to_step() -> None:
             assert isinstance(rank, list) and rank[0] > 0 and max(rank[3:]) <= max(rank[:3]), (case, rank)
 
 
+@pytest.mark.parametrize(("stage", "tier"), ((2, "host"), (3, "device")))
+def test_room_for_a_sum_of_gradients_is_all_that_is_kept(stage: int, tier: str) -> None:
+    """In fp32, twice that of one gradient in bf16; what the first one had is given back."""
+    one, several = (grad_nbytes_of_steps((stage, tier, accumulate)) for accumulate in (1, 2))
+    assert several == [2 * nbytes for nbytes in one]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_the_device_is_named_and_must_be_there() -> None:
     model, other = pair()

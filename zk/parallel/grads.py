@@ -217,7 +217,7 @@ class GradReducer:
             store.wide |= store.accumulated
             store.bucket, store.stats = self._take(store), stats_on(store.unit.device)
         elif store.accumulated:
-            self._widen(store)
+            store.bucket = store.bucket.float()  # as the next ones are: nobody would use the memory of this one again
         new = sorted(waiting.keys() - again)
         if new:
             flat = [store.unit.flat(index, waiting[index]).contiguous() for index in new]
@@ -227,12 +227,6 @@ class GradReducer:
         for index in again:
             store.unit.shaped(index, store.bucket[store.layout.whole(index)]).add_(waiting[index])
         store.present.update(waiting)
-
-    def _widen(self, store: UnitStore) -> None:
-        """Go on with an fp32 bucket."""
-        if store.bucket is not None and store.bucket.dtype != torch.float32:
-            narrow, store.bucket = store.bucket, store.bucket.float()
-            self._give(narrow)
 
     def drop(self, store: UnitStore, indices: Collection[int]) -> None:
         """Forget what there is of some parameters."""
@@ -301,8 +295,8 @@ class GradReducer:
             if has:
                 left.append(store)
                 store.wide, store.accumulated = wide, accumulated
-                if wide:
-                    self._widen(store)
+                if wide and store.bucket is not None:
+                    store.bucket = store.bucket.float()
         return left, list(said)
 
     def _reduce(self, store: UnitStore) -> None:
