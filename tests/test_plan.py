@@ -130,6 +130,19 @@ def test_bytes_of_what_computes_in_fp32_are_those_of_real_optimizers(tier: str, 
     are_real(zk.ZeroConfig(stage=3, dtype="bf16", compute_dtype="fp32", **where), WIDE, apart, tmp_path)
 
 
+@pytest.mark.parametrize("order", ("horizontal", "vertical"))
+@pytest.mark.parametrize(
+    ("param_tier", "optimizer_tier", "apart"),
+    (("nvme", "nvme", False), ("host", "nvme", True), ("host", "host", False), ("host", "host", True), ("device", "device", True)),
+)
+def test_bytes_of_several_micro_batches_are_those_of_real_optimizers(
+    param_tier: str, optimizer_tier: str, apart: bool, order: str, tmp_path: Path
+) -> None:
+    drive = {"nvme_path": tmp_path} if "nvme" in (param_tier, optimizer_tier) else {}
+    config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier=param_tier, optimizer_tier=optimizer_tier, **drive)  # type: ignore[arg-type]
+    are_real(config, WIDE, apart, tmp_path, order=order)
+
+
 def adafactor(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Adafactor(model.parameters())]
 
@@ -165,16 +178,17 @@ def are_real(
     tmp_path: Path,
     name: str = "adamw",
     made: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw,
+    order: str = "",
 ) -> None:
-    """Check the bytes that are planned for a config against those of the optimizer that is ``made``."""
+    """Check the bytes that are planned for a config against those of the optimizer that is ``made``; ``order``: of two micro-batches."""
     shape = dataclasses.replace(Shape.of(gpt_decoder(size), "gpt"), optimizer=name)
-    planned = footprint(shape, config, machine(gpu_nbytes=GIB if apart else None))
+    planned = footprint(shape, config, machine(gpu_nbytes=GIB if apart else None), micro_batches=2 if order else 1)
 
     def loss(model: Any, seed: int) -> Tensor:
         ids = torch.randint(0, size.vocab, (1, 5), generator=torch.Generator().manual_seed(seed))
         return model(ids[:, :-1], ids[:, 1:])  # type: ignore[no-any-return]
 
-    compare(planned, lambda: model_of(size), ".up", loss, config, apart, tmp_path, made)
+    compare(planned, lambda: model_of(size), ".up", loss, config, apart, tmp_path, made, order)
 
 
 def compare(
@@ -186,6 +200,7 @@ def compare(
     apart: bool,
     folder: Path,
     made: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw,
+    order: str = "",
 ) -> None:
     """Check what was planned against the third step of a real optimizer. ``inside``: how the names of layers end that come late in a block."""
     real: Counter[tuple[str, str]] = Counter()
@@ -204,7 +219,10 @@ def compare(
                     module.register_forward_hook(look)
             file_nbytes = sum(file.stat().st_size for file in folder.rglob("state*.bin"))
             for seed in range(3):
-                optimizer.backward(loss(model, seed))
+                if order == "vertical":
+                    optimizer.accumulate([seed, seed + 3], loss)
+                for micro_batch in [] if order == "vertical" else [seed, seed + 3] if order else [seed]:
+                    optimizer.backward(loss(model, micro_batch))
                 if seed < 2:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -216,7 +234,13 @@ def compare(
                     real[tier, kind] += int(nbytes)
     want = Counter(planned.sizes)
     # metrics() adds buckets to gradients, under the name of where they go if the device is a CPU, also one that is pretended to be something else
-    want["device" if config.optimizer_tier == "device" else "host", "grad"] += want.pop(("device", "bucket"), 0)
+    grad = "device" if config.optimizer_tier == "device" else "host", "grad"
+    want[grad] += (bucket := want.pop(("device", "bucket"), 0))
+    for tier in ("device", "host", "nvme"):
+        want[tier, "grad"] += want.pop((tier, "sums"), 0)
+    if order == "horizontal":  # whose buckets are smaller than those of the other order
+        assert want[grad] - bucket <= real[grad] <= want[grad]
+        real[grad] = want[grad]
     buffers, spare = want.pop(("host", "buffer"), 0), want.pop(("nvme", "spare"), 0)
     most_gathered = want.pop(("device", "gathered"), 0)
     want.pop(("host", "staging"), None)

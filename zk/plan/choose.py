@@ -72,7 +72,6 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     ``config`` names a dtype, and both budgets with "auto" tiers. Raises ValueError where the budgets do not do, as ZeroOptimizer does.
     """
     assert isinstance(config.dtype, torch.dtype) and config.computes is not None
-    assert None not in (config.device_budget, config.host_budget) or "auto" not in (config.param_tier, config.optimizer_tier)
     shape = shape.part(machine.tensor)
     model, units, blocks = nn.Module(), list[Unit](), defaultdict[Any, nn.Module](nn.Module)
     experts = config.stage == 3 and machine.shards == 1  # travel alone; over ranks those that are in use are there with their block
@@ -96,7 +95,8 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
                 made += [unit] * one.count * bool(together)
         units += made * alike.count
     rules, groups = rules_of(shape.optimizer, matrices, others)
-    found = footprint_of(model, units, config, machine.shards, machine.joined, rules, groups)
+    wide = config.grad_accum_dtype.itemsize // config.dtype.itemsize if micro_batches > 1 else 1  # type: ignore[union-attr]
+    found = footprint_of(model, units, config, machine.shards, machine.joined, rules, groups, wide=wide)
     found.sizes["device", "scales"] = sum(one.count * one.beside_nbytes for one in shape.units)
     found.sizes["device", "dequantized"] = config.computes.itemsize * max((one.dequantized for one in shape.units), default=0)
     if machine.replicas > 1:  # the largest shard in fp32, its parts as they are sent and as they come, and the mean
@@ -219,17 +219,7 @@ def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
                 dataclasses.replace(config, overlap_step=overlap_step),
                 sizes,
                 machine.lacks(sizes),
-                step_of(
-                    shape,
-                    sizes,
-                    config,
-                    machine,
-                    tokens,
-                    overlap_step,
-                    micro_batches,
-                    vertical,
-                    shadows,
-                ),
+                step_of(shape, sizes, config, machine, tokens, overlap_step, micro_batches, vertical, shadows),
                 vertical=vertical,
             )
             for overlap_step, sizes, shadows in ways
@@ -392,8 +382,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
     """All of it, as JSON can hold it."""
 
     def model(shape: Shape) -> dict[str, Any]:
-        counts = {"num_params": shape.num_params, "num_active": shape.num_active, "num_trained": shape.num_trained}
-        return {**counts, "layers": shape.layers, "width": shape.width}
+        return {name: getattr(shape, name) for name in ("num_params", "num_active", "num_trained", "layers", "width")}
 
     def option(one: Option) -> dict[str, Any]:
         return {

@@ -36,7 +36,7 @@ class Footprint:
     joined: bool  # the device's memory is the host's
     # (tier, kind) -> bytes, with the names of ZeroOptimizer.metrics(), and beyond them: "bucket" (gradients before they are reduced), "fresh"
     # (gradients as autograd makes them: of one unit, in host memory of one parameter), "staging" (gradients between device and drive), "spare"
-    # (room on the drive for sums of gradients), "activations" (an estimate)
+    # (room on the drive for sums of gradients), "sums" (what several gradients take beyond one), "activations" (an estimate)
     sizes: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     units: list[Settled] = dataclasses.field(default_factory=list)
 
@@ -57,6 +57,7 @@ def footprint_of(
     device: torch.device = CPU,
     at_least: bool = False,
     placed: Sequence[Place] | None = None,
+    wide: int = 1,
 ) -> Footprint:
     """Bytes of training units on each rank.
 
@@ -68,6 +69,7 @@ def footprint_of(
         device: what "auto" tiers without budgets ask for free memory.
         at_least: only what a step that uses all parameters cannot do without at once, where the number of buffers depends on timing.
         placed: the tiers of each unit, as Placement.tiers_of gives them; None asks that.
+        wide: 1, or bytes of the sum of several gradients for each byte of one; they come one after the other or block by block, whichever takes more.
     """
     placement = Placement(config, world, rules, groups, joined)
     each = {id(unit): unit for unit in units}
@@ -89,9 +91,10 @@ def footprint_of(
         rests: Counter[str] = Counter()
         for (tier, kind), nbytes in sizes.items():
             found.sizes[tier, kind] += count * nbytes
+            found.sizes[tier, "sums"] += (wide - 1) * count * nbytes * (kind == "grad")
             rests["host" if joined and tier == "device" else tier] += nbytes * (kind not in ("grad", "shadow"))
         settled[one] = Settled(placement.layout(unit).numel, rests, placement.partitions(unit, param_tier))
-        trained[settled[one].numel * unit.dtype.itemsize] += count * unit.trained
+        trained[wide * settled[one].numel * unit.dtype.itemsize] += count * unit.trained
         if param_tier == "nvme":
             drive[key, False, placement.slice_numel(unit, 1)] += count
         for tier, numel in parts if unit.trained else ():
@@ -111,12 +114,12 @@ def footprint_of(
                 others[id(unit)] += count
         experts = {inner for module in by_module for inner in module.modules() if inner is not module}
         for modules in (by_module.keys() - experts, by_module.keys() & experts):
-            most = max((by_module[module] for module in modules), key=lambda one: one.total(), default=Counter[int]())
+            most = max((by_module[module] for module in modules), key=Counter.total, default=Counter[int]())
             others.subtract(dict.fromkeys(most, 1))
             in_use += most.total()
         asked = sorted((full[key] for key in others.elements()), reverse=True)[: config.prefetch]
         found.sizes["device", "gathered"] = rest + in_use + sum(asked)
-    found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, +trained, at_least, away)
+    found.sizes["device", "bucket"] = _bucket_nbytes(config, world, joined, +trained, at_least, away, wide)
     if not at_least:
         fresh = list[tuple[int, int, Unit]]()
         for unit in (unit for unit in each.values() if unit.trained):
@@ -127,7 +130,7 @@ def footprint_of(
         found.sizes["device", "fresh"] = max((one if joined or unit.anchors[0] is model else block for one, block, unit in fresh), default=0)
     found.sizes["device", "buffer"] = buffers
     if +drive:
-        _add_drive(found, placement, +drive, each, at_least)
+        _add_drive(found, placement, +drive, each, wide, at_least)
     found.sizes = +found.sizes  # without zeros
     return found
 
@@ -162,7 +165,7 @@ def _unit_sizes(
     return sizes
 
 
-def _bucket_nbytes(config: ZeroConfig, world: int, joined: bool, trained: Counter[int], at_least: bool, away: bool) -> int:
+def _bucket_nbytes(config: ZeroConfig, world: int, joined: bool, trained: Counter[int], at_least: bool, away: bool, wide: int) -> int:
     """Gradients of whole units on their way from backward to where they rest. ``trained``: bytes of a unit -> how many there are."""
     if not trained or (world == 1 and not away):
         return 0  # the bucket is where the gradient rests
@@ -171,12 +174,14 @@ def _bucket_nbytes(config: ZeroConfig, world: int, joined: bool, trained: Counte
         return nbytes - nbytes // world if at_least and (joined or not away) else nbytes  # the slices come after, one by one
     if at_least:
         return 0 if joined or not away else max(trained)
-    # filled, and leaving; over ranks one more, and where nothing is left behind compute, one is enough
-    in_flight = 3 if world > 1 else 1 if joined else 2
+    # filled, and leaving; over ranks one more, and where nothing is left behind compute, one is enough, unless all micro-batches pass a block
+    in_flight = 3 if world > 1 else 1 if joined and wide == 1 else 2
     return sum(nbytes * min(count, in_flight) for nbytes, count in trained.items())
 
 
-def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int, bool, int]], units: Mapping[int, Unit], at_least: bool) -> None:
+def _add_drive(
+    found: Footprint, placement: Placement, drive: Counter[tuple[int, bool, int]], units: Mapping[int, Unit], wide: int, at_least: bool
+) -> None:
     """Add the rest of a rank's file, and the buffers of the nvme tier: as many as it may use, or one of each sort."""
     most: Counter[str] = Counter()
     file_nbytes = 0
@@ -187,7 +192,7 @@ def _add_drive(found: Footprint, placement: Placement, drive: Counter[tuple[int,
         if is_state:
             element = placement.state_nbytes(units[key])
             state = round_up(placement.largest_chunk(units[key], numel, element))
-            most |= Counter(state=state, grad=round_up(largest * size), written=round_up(numel * size))
+            most |= Counter(state=state, grad=round_up(wide * largest * size), written=round_up(wide * numel * size))
         else:
             element = size
             # (chunks are for the update)

@@ -21,7 +21,6 @@ _MADE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     **{kind.__name__.lower(): kind for kind in (torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adagrad)},
 }
-NAMES = ", ".join(_MADE)
 # a parameter with at least so many rows as wide as the model is taken for a matrix, where its shape is not known
 _ROWS = 32
 
@@ -29,7 +28,7 @@ _ROWS = 32
 def check_optimizer(name: str, state_dtype: str | torch.dtype, update_on: str | float) -> None:
     """Raise ValueError for a name that is not known, or for options that it cannot have."""
     if name not in _MADE:
-        raise ValueError(f"--optimizer must be one of {NAMES}; got {name!r}")
+        raise ValueError(f"--optimizer must be one of {', '.join(_MADE)}; got {name!r}")
     rules, groups = rules_of(name, [nn.Parameter(torch.empty(64, 64, device="meta"))], [])
     if state_dtype != torch.float32:
         check_state_dtype(state_dtype, rules, groups, {})

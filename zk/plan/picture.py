@@ -13,6 +13,7 @@ _COLORS = {
     "param": "#4477aa",
     "gathered": "#66ccee",
     "grad": "#ee6677",
+    "sums": "#f08492",
     "bucket": "#f4a6b0",
     "fresh": "#f9d0d6",
     "replicas": "#e0a3c8",

@@ -18,6 +18,7 @@ _WIDE = 90  # of a terminal, for the column that the others have no room beside
 _KINDS = {
     "param": "parameters",
     "grad": "gradients",
+    "sums": "their sums over micro-batches",
     "master": "master (what bf16 lacks)",
     "moments": "Adam's moments",
     "param_copy": "copies, to update elsewhere",
@@ -90,8 +91,8 @@ def _folded(plan: Plan) -> Iterator[tuple[tuple[str, ...], list[int], bool, bool
     for option in plan.options:
         lacks = ", ".join(f"-{size(nbytes)} {TIERS[tier]}" for tier, nbytes in option.missing.items())
         tiers = (option.config.param_tier, option.config.optimizer_tier)
-        sizes = (size(option.found.on(tier)) for tier in TIERS)
-        cells = (*tiers, *sizes, lacks or "yes", seconds(option.step.seconds), f"{option.step.of_no_offload:.0%}", option.step.bound)
+        step, sizes = option.step, map(size, map(option.found.on, TIERS))
+        cells = (*tiers, *sizes, lacks or "yes", seconds(step.seconds), f"{step.of_no_offload:.0%}", step.bound)
         found.setdefault(cells, []).append(option)
     for cells, options in found.items():
         yield cells, [option.config.stage for option in options], any(option is plan.best for option in options), options[0].fits
@@ -160,7 +161,7 @@ def _recommend(console: Console, plan: Plan) -> None:
             rows.add_row(words if kind != "moments" or has_kernel(plan.shape.optimizer) else "optimizer's state", *map(size, row))
     console.print(rows)
     if (estimate := deepspeed_nbytes(plan, plan.best)) is not None:
-        gpu, cpu = (size(nbytes) for nbytes in estimate)
+        gpu, cpu = map(size, estimate)
         console.print(
             f"DeepSpeed's estimator for this offloading: {gpu} per GPU, {cpu} per CPU (model states alone; it knows no drive)", highlight=False
         )

@@ -66,8 +66,7 @@ class Machine:
 
     def lacks(self, found: Footprint) -> dict[str, int]:
         """Memory -> bytes that there are too few of; empty if all fits."""
-        over = {tier: found.on(tier) - self.capacity(tier) for tier in USABLE}
-        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+        return +Counter({tier: found.on(tier) - self.capacity(tier) for tier in USABLE})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ def longest(amounts: Mapping[str, int], rates: Mapping[str, float]) -> float:
 def _beside(busy: Mapping[str, int], other: Mapping[str, int], rates: Mapping[str, float]) -> float:
     """The part of ``other`` that can be done in the time that ``busy`` takes, by what it leaves of each resource."""
     seconds = longest(busy, rates)
-    spare = {resource: seconds * rates[resource] - busy[resource] for resource in other}
-    return min((spare[resource] / amount for resource, amount in other.items() if amount), default=1.0)
+    return min(((seconds * rates[resource] - busy[resource]) / amount for resource, amount in other.items() if amount), default=1.0)
 
 
 def step_of(
