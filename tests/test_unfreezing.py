@@ -288,6 +288,27 @@ def test_a_group_that_comes_between_backward_and_step_changes_no_gradient(tmp_pa
         optimizer.close()
 
 
+def test_a_group_is_added_to_groups_that_were_assigned(tmp_path: Path) -> None:
+    """As Lightning does for a run that is resumed."""
+
+    def schedule(net: Net, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = train(net, optimizer, 1)
+        optimizer.param_groups = [{**group, "lr": 3e-3} for group in optimizer.param_groups]
+        losses += train(net, optimizer, 1, 1)
+        optimizer.add_param_group({"params": net.add_adapter("third", 3)})
+        net.set_adapter("third")
+        return losses + train(net, optimizer, 2, 2)
+
+    losses, want, state = in_plain_torch(schedule)
+    for setting in SETTINGS:
+        net = make()
+        optimizer = wrapped(net, setting, tmp_path)
+        assert schedule(net, optimizer) == losses
+        optimizer.synchronize()
+        assert differences(net, optimizer, want, state) == []
+        optimizer.close()
+
+
 def test_a_drive_without_room_for_what_is_unfrozen_leaves_all_as_it_was(tmp_path: Path) -> None:
     losses, *_ = in_plain_torch(lambda net, optimizer: train(net, optimizer, 4))
     net = make()

@@ -140,7 +140,8 @@ def add_group(optimizer: Any, add: Callable[[], None]) -> None:
     """See ``ZeroOptimizer.add_param_group``; ``add`` is torch's own."""
     if len(optimizer.inners) > 1:
         raise ValueError("no group can be added to a list of optimizers; make each with all its groups, also of parameters that are frozen now")
-    before = len(optimizer.param_groups)
+    groups, before = optimizer.inners[0].param_groups, len(optimizer.param_groups)
+    groups[:], optimizer.param_groups = optimizer.param_groups, groups  # other ones may have been assigned
     try:
         with together(optimizer.comm, "add_param_group()"):
             add()
