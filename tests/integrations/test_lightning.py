@@ -40,6 +40,8 @@ lightning = pytest.importorskip("lightning")
 
 import lightning as L  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
+    BaseFinetuning,
+    Callback,
     EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -639,6 +641,56 @@ def test_stochastic_weight_averaging_works_where_parameters_are_whole() -> None:
         for strategy in ("auto", "zk_stage_2_offload")
     ]
     assert same_weights(*averaged) and averaged[0].losses == averaged[1].losses
+
+
+class Head(Language):
+    """Trains what is not frozen, or all of it, in two groups."""
+
+    in_groups = False
+
+    def configure_optimizers(self) -> Any:
+        if not self.in_groups:
+            return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
+        below = [*self.model.blocks.parameters()]
+        rest = [param for param in self.parameters() if all(param is not other for other in below)]
+        return torch.optim.AdamW([{"params": rest}, {"params": below, "lr": 1e-3}], lr=1e-2)
+
+
+class Groups(Head):
+    in_groups = True
+
+
+class Unfreezes(BaseFinetuning):  # type: ignore[misc]
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.model.blocks)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.model.blocks, optimizer, lr=1e-3)
+
+
+class Trains(Callback):  # type: ignore[misc]
+    """The same, over groups that are there from the start."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        module.model.blocks.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.model.blocks.requires_grad_(trainer.current_epoch > 0)
+
+
+def test_what_is_unfrozen_later_trains_as_in_the_stock_trainer(tmp_path: Path) -> None:
+    reference = fit("auto", -1, Head, max_epochs=3, callbacks=[Unfreezes()])
+    for strategy in ("zk_stage_1", "zk_stage_2_offload"):
+        saves = ModelCheckpoint(tmp_path / strategy, "{epoch}", save_top_k=-1)
+        assert fit(strategy, -1, Head, max_epochs=3, callbacks=[Unfreezes(), saves]).losses == reference.losses
+        resumed = fit(strategy, -1, Head, 1, tmp_path / strategy / "epoch=0.ckpt", max_epochs=3, callbacks=[Unfreezes()])
+        assert resumed.losses == reference.losses[-len(resumed.losses) :] and len(resumed.losses) == 2 * len(reference.losses) // 3
+        assert same_weights(resumed, reference)
+    for strategy in ("zk_stage_3", "zk_stage_3_offload_nvme"):
+        with pytest.raises(ValueError, match=r"Unfreezes .* at stage 3 give the optimizer all parameters"):
+            fit(strategy, -1, Head, max_epochs=3, callbacks=[Unfreezes()])
+        assert fit(strategy, -1, Groups, max_epochs=3, callbacks=[Trains()]).losses == reference.losses
 
 
 class Breaks(Language):

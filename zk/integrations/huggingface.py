@@ -264,8 +264,7 @@ class ZeroTrainerMixin:
 
     def _fits_in_memory(self) -> bool:
         """True if the first rank can put the model together, and write it as transformers does: in copies of a file each."""
-        fits: list[Any] = [2 * sum(param.numel() * param.element_size() for param in self.model.parameters()) < host_memory()[1]]
-        return bool(broadcast_object_list(fits)[0])  # the first rank's memory counts
+        return bool(broadcast_object_list([2 * sum(param.numel() * param.element_size() for param in self.model.parameters()) < host_memory()[1]])[0])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.zero is not None
@@ -356,7 +355,7 @@ class ZeroRun(TrainerCallback):  # type: ignore[misc]
         self.run: RunFile | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        folder, self.tokens = args.output_dir if self.folder is None else self.folder, int(state.num_input_tokens_seen)
+        folder, self.tokens = self.folder or args.output_dir, int(state.num_input_tokens_seen)
         about = {"batch": args.per_device_train_batch_size, "accumulate": args.gradient_accumulation_steps, "lr": args.learning_rate}
         self.run = RunFile(optimizer, folder, state.max_steps, done=state.global_step, about=about)
 

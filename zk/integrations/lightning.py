@@ -89,7 +89,7 @@ class _Run:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         zero = _zero(trainer, "ZeroRun writes of")
         total = trainer.estimated_stepping_batches
-        folder = trainer.default_root_dir if self.folder is None else self.folder
+        folder = self.folder or trainer.default_root_dir
         self.run = RunFile(zero, folder, int(total) if 0 < total < float("inf") else None, done=trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -30,6 +30,7 @@ from zk.parallel.released import is_released, unmark
 _REFUSED = {  # callback -> what to do instead
     "ModelPruning": "prune the plain model after fit",
     "StochasticWeightAveraging": "stages 0, 1 and 2 take it",
+    "BaseFinetuning": "stages 0, 1 and 2 take it; at stage 3 give the optimizer all parameters, in groups, and set requires_grad of those to train",
     "WeightAveraging": "StochasticWeightAveraging works at stages 0-2",
 }
 
@@ -136,7 +137,7 @@ class TrainerStrategy(Strategy):
             )
         for callback in trainer.callbacks:
             for name in {kind.__name__ for kind in type(callback).__mro__} & _REFUSED.keys():
-                if name == "StochasticWeightAveraging" and self.config.stage < 3:
+                if name in ("StochasticWeightAveraging", "BaseFinetuning") and self.config.stage < 3:
                     continue
                 raise ValueError(
                     f"{type(callback).__name__} reads and writes whole parameters beside the optimizer that keeps them elsewhere, so zk "
