@@ -754,6 +754,18 @@ def test_fabric_trains_what_it_trains_without_zk_and_resumes_at_another_stage(tm
     assert loop("zk_stage_3", precision="bf16-mixed")[-1] == pytest.approx(reference[-1], abs=0.05)
 
 
+def test_fabric_goes_on_from_what_a_trainer_has_saved(tmp_path: Path) -> None:
+    module = fit("zk_stage_2", 3, callbacks=[ModelCheckpoint(tmp_path, "saved", every_n_train_steps=3)])
+    fabric = L.Fabric(accelerator=DEVICE.type, devices=1, strategy="zk_stage_3_offload_nvme")
+    fabric.launch()
+    other = Language()
+    model, optimizer = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=1e-2))
+    rest = fabric.load(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
+    assert rest["global_step"] == 3 and optimizer.metrics()["steps"] == 3
+    with zk.gather(list(other.parameters())):
+        assert same_weights(other, module)
+
+
 def set_up(strategy: str) -> tuple[Any, Any, Any]:
     """Fabric, and a model and its optimizer that were set up with it."""
     fabric, model = L.Fabric(accelerator=DEVICE.type, devices=1, strategy=strategy), GPT()

@@ -146,7 +146,7 @@ class FabricStrategy(Strategy):
             return super().load_checkpoint(path, state, strict, **kwargs)  # type: ignore[no-any-return]
         optimizer, partitioned = _partitioned(state if isinstance(state, MutableMapping) else {})
         rest, step = checkpoints.read(path, super().load_checkpoint, **kwargs)
-        saved, others = rest.pop("zk_keys"), set(state) - partitioned
+        saved, others = rest.pop("zk_keys", ()), set(state) - partitioned
         if strict and others - set(rest):
             raise KeyError(f"{path} has no {', '.join(sorted(others - set(rest)))}; it has {sorted([*rest, *saved])}")
         optimizer.load_checkpoint(step)  # before the others: what it refuses has changed nothing
