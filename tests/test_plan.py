@@ -792,6 +792,14 @@ def test_the_command_prints_json_and_pictures(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"largest.png", "memory.png", "efficiency.png"}
 
 
+def test_no_more_ranks_share_a_machine_than_there_are() -> None:
+    found = [
+        json.loads(CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "24GiB", "--ram", "64GiB", "--world", "2", *more, "--json"]).stdout)
+        for more in ([], ["--per-machine", "8"])
+    ]
+    assert found[0] == found[1] and found[0]["machine"]["per_machine"] == 2
+
+
 def test_the_command_plans_for_compute_in_fp32() -> None:
     plain, wide = (json.loads(run("gpt:125m", "--ram", "8GiB", "--json", *more).stdout) for more in ((), ("--compute-dtype", "fp32")))
     assert {option["config"].get("compute_dtype") for option in wide["options"]} == {"fp32"}

@@ -190,7 +190,7 @@ def plan(
             ram_nbytes=parse_nbytes(ram, "--ram") if ram is not None else ram_here()[0],
             nvme_nbytes=0 if nvme == "none" else parse_nbytes(nvme, "--nvme"),
             world=world,
-            per_machine=per_machine or min(world, 8),
+            per_machine=min(world, per_machine or 8),
             tflops=tflops,
             link_gbps=link,
             cpu_adam=cpu_adam,
