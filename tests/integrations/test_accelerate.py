@@ -214,7 +214,7 @@ LAUNCHED = {  # what `accelerate launch` sets from a config with distributed_typ
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, more: dict[str, str], **options: Any) -> ZeroAccelerator:
-    for name, value in {**LAUNCHED, **more}.items():
+    for name, value in {"ZK_ACCELERATE_USE_DEEPSPEED": "false", **LAUNCHED, **more}.items():
         monkeypatch.setenv(name, value)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -239,11 +239,13 @@ def test_deepspeeds_json_is_read_wherever_accelerate_names_it(monkeypatch: pytes
     accelerator = launched(monkeypatch, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)})
     assert accelerator.zero is not None and (accelerator.zero.stage, accelerator.zero.dtype) == (1, torch.bfloat16)
     assert accelerator.gradient_accumulation_steps == 2
+    second = ZeroAccelerator(cpu=DEVICE.type == "cpu")
+    assert second.zero == accelerator.zero and second.gradient_accumulation_steps == 2
     with pytest.raises(ValueError, match="'gradient_accumulation_steps' is 2, and the Accelerator was given 3; give it once"):
         launched(monkeypatch, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}, gradient_accumulation_steps=3)
     accelerator = launched(monkeypatch, {}, zero={"stage": 2})
     assert accelerator.zero is not None and accelerator.zero.stage == 2 and "are not used, as zero= is given" in caplog.text
-    for name in LAUNCHED:
+    for name in ("ZK_ACCELERATE_USE_DEEPSPEED", *LAUNCHED):
         monkeypatch.delenv(name, raising=False)
     accelerator = made(str(file), gradient_accumulation_steps=2)  # type: ignore[arg-type]
     assert accelerator.zero.stage == 1 and accelerator.zero.dtype is None

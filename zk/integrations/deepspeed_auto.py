@@ -12,7 +12,7 @@ from zk.logs import log
 
 # DeepSpeed's schedulers -> the Trainer's
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_ENABLED = "ACCELERATE_USE_DEEPSPEED"
+_ENABLED, _TAKEN = "ACCELERATE_USE_DEEPSPEED", "ZK_ACCELERATE_USE_DEEPSPEED"
 
 
 def is_deepspeed(zero: Any) -> bool:
@@ -81,11 +81,12 @@ def for_accelerate(config: Config, options: MutableMapping[str, Any]) -> ZeroCon
 def of_launcher(options: MutableMapping[str, Any], is_given: bool) -> ZeroConfig | None:
     """The ZeroConfig of what ``accelerate launch`` says of DeepSpeed, or of ``deepspeed_plugin=``; None without either, or where ``is_given``.
 
-    Both are taken away from accelerate, which would look for DeepSpeed.
+    Both are taken away from accelerate, which would look for DeepSpeed; a second Accelerator hears of the launcher, too.
     """
     plugin, environ = options.pop("deepspeed_plugin", None), os.environ
-    is_launched = environ.pop(_ENABLED, "false").lower() == "true"
-    if plugin is None and not is_launched:
+    if _ENABLED in environ:
+        environ[_TAKEN] = environ.pop(_ENABLED).lower()
+    if plugin is None and environ.get(_TAKEN) != "true":
         return None
     if is_given:
         log.warning("DeepSpeed's settings of accelerate are not used, as zero= is given")
@@ -101,7 +102,6 @@ def of_launcher(options: MutableMapping[str, Any], is_given: bool) -> ZeroConfig
         return for_accelerate(file, options)
     zero: dict[str, Any] = {"stage": int(said("DEEPSPEED_ZERO_STAGE") or 2)}
     for section in ("offload_optimizer", "offload_param"):
-        name = f"DEEPSPEED_{section.upper()}"
-        if (device := said(f"{name}_DEVICE")) is not None:
-            zero[section] = {"device": device, "nvme_path": said(f"{name}_NVME_PATH")}
+        if (device := said(f"DEEPSPEED_{section.upper()}_DEVICE")) is not None:
+            zero[section] = {"device": device, "nvme_path": said(f"DEEPSPEED_{section.upper()}_NVME_PATH")}
     return for_accelerate({"zero_optimization": zero, "gradient_clipping": float(said("GRADIENT_CLIPPING") or 0)}, options)

@@ -124,7 +124,7 @@ def of(package: str) -> SimpleNamespace:
     """The classes for ``"lightning"`` or ``"pytorch_lightning"``, which is imported; their strategies are registered."""
     if package not in _PACKAGES:
         raise ValueError(f"package must be one of {', '.join(map(repr, _PACKAGES))}; got {package!r}")
-    trainer, fabric = (importlib.import_module(name) for name in _PACKAGES[package])
+    trainer, fabric = map(importlib.import_module, _PACKAGES[package])
 
     def combined(name: str, mixin: type, base: type, **members: Any) -> type:
         return type(name, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__, **members})
@@ -150,6 +150,6 @@ def of(package: str) -> SimpleNamespace:
 _installed = [package for package in _PACKAGES if importlib.util.find_spec(package) is not None]
 if not _installed:
     raise ImportError("zk.integrations.lightning needs Lightning: pip install 'zk-offload[lightning]' (or pytorch-lightning)")
-_made = [of(package) for package in [package for package in _PACKAGES if package in sys.modules] or _installed[:1]]
+_made = [*map(of, [package for package in _PACKAGES if package in sys.modules] or _installed[:1])]
 ZeroStrategy, ZeroFabricStrategy, ZeroMetrics = _made[0].ZeroStrategy, _made[0].ZeroFabricStrategy, _made[0].ZeroMetrics
 ZeroProfile, ZeroRun = _made[0].ZeroProfile, _made[0].ZeroRun
