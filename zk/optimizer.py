@@ -637,7 +637,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _leave_to_parent(self) -> None:
         """In a forked process: refuse the parameters that were not copied for it, those that are trained or partitioned."""
         self.forked, self.saver.ticket = True, None
-        self.partition.detach()  # which would gather
+        _remove(self.partition.handles)  # which would gather
         for held in self.held:
             held.underway = None
             if held.unit.trained or held.is_partitioned:

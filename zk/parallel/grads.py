@@ -29,7 +29,7 @@ from zk.kernels.reference import unchecked
 from zk.memory import zeros
 from zk.owners import is_dtensor, local_of
 from zk.parallel.comm import REDUCE, STATE, Comm
-from zk.parallel.released import ask_elsewhere, compute_as_itself, grad_gone, grad_is_away, grad_left, own_grad
+from zk.parallel.released import compute_as_itself, grad_gone, grad_is_away, grad_left, own_grad
 from zk.store import UnitStore
 
 # reductions in flight at once: one being summed while the next one's bytes travel
@@ -345,7 +345,8 @@ class GradReducer:
                     store.arrived.clear()
                 elif self.comm.world > 1:  # another rank may have a gradient where this one has none
                     for param in store.unit.users:
-                        ask_elsewhere(param)
+                        if own_grad(param) is None:
+                            grad_left(param)
             if self.is_joined:
                 return
             if self.eager:

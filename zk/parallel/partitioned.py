@@ -263,12 +263,6 @@ class Partition:
         for store in self.stores.values():
             store.depth = 0
 
-    def detach(self) -> None:
-        """Remove all hooks."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
     # ---- state_dict() and load_state_dict() of the model and its parts, on all ranks ------------------------------------------
 
     def _gather_own(self, module: nn.Module, *_: Any) -> None:

@@ -29,7 +29,7 @@ _VALUES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))  # propertie
 _METHODS = frozenset((
     "size", "numel", "dim", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "element_size",
     "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "untyped_storage",
-    "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "zero_grad", "_has_compatible_shallow_copy_type",
+    "ndimension", "is_pinned", "is_inference", "_is_view", "is_shared", "has_names", "_has_compatible_shallow_copy_type",
     # what makes a tensor of the same shape, and reads no value
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_empty_strided",
     "new_zeros", "new_ones", "new_full", "new_tensor",
@@ -240,7 +240,7 @@ def own_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def grad_left(param: nn.Parameter) -> None:
-    """Note that the gradient was copied to somewhere else, and clear torch's own place of it."""
+    """Note that the gradient is somewhere else, or may be, and clear torch's own place of it."""
     _GRAD.__set__(param, None)
     if not isinstance(param, _StandIn) and _keeper_of(param) is not None:
         stand_in([param], Watched)
@@ -250,12 +250,6 @@ def grad_is_away(param: nn.Parameter) -> bool:
     """Check that the parameter has a gradient, and that it is somewhere else."""
     gradients = _gradients_of(param)
     return gradients is not None and gradients.has_left(param)
-
-
-def ask_elsewhere(param: nn.Parameter) -> None:
-    """Ask for a gradient that is not in torch's own place from now on."""
-    if not isinstance(param, _StandIn) and own_grad(param) is None and _keeper_of(param) is not None:
-        stand_in([param], Watched)
 
 
 def compute_as_itself(param: nn.Parameter, whether: bool) -> None:
