@@ -507,3 +507,27 @@ def test_an_export_says_what_was_left_out(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "6 frozen parameters are not in the checkpoint" in done.output
     there = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(there) == sorted([f"adapters.{i}.{name}" for i in range(3) for name in ("weight", "bias")] + ["scale"])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("by", ("ZeroOptimizer",))
+def test_a_group_comes_to_a_model_with_a_transposed_parameter(by: str, setting: str, tmp_path: Path) -> None:
+    def turned() -> Net:
+        net = make()
+        net.head.weight = nn.Parameter(net.head.weight.detach().t().contiguous().t())
+        return net
+
+    def schedule(net: Net, optimizer: torch.optim.Optimizer, users: torch.optim.Optimizer) -> list[float]:
+        losses = train(net, optimizer, 2)
+        new = net.add_adapter("third", 3)
+        net.set_adapter("third")
+        (optimizer if by == "ZeroOptimizer" else users).add_param_group({"params": new, "lr": 3e-3})
+        return losses + train(net, optimizer, 3, 2)
+
+    plain = turned()
+    beside = adamw(plain)
+    want = schedule(plain, beside, beside)
+    net = turned()
+    optimizer = wrapped(net, setting, tmp_path)
+    assert schedule(net, optimizer, optimizer.inners[0]) == want
+    optimizer.close()
