@@ -140,3 +140,30 @@ def test_a_forked_process_is_told_what_it_does_not_have(stage: int, tier: str, t
     program = Program("-c", REFUSED, str(stage), tier, str(tmp_path))
     said, errors = program.communicate(60)
     assert said.splitlines() == ["status 0", "trained"], errors
+
+
+CLOSED = """
+import os, sys, torch, warnings, zk
+from torch import nn
+
+stage, tier, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+places = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device", "nvme_path": folder if tier == "nvme" else None}
+optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=stage, **places)
+model(torch.ones(2, 64)).sum().backward()
+optimizer.step()
+optimizer.close(gather=True)
+want = model(torch.ones(2, 64)).sum().item()
+child = os.fork()
+if not child:
+    os._exit(0 if model(torch.ones(2, 64)).sum().item() == want else 1)
+print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(2, "host"), (3, "host"), (3, "nvme")])
+def test_a_process_that_is_forked_after_close_has_the_model(stage: int, tier: str, tmp_path: Path) -> None:
+    said, errors = Program("-c", CLOSED, str(stage), tier, str(tmp_path)).communicate(60)
+    assert said.splitlines() == ["status 0"], errors

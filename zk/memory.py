@@ -27,7 +27,7 @@ from torch import Tensor
 from zk import numa
 
 _HUGE = 2 << 20
-_OWN = weakref.WeakSet[mmap.mmap]()  # regions that forked processes do not get
+_OWN = weakref.WeakValueDictionary[int, mmap.mmap]()  # regions that forked processes do not get, by address
 
 
 def _map(nbytes: int, inherited: bool) -> mmap.mmap:
@@ -35,7 +35,7 @@ def _map(nbytes: int, inherited: bool) -> mmap.mmap:
     with contextlib.suppress(OSError):  # another system: forked processes get copies of what is written, and pages are small
         if not inherited:
             region.madvise(18)  # MADV_WIPEONFORK: a forked process has zeros there, and the kernel copies nothing for it
-            _OWN.add(region)
+            _OWN[ctypes.addressof(ctypes.c_char.from_buffer(region))] = region
         if nbytes >= _HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
     numa.prefer(region)
@@ -45,11 +45,17 @@ def _map(nbytes: int, inherited: bool) -> mmap.mmap:
 def _protect() -> None:
     """End a forked process that reads what it was not given, rather than let it read zeros."""
     protect = ctypes.CDLL(None).mprotect
-    for region in _OWN:
-        protect(ctypes.byref(ctypes.c_char.from_buffer(region)), ctypes.c_size_t(len(region)), 0)
+    for address, region in _OWN.items():
+        protect(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), 0)
 
 
 os.register_at_fork(after_in_child=_protect)
+
+
+def bequeath(tensor: Tensor) -> None:
+    """Let processes that are forked from now on have host memory that was not ``inherited``."""
+    with contextlib.suppress(KeyError):
+        _OWN.pop(tensor.untyped_storage().data_ptr()).madvise(19)  # MADV_KEEPONFORK
 
 
 def aligned(nbytes: int, inherited: bool = True) -> Tensor:

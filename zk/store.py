@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.events import COMPLETED, Awaited, Event
-from zk.memory import Lease, widen_, zeros
+from zk.memory import Lease, bequeath, widen_, zeros
 from zk.offload.packing import EVERYTHING, PACKED, Kept, flattened, wrapped
 from zk.offload.pipeline import Task
 from zk.offload.rules import Change, Run, Scalars, as_number
@@ -283,6 +283,7 @@ class UnitStore:
         """Leave the parameters to the user: the optimizer is closed."""
         self.owner = self.gradients = None
         self.watches_data = False
+        bequeath(self.full)
         for param in self.unit.objects:
             redress(param)
 
