@@ -334,3 +334,23 @@ def test_backward_after_close_says_that_the_optimizer_is_closed(tmp_path: Path) 
     optimizer.close()
     with pytest.raises(RuntimeError, match="closed"):
         loss.backward()
+
+
+def test_what_is_gathered_to_be_written_can_be_gathered_to_be_read(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **drive):
+
+        def total() -> float:
+            with zk.gather(model.parameters()):
+                return sum(param.sum().item() for param in model.parameters())
+
+        with zk.gather(model.parameters(), write=True), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(1)
+            assert total() == 40
+        assert total() == 40
+        with pytest.raises(RuntimeError, match=r"written within zk\.gather"), zk.gather(model.parameters()), torch.no_grad():
+            model[0].weight.fill_(2)
+            assert total() == 56
+        assert total() == 40

@@ -25,7 +25,7 @@ def keep_gathered(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
     for store in wanted:
         if store.state is not State.GATHERED:
             store.use()
-    kept: list[UnitStore] = [store for store in wanted | there if store.state is State.GATHERED]
+    kept = [store for store in wanted | there if store.state is State.GATHERED]
     for store in kept:
         store.pins += 1
     try:
@@ -36,7 +36,7 @@ def keep_gathered(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
 
 
 @contextlib.contextmanager
-def gather(params: nn.Parameter | Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
+def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
     """Make parameters full inside the context; a collective at stage 3, so enter it on all ranks.
 
     Args:
@@ -60,7 +60,7 @@ def gather(params: nn.Parameter | Iterable[Tensor], *, write: bool = False) -> I
                 owner.updates.wait()  # which publishes on the same ranks
             unit, index = owner.units[param]
             held.setdefault(unit, []).append(index)
-    entered: list[UnitStore] = []
+    entered = list[UnitStore]()
     try:
         for unit in held:
             unit.arrive()
@@ -82,7 +82,7 @@ def gather(params: nn.Parameter | Iterable[Tensor], *, write: bool = False) -> I
     finally:
         lost = False
         for unit in entered:
-            if unit.is_partitioned and not write and unit.pins == 1:  # a context around it looks itself
+            if unit.is_partitioned and not write and unit.pins == 1:  # else what is around this keeps what it has written
                 lost |= unit.is_changed()
                 unit.note_versions()
             unit.unpin()
