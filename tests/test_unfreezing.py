@@ -510,7 +510,7 @@ def test_an_export_says_what_was_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("by", ("ZeroOptimizer",))
+@pytest.mark.parametrize("by", ("ZeroOptimizer", "the user's optimizer"))
 def test_a_group_comes_to_a_model_with_a_transposed_parameter(by: str, setting: str, tmp_path: Path) -> None:
     def turned() -> Net:
         net = make()
@@ -530,4 +530,26 @@ def test_a_group_comes_to_a_model_with_a_transposed_parameter(by: str, setting: 
     net = turned()
     optimizer = wrapped(net, setting, tmp_path)
     assert schedule(net, optimizer, optimizer.inners[0]) == want
+    optimizer.close()
+
+
+def test_a_frozen_layer_that_the_users_optimizer_gets_is_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    inner = torch.optim.SGD(model[1].requires_grad_(True).parameters(), lr=0.1)
+    optimizer = zk.ZeroOptimizer(model, inner, stage=2)
+    before = model[0].weight.detach().clone()
+    inner.add_param_group({"params": model[0].requires_grad_(True).parameters()})
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.param_groups) == 2 and not torch.equal(model[0].weight, before)
+
+
+def test_one_of_several_optimizers_gets_no_group() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    inners = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in range(2)]
+    optimizer = zk.ZeroOptimizer(model, inners, stage=2)
+    with pytest.raises(ValueError, match="no group can be added to a list of optimizers"):
+        inners[1].add_param_group({"params": model[2].parameters()})
+    assert len(inners[1].param_groups) == 1
     optimizer.close()

@@ -681,15 +681,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return state_dicts.export(self)
 
-    def state_dict_of(self, inner: torch.optim.Optimizer) -> dict[str, Any]:
-        """The part of ``state_dict()`` that is of one of several optimizers, as plain torch loads it."""
-        return state_dicts.part(self, inner)
-
-    def load_state_dict_of(self, inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Refuse to load the state of one of several optimizers."""
-        name = type(inner).__name__
-        raise ValueError(f"this {name} is one of several optimizers of a ZeroOptimizer; call load_state_dict() of that, with the state of all")
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state from ``state_dict()`` of this class or of the plain torch optimizer.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zk.checkpoint import state_dicts
 from zk.owners import owner_of
 from zk.parallel.released import own_grad
 from zk.store import State
@@ -31,6 +32,7 @@ def watch_torch() -> None:
         _drop_before(kind, params_of)
     _go_to_owner("state_dict")
     _go_to_owner("load_state_dict")
+    _go_to_owner("add_param_group")
     register_optimizer_step_pre_hook(_step_begins)
 
 
@@ -59,7 +61,11 @@ def _go_to_owner(name: str) -> None:
         owner = next((owner_of(param) for param in _grouped(self)), None)
         if owner is None or not owner._built or owner.closed or self not in owner.inners:
             return of_torch(self, *args, **kwargs)
-        return getattr(owner, name)(*args, **kwargs) if len(owner.inners) == 1 else getattr(owner, f"{name}_of")(self, *args, **kwargs)
+        if len(owner.inners) == 1 or name == "add_param_group":
+            return getattr(owner, name)(*args, **kwargs)
+        if name == "state_dict":
+            return state_dicts.part(owner, self)
+        raise ValueError(f"this {type(self).__name__} is one of several optimizers of a ZeroOptimizer; call {name}() of that, with the state of all")
 
     setattr(torch.optim.Optimizer, name, method)
 

@@ -46,7 +46,7 @@ def export(optimizer: Any) -> dict[str, Any]:
 
 
 def part(optimizer: Any, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """See ``ZeroOptimizer.state_dict_of``."""
+    """The part of ``state_dict()`` that is of one of several optimizers, as plain torch loads it."""
     plain, own = optimizer.state_dict(), {id(group) for group in inner.param_groups}
     groups = [saved for group, saved in zip(optimizer.param_groups, plain["param_groups"], strict=True) if id(group) in own]
     numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
