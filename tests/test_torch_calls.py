@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +121,47 @@ def test_of_several_clips_before_a_step_the_smallest_counts() -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+# ---- gradients that some have dropped, or do not have --------------------------------------------------------------------------
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def pairs(tmp_path: Path, tier: str, stage: int) -> list[tuple[nn.Sequential, torch.optim.Optimizer]]:
+    """A plain model and its optimizer, and the same with zk."""
+    plain, model = small(), small()
+    made = [torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3) for one in (plain, model)]
+    options = {"optimizer_tier": tier, "nvme_path": tmp_path} if tier == "nvme" else {"optimizer_tier": tier}
+    return [(plain, made[0]), (model, zk.ZeroOptimizer(model, made[1], stage=stage, **options))]
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
+def assert_alike(both: list[tuple[nn.Sequential, torch.optim.Optimizer]]) -> None:
+    """Gradients, and what a step makes of them."""
+    (plain, beside), (model, optimizer) = both
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None)
+        if want.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad)
+    beside.step()
+    optimizer.step()
+    with zk.gather(model.parameters()):
+        for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got.detach(), want.detach())
+
+
+@pytest.mark.parametrize(("tier", "stage"), [("device", 1), ("host", 2), ("nvme", 1), ("nvme", 3)])
+def test_a_gradient_that_was_dropped_is_not_added_to(tier: str, stage: int, tmp_path: Path) -> None:
+    both = pairs(tmp_path, tier, stage)
+    for model, _ in both:
+        backward(model, 1)
+        model[0].weight.grad = None
+        backward(model, 2)
+    assert_alike(both)

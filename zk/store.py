@@ -436,16 +436,13 @@ class UnitStore:
             return
         assert self.shard is not None
         shown, self.shown = self.shown, {}
-        rest = self._bring() if self.used - shown.keys() else None
-        self.used -= {index for index, grad in shown.items() if grad is None}
-        parts = list[tuple[slice, Tensor]]()
-        for index in self.used:
+        # what is there stays, as it may be of parameters that only other ranks know of
+        parts = [(slice(0, self.held_numel), self._bring())] if self.shard.stats else []
+        for index, grad in shown.items():
             mine, piece = self.layout.part(index, self.held)
-            grad = shown.get(index)
-            if grad is not None:
-                parts.append((mine, self.unit.flat(index, grad.detach())[piece]))
-            elif rest is not None:
-                parts.append((mine, rest[mine]))
+            if grad is None:
+                self.used.discard(index)
+            parts.append((mine, self.full.new_zeros(()) if grad is None else self.unit.flat(index, grad.detach())[piece]))
         if not parts:
             return
         dtype = functools.reduce(torch.promote_types, (values.dtype for _, values in parts))

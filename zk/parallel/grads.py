@@ -497,7 +497,7 @@ class Gradients:
         if value is None:
             self.reducer.drop(held, [index])
             held.shown[index] = None
-            if all(held.shown.get(other, param) is None for other in held.used | held.unreduced):
+            if all(held.shown.get(other, param) is None for other in range(len(held.unit.params))):  # (other ranks may have some)
                 held.drop_gradient()
             else:
                 self.looked[held] = None
