@@ -165,3 +165,18 @@ def test_a_gradient_that_was_dropped_is_not_added_to(tier: str, stage: int, tmp_
         model[0].weight.grad = None
         backward(model, 2)
     assert_alike(both)
+
+
+@pytest.mark.parametrize("part", (False,))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_gradient_that_was_dropped_does_not_become_zeros(stage: int, part: bool, tmp_path: Path) -> None:
+    both = pairs(tmp_path, "host", stage)
+    for model, by in both:
+        backward(model, 1)
+        by.step()
+        by.zero_grad()
+        backward(model, 2)
+        assert model[0].bias.grad is not None
+        model[0].weight.grad = None
+        (model[0] if part else by).zero_grad(set_to_none=False)
+    assert_alike(both)

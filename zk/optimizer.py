@@ -449,25 +449,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those on their way; or make zeros of them, as torch does.
+        """Drop all gradients, also those on their way; or make zeros of them, as torch does, on all ranks.
 
         Until then they are what they were in the last step, and the next backward adds to them.
         """
         self._check_open()
         if not set_to_none:
             self._check_kept("zero_grad(set_to_none=False), whose zeros the next backward adds to,")
-        had = {held: held.used | held.unreduced for held in self._trained}
+            self.grads.finish(keep=True)  # what any rank has a gradient of gets zeros on all
+        had = {held: {index for index in held.used if held.shown.get(index, held) is not None} for held in self._trained if not set_to_none}
         self._drop_gradients()
         for held in self._trained:
-            if set_to_none:
-                held.kept.clear()
+            held.kept.clear()
             for param in held.unit.users:
                 grad = own_grad(param)
                 if grad is not None and set_to_none:
                     param.grad = None
                 elif grad is not None:
                     grad.detach_().zero_()
-            if had[held] and not set_to_none:
+            if had.get(held):
                 held.zero_gradient(had[held])
 
     def no_sync(self) -> AbstractContextManager[None]:
