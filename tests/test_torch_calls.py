@@ -167,7 +167,7 @@ def test_a_gradient_that_was_dropped_is_not_added_to(tier: str, stage: int, tmp_
     assert_alike(both)
 
 
-@pytest.mark.parametrize("part", (False,))
+@pytest.mark.parametrize("part", (False, True))
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_a_gradient_that_was_dropped_does_not_become_zeros(stage: int, part: bool, tmp_path: Path) -> None:
     both = pairs(tmp_path, "host", stage)
@@ -179,4 +179,12 @@ def test_a_gradient_that_was_dropped_does_not_become_zeros(stage: int, part: boo
         assert model[0].bias.grad is not None
         model[0].weight.grad = None
         (model[0] if part else by).zero_grad(set_to_none=False)
+    assert_alike(both)
+
+
+def test_a_gradient_that_was_assigned_stays_where_another_part_drops_its_own(tmp_path: Path) -> None:
+    both = pairs(tmp_path, "device", 2)
+    for model, _ in both:
+        model[0].weight.grad = torch.ones(4, 4)
+        model[1].zero_grad()
     assert_alike(both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,3 +69,78 @@ def of_one_rank_only(_: None) -> str:
 def test_a_gradient_that_one_rank_only_reads_is_an_error_that_names_both() -> None:
     found = run_world(2, of_one_rank_only, [None])[0]
     assert all("rank" in message and "'" in message for message in found), found
+
+
+class Partly(nn.Module):
+    """A block that only some ranks use, and one that all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        return self.blocks[1](x + self.blocks[0](x) if whole else x)  # type: ignore[no-any-return]
+
+
+def _zero(model: Partly, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _zero_a_part(model: Partly, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[1].zero_grad()
+
+
+def _zeros_in_a_part(model: Partly, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[0].zero_grad(set_to_none=False)
+
+
+def _drop_one(model: Partly, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[0][0].weight.grad = None
+
+
+CHANGES = (_zero, _zero_a_part, _zeros_in_a_part, _drop_one)
+
+
+def of_partly_used(stage_and_change: tuple[int, int]) -> list[str]:
+    """Names of the parameters that are not those of plain torch."""
+    stage, change = stage_and_change[0], CHANGES[stage_and_change[1]]
+    plain, model, rank = Partly(), Partly(), dist.get_rank()
+    beside = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=1e-3)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3), stage=stage)
+
+    def backward(seed: int, partly: bool) -> None:
+        xs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + number)) for number in range(2)]
+        for number, x in enumerate(xs):
+            (plain(x, number == 0 or not partly).square().mean() / 2).backward()
+        model(xs[rank], rank == 0 or not partly).square().mean().backward()
+
+    def same_norms() -> bool:
+        return bool(abs(nn.utils.clip_grad_norm_(plain.parameters(), 0.1) - optimizer.clip_grad_norm_(0.1)) < 1e-4)
+
+    wrong = []
+    for seed, again in enumerate((None, True, False)):
+        backward(4 * seed, False)
+        wrong += [] if same_norms() else ["norm"]
+        for one in (beside, optimizer):
+            one.step()
+            one.zero_grad()
+        backward(4 * seed + 1, True)
+        change(plain, beside)
+        change(model, optimizer)
+        if again is not None:
+            backward(4 * seed + 2, again)
+        wrong += [] if same_norms() else ["norm"]
+        for one in (beside, optimizer):
+            one.step()
+            one.zero_grad()
+    pairs = zip(plain.named_parameters(), model.parameters(), strict=True)
+    wrong += [name for (name, want), got in pairs if not torch.allclose(want, got, rtol=1e-4, atol=1e-5)]
+    optimizer.close()
+    return wrong
+
+
+@pytest.mark.parametrize("change", range(len(CHANGES)))
+def test_what_only_some_ranks_have_a_gradient_of_is_dropped_or_zero_on_all(change: int) -> None:
+    for found in run_world(2, of_partly_used, [(stage, change) for stage in (1, 2)]):
+        assert found == [[], []], found

@@ -498,14 +498,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduce()
         self.factors.scaled_by *= by
 
-    def with_gradients(self) -> dict[str, nn.Parameter]:
-        """The parameters that have a gradient for the coming step, by name: it has left ``param.grad``."""
-        return {
-            held.unit.names[index]: held.unit.user(index)
-            for held in self._trained
-            for index in sorted(held.used | held.unreduced | held.kept)
-        }
-
     def synchronize(self) -> None:
         """Return when no work of zk is in flight: parameters are updated, reductions and saves done, gathered parameters released.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def _trainer_of(param: Tensor) -> Any:
     return owner if owner is not None and param in owner.units and owner.units[param][0].shard is not None else None
 
 
-def _owner_of_all(params: list[Tensor]) -> Any:
+def _owner_of_all(params: Sequence[Tensor]) -> Any:
     """The ZeroOptimizer that trains these parameters, all that it trains, and no others with a gradient; None for anything else."""
     owner = next(filter(None, map(_trainer_of, params)), None)
     given = set(params)
@@ -137,7 +137,9 @@ def _drop_gradients(params: list[nn.Parameter], set_to_none: bool) -> bool:
     """Those of ``params`` that have left are dropped, or become zeros. False if that was all that there is to do."""
     given = set(params)
     for owner in _owners_of(params):
-        pending = owner.with_gradients().values()
+        if owner.comm.world > 1 and _owner_of_all(params) is not owner:
+            owner.grads.finish(keep=True)  # ranks then know of the same gradients
+        pending = [param for held in owner._trained for param in held.unit.users if own_grad(param) is not None or owner.gradients.has_left(param)]
         if given.issuperset(pending):
             owner.zero_grad(set_to_none)
             continue
