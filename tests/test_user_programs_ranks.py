@@ -144,3 +144,22 @@ def of_partly_used(stage_and_change: tuple[int, int]) -> list[str]:
 def test_what_only_some_ranks_have_a_gradient_of_is_dropped_or_zero_on_all(change: int) -> None:
     for found in run_world(2, of_partly_used, [(stage, change) for stage in (1, 2)]):
         assert found == [[], []], found
+
+
+def of_new_gradients(stage: int) -> list[float]:
+    """The gradient of a parameter that only the first rank has used since it was looked at, with its own first."""
+    model, rank = Partly(), dist.get_rank()
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=stage)
+    model(torch.ones(3, 4), True).sum().backward()
+    optimizer.step()
+    first = model.blocks[0][0].weight.grad.clone()
+    model(torch.ones(3, 4), rank == 0).sum().backward()
+    second = model.blocks[0][0].weight.grad
+    assert second is not None
+    optimizer.close()
+    return [(second / first).mean().item(), float(torch.equal(second, first))]
+
+
+def test_a_gradient_that_another_rank_has_added_to_since_it_was_looked_at_is_read_anew() -> None:
+    for found in run_world(2, of_new_gradients, [1, 2]):
+        assert all(abs(ratio - 1.5) < 1e-3 and not stale for ratio, stale in found), found

@@ -529,6 +529,8 @@ class Gradients:
 
     def _is_shown(self, held: UnitStore, index: int) -> bool:
         """Check that the user has the gradient already."""
+        if self.comm.world > 1 and self.reducer.unfinished:  # another rank may have more of it
+            return False
         return index in held.shown and index not in held.unreduced and own_grad(held.unit.user(index)) is None
 
     def _bring_back(self, held: UnitStore, index: int) -> None:
