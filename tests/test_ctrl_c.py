@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,3 +114,14 @@ def test_training_that_goes_on_is_that_of_plain_torch(tmp_path: Path, one_thread
             for (name, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
                 assert torch.equal(value, other), f"{name} after Ctrl-C at {code.co_qualname}, line {line}"
     assert came > 30
+
+
+def test_training_goes_on_after_ctrl_c_within_inference_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path}
+    with zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, units=["0", "1"], **drive) as optimizer:
+        interrupts = mock.patch.object(UnitStore, "note_versions", side_effect=KeyboardInterrupt)
+        with torch.inference_mode(), pytest.raises(KeyboardInterrupt), interrupts:
+            model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
