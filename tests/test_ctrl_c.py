@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from zk.assemble import Assembly
 from zk.offload.nvme import File
 from zk.offload.spill import Buffers, FileParams
 from zk.parallel.released import stand_in
@@ -125,3 +126,26 @@ def test_training_goes_on_after_ctrl_c_within_inference_mode(tmp_path: Path) -> 
             model(torch.ones(2, 4))
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+
+
+def test_another_optimizer_can_be_made_after_ctrl_c_in_the_middle_of_one() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    units, hold = [], Assembly.hold
+
+    def interrupted(self: Assembly, *given: Any) -> UnitStore:
+        if len(units) == 2:
+            raise KeyboardInterrupt
+        units.append(given)
+        return hold(self, *given)
+
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
+    with pytest.raises(KeyboardInterrupt) as caught, mock.patch.object(Assembly, "hold", interrupted):  # which keeps what was made
+        zk.ZeroOptimizer(model, optimizers[1], stage=2)
+    with zk.ZeroOptimizer(model, optimizers[1], stage=2) as again:
+        for one, by in ((plain, optimizers[0]), (model, again)):
+            for _ in range(2):
+                one(torch.ones(2, 4)).sum().backward()
+                by.step()
+                by.zero_grad()
+    assert all(torch.equal(value, other) for value, other in zip(plain.parameters(), model.parameters(), strict=True)), caught

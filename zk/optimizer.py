@@ -166,7 +166,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._build()
         except BaseException as error:
             self._fail(error)
+            for held in self.held:  # another one may be made
+                held.let_be()
             with _logged():
+                if self.held:
+                    self._finalizer()
                 self._close_memory()
             raise
         watch_torch()
@@ -239,6 +243,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradients = Gradients(self.units, self.grads, weakly(self._settle), looks_at)
         if config.overlap_step == "backward":
             self.speculation = Speculation(self)
+        # an optimizer that is dropped takes no gradients away any more
+        self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
+        self._finalizer.atexit = False
         for number, unit in enumerate(units):
             holding.hold(self, unit, number)
         model, computes, ends_save = self.model, weakly(self.gradients.computes), weakly(self.saver.finish)
@@ -265,9 +272,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         holding.complete(self)
         self.handles.append(KeepCodes(self.model))  # type: ignore[arg-type]
         self.handles.append(model.register_forward_pre_hook(Hook(weakly(self._before_forward)), prepend=True))  # before anything is gathered for it
-        # an optimizer that is dropped takes no gradients away any more
-        self._finalizer = weakref.finalize(self, _remove, self.handles, self.grads.handles, self.partition.handles)
-        self._finalizer.atexit = False
 
     def _checked(self) -> dict[Tensor, torch.dtype]:
         """The dtype that each parameter and buffer of the model will have, after checking model and groups."""
