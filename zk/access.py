@@ -36,7 +36,7 @@ def keep_gathered(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
 
 
 @contextlib.contextmanager
-def gather(params: nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+def gather(params: nn.Parameter | Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
     """Make parameters full inside the context; a collective at stage 3, so enter it on all ranks.
 
     Args:
