@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from tests.programs import Program, run
 from tests.test_nvme import Faults
 from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
-from zk.offload.spill import Buffers, Piece, Spill
+from zk.offload.spill import Buffers, FileParams, Piece, Spill
 from zk.offload.tiers import NVMeTier
 
 ROOT = Path(__file__).parent.parent
@@ -200,6 +200,24 @@ def test_an_error_of_the_drive_is_raised_in_training(call: str, number: int, whe
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_is_loaded_over_parameters_that_could_not_be_written(tmp_path: Path, faults: Faults) -> None:
+    model = GPT(layers=8)  # more units than buffers
+    last = next(model.blocks[-1].parameters())
+    with wrap(model, tmp_path) as optimizer:
+        step(model, optimizer)
+        optimizer.save_checkpoint(tmp_path / "saved")
+        want = step(model, optimizer, 1)
+        with zk.gather(last, write=True), torch.no_grad():
+            last.mul_(0.5)
+            optimizer.tiers["nvme"].flush()
+            faults.fail = {"pwritev": [errno.EIO]}
+        with pytest.raises(OSError, match="Input/output error"):
+            step(model, optimizer, 2)
+        optimizer.zero_grad()
+        optimizer.load_checkpoint(tmp_path / "saved")
+        assert step(model, optimizer, 1) == want
+
+
 def test_short_and_late_transfers_change_nothing(tmp_path: Path, faults: Faults) -> None:
     torch.manual_seed(0)
     model = GPT()
@@ -316,6 +334,43 @@ def test_buffers_are_bounded_and_a_kept_piece_survives_reading(tmp_path: Path) -
         for piece in pieces:
             buffers.open(piece)
     tier.close()
+
+
+def test_what_could_not_be_written_is_replaced_whole_or_in_part(tmp_path: Path, faults: Faults) -> None:
+    spill = Spill(lambda nbytes, _: File(tmp_path / "x", nbytes))
+    wholes, parts = Buffers(spill, 0, 2, caches=True), Buffers(spill, 0, 2)
+    home = FileParams(parts, wholes, [slice(0, 2048), slice(2048, 4096)], torch.bfloat16)
+    other = FileParams(parts, wholes, [slice(0, 2048)], torch.bfloat16)
+    spill.create()
+    other.write(torch.zeros(2048))
+
+    def write_part(chunk: slice, value: float) -> None:
+        home.open(chunk, read=False)["param"].fill_(value)
+        home.close(chunk, changed=True)
+
+    def fail(write: Callable[[], None]) -> None:
+        """The first to hear of it is somebody else, who needs a buffer."""
+        spill.flush()
+        faults.fail = {"pwritev": [errno.EIO]}
+        write()
+        with pytest.raises(OSError, match="Input/output error"):
+            spill.flush()
+
+    fail(lambda: home.write(torch.ones(4096)))
+    other.whole()
+    other.release()
+    write_part(home.chunks[0], 2)
+    with pytest.raises(OSError, match="Input/output error"):
+        home.open(home.chunks[1])
+    write_part(home.chunks[1], 3)
+    spill.flush()
+    assert home.whole().unique().tolist() == [2, 3]
+    home.release()
+    fail(lambda: write_part(home.chunks[0], 4))
+    home.write(torch.full((4096,), 5.0))
+    assert home.open(home.chunks[0])["param"].unique().tolist() == [5]
+    home.close(home.chunks[0], changed=False)
+    spill.close()
 
 
 def test_frozen_codes_of_one_byte_are_saved_as_they_are(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Spill:
         self.starts: set[int] = set()  # of pieces that are in no file yet
         self.fetches = self.hits = 0  # pieces that were opened, and of them: there when it was needed
         self.stall_ms = 0.0  # time in which nothing else happened, waiting for the drive
-        self.writes: dict[int, tuple[int, Request]] = {}  # offset -> (end, write in flight)
+        self.writes: dict[tuple[int, int], Request] = {}  # by begin and end: the write in flight there, or the last one, which failed
         self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
 
@@ -128,24 +128,27 @@ class Spill:
         self._after_writes(offset, buffer.nbytes, by_write=True)
         file, start = self._place(offset)
         request = file.write_async(buffer, start)
-        self.writes[offset] = (offset + buffer.nbytes, request)
+        self.writes[offset, offset + buffer.nbytes] = request
         return request
 
     def _after_writes(self, offset: int, nbytes: int, by_write: bool = False) -> None:
-        """Wait for writes to these bytes. One that failed raises for every reader, until all of its bytes are written again."""
-        for start, (stop, request) in list(self.writes.items()):
-            touches = start < offset + nbytes and offset < stop
+        """Wait for writes to these bytes. One that failed raises for every reader of bytes that have not been written again."""
+        end = offset + nbytes
+        for (start, stop), request in list(self.writes.items()):
+            touches = start < end and offset < stop
             if not touches and not request.done:
                 continue
-            if self.succeeds(request) or (by_write and offset <= start and stop <= offset + nbytes):
-                del self.writes[start]
-            elif touches and not by_write:
-                request.wait()  # raises what went wrong
+            if not self.succeeds(request) and touches:
+                if not by_write:
+                    request.wait()  # raises what went wrong
+                self.writes |= {part: request for part in ((start, offset), (end, stop)) if part[0] < part[1]}
+            if touches or request.error is None:
+                del self.writes[start, stop]
 
     def flush(self) -> None:
         """Return when no write is in flight; raises what went wrong in those that were."""
         with self.lock:
-            for _, request in list(self.writes.values()):
+            for request in list(self.writes.values()):
                 try:
                     request.wait()
                 except OSError:
@@ -155,10 +158,7 @@ class Spill:
     def succeeds(self, request: Event) -> bool:
         """Wait for a transfer. Raises only where the drive says nothing any more: it may still use the memory."""
         try:
-            if request.done:
-                request.wait()
-            else:
-                self.stall(request)
+            self.stall(request)
         except OSError:
             if not request.done:
                 raise
@@ -355,17 +355,16 @@ class Buffers:
                 slot.request, slot.state = after, State.EVICTING
 
     def drop(self, start: int, stop: int) -> None:
-        """Give up what is here of these bytes and nobody works on: the file changes under it."""
+        """Give up what is here of these bytes and nobody works on: the file changes under it.
+
+        What could not be written before has a part in ``writes`` for as long as it is not written.
+        """
         with self.spill.lock:
             for offset, slot in list(self.slots.items()):
                 if offset < stop and start < offset + slot.piece.nbytes:
-                    assert slot.state < State.KEPT, f"bytes {start} to {stop} are written while {slot.piece} is in use: {slot.state.name}"
-                    try:
-                        if slot.state is not State.CACHED:
-                            self.spill.stall(slot.request)
-                    finally:
-                        if slot.request.done:
-                            self._free(offset)
+                    assert slot.state < State.OPEN, f"bytes {start} to {stop} are written while {slot.piece} is in use"
+                    self.spill.succeeds(slot.request)
+                    self._free(offset)
 
     def copy_cached(self, buffer: Tensor, offset: int) -> bool:
         """Fill ``buffer`` with what is at ``offset`` in the file, if all of that rests here."""
@@ -373,7 +372,7 @@ class Buffers:
             for slot in self.slots.values():
                 start = offset - slot.piece.offset
                 is_readable = slot.state <= State.EVICTING and not slot.dirty  # a copy of it goes on
-                if is_readable and start >= 0 and start + buffer.nbytes <= slot.piece.nbytes:
+                if is_readable and 0 <= start <= slot.piece.nbytes - buffer.nbytes:
                     buffer.copy_(slot.buffer[start : start + buffer.nbytes])
                     return True
             return False
@@ -578,16 +577,17 @@ class FileGrads:
             arrival.drop()
 
     def _add(self, grad: Tensor) -> None:
-        dtype = grad.dtype if self.dtype is None else self.sum_dtype
-        if self.dtype is not None:
-            self.whole.open(self._piece(self.dtype))
+        before, dtype = self.dtype, grad.dtype
+        if before is not None:
+            dtype = self.sum_dtype
+            self.whole.open(self._piece(before))
         piece = self._piece(dtype)
         here = self.whole.open(piece, read=False)[: self.numel * dtype.itemsize].view(dtype)  # the same memory
-        if self.dtype is None:
+        if before is None:
             here.copy_(grad)
         else:
-            if self.dtype != dtype:
-                widen_(here, self.dtype)
+            if before != dtype:
+                widen_(here, before)
             here.add_(grad)
         self.sum = float(sum_of_squares(here, self.num_threads))
         self.dtype = dtype
