@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import logging
@@ -216,6 +217,23 @@ def test_a_checkpoint_is_loaded_over_parameters_that_could_not_be_written(tmp_pa
         optimizer.zero_grad()
         optimizer.load_checkpoint(tmp_path / "saved")
         assert step(model, optimizer, 1) == want
+
+
+@pytest.mark.parametrize("overlap", (False, "backward"))
+def test_a_checkpoint_is_loaded_whatever_a_step_could_not_write(overlap: object, tmp_path: Path, faults: Faults) -> None:
+    """Gradients, and what an update made out of place, are forgotten, and nobody writes them again."""
+    for count in range(0, 30, 3):
+        with wrap(GPT(), tmp_path, overlap_step=overlap) as optimizer:
+            step(optimizer.model, optimizer)
+            optimizer.save_checkpoint(tmp_path / f"saved-{count}")
+            optimizer.tiers["nvme"].flush()
+            faults.fail = {"pwritev": [0] * count + [errno.EIO]}
+            with contextlib.suppress(OSError):
+                for seed in range(4):
+                    step(optimizer.model, optimizer, seed)
+            faults.fail = {}
+            optimizer.load_checkpoint(tmp_path / f"saved-{count}")
+            step(optimizer.model, optimizer, 1)
 
 
 def test_short_and_late_transfers_change_nothing(tmp_path: Path, faults: Faults) -> None:

@@ -146,14 +146,13 @@ class Spill:
                 del self.writes[start, stop]
 
     def flush(self) -> None:
-        """Return when no write is in flight; raises what went wrong in those that were."""
+        """Return when no write is in flight; raises what went wrong in those that were, unless somebody has heard of it."""
         with self.lock:
             for request in list(self.writes.values()):
-                try:
-                    request.wait()
-                except OSError:
+                is_known = request.reported
+                if not self.succeeds(request) and not is_known:
                     self.heard = request
-                    raise
+                    request.wait()
 
     def succeeds(self, request: Event) -> bool:
         """Wait for a transfer. Raises only where the drive says nothing any more: it may still use the memory."""
