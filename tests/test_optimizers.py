@@ -431,6 +431,38 @@ def test_what_is_kept_of_whole_parameters_takes_its_own_bytes() -> None:
             optimizer.load_state_dict(saved)
 
 
+class Signs(torch.optim.Optimizer):
+    """Moves each element by the sign of its gradient, and keeps nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+def test_parameters_of_which_nothing_is_kept_leave_the_state_of_others_alone(tmp_path: Path) -> None:
+    def made(model: nn.Module) -> list[Any]:
+        return [Signs([*model[0].parameters(), *model[2].parameters()]), torch.optim.AdamW([*model[1].parameters(), *model[3].parameters()])]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    options = {"optimizer_tier": "nvme", "nvme_path": tmp_path, "overlap_step": "backward", "parameterwise": True}
+    with zk.ZeroOptimizer(model, made(model), **options) as optimizer:
+        others = Several(made(plain))
+        for seed in range(6):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+            for one, by in ((model, optimizer), (plain, others)):
+                one(x).square().mean().backward()
+                by.step()
+                one.zero_grad()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_a_state_lies_in_memory_as_the_optimizer_made_it() -> None:
     torch.manual_seed(0)
     start = torch.randn(6, 7).T

@@ -84,7 +84,7 @@ class Spill:
 
     def reserve(self, nbytes: int, starts: Iterable[int] = (0,)) -> int:
         """The offset of ``nbytes`` bytes, whole pages, which exist after the next ``create``. ``starts``: of pieces that are read, in these."""
-        offset, self.nbytes = self.nbytes, self.nbytes + round_up(nbytes)
+        offset, self.nbytes = self.nbytes, self.nbytes + round_up(max(1, nbytes))  # pieces are told apart by their offsets, empty ones too
         self.starts |= {offset + start for start in starts}
         return offset
 
@@ -149,8 +149,7 @@ class Spill:
         """Return when no write is in flight; raises what went wrong in those that were, unless somebody has heard of it."""
         with self.lock:
             for request in list(self.writes.values()):
-                is_known = request.reported
-                if not self.succeeds(request) and not is_known:
+                if not request.reported and not self.succeeds(request):
                     self.heard = request
                     request.wait()
 
