@@ -221,6 +221,20 @@ def test_state_loads_from_torch_and_back() -> None:
         assert torch.equal(copy, half)
 
 
+def test_steps_are_counted_whatever_the_default_dtype() -> None:
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizers = CPUAdam(params[:1], engine="torch"), torch.optim.AdamW(params[1:])
+        for grad in gradients(270, 8, torch.float32):
+            for param, optimizer in zip(params, optimizers, strict=True):
+                param.grad = grad.clone()
+                optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(*params)
+
+
 def test_nan_stays_nan_when_cast() -> None:
     step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, step=1)
     for layout in (torch.float32, torch.int16):

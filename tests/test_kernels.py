@@ -492,6 +492,16 @@ def test_cross_entropy_writes_the_gradient_of_each_row_over_its_logits(rows, col
         torch.testing.assert_close(made.double().cpu(), exact, rtol=tolerance, atol=tolerance)
 
 
+def test_cross_entropy_in_host_memory_is_in_fp32_whatever_the_default_dtype():
+    logits, targets, state = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), torch.zeros(4, 2)
+    torch.set_default_dtype(BF16)
+    try:
+        kernels.cross_entropy(logits, targets, state)
+    finally:
+        torch.set_default_dtype(F32)
+    assert torch.allclose(logits[0], torch.tensor([-0.8, 0.2, 0.2, 0.2, 0.2]))
+
+
 @pytest.mark.parametrize("tiles", (2, 3))
 def test_cross_entropy_over_tiles_of_the_vocabulary_has_the_bits_of_all_of_it(tiles):
     columns = 2 * cross_entropy.BLOCK + 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -461,6 +462,34 @@ def test_parameters_of_which_nothing_is_kept_leave_the_state_of_others_alone(tmp
                 by.step()
                 one.zero_grad()
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.fixture
+def bf16_is_the_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("bf16_is_the_default")
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Lion"])
+def test_torchs_default_dtype_is_not_that_of_states_and_counts(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float32) for _ in range(2)))
+    plain = copy.deepcopy(model)
+    theirs = make_optimizer(name, list(plain.parameters()))
+    with zk.ZeroOptimizer(model, make_optimizer(name, list(model.parameters())), parameterwise=name == "Lion") as optimizer:
+        for step in range(300 if name == "AdamW" else 3):
+            x = torch.randn(4, 8, dtype=torch.float32)
+            for one, by in ((model, optimizer), (plain, theirs)):
+                one(x).square().mean().backward()
+                by.step()
+                by.zero_grad()
+            if step == 270:
+                optimizer.state[model[0].weight]["step"] += 0  # is read, and put back
+                optimizer.load_state_dict(optimizer.state_dict())
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert optimizer.state_dict()["state"][0]["step"] == step + 1
 
 
 def test_a_state_lies_in_memory_as_the_optimizer_made_it() -> None:

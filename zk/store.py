@@ -690,7 +690,7 @@ class UnitStore:
         assert self.shard is not None
         rule = self.shard.rule
         kept = rule.stored(self.scalars[index]) if index in self.scalars else rule.templates or {}  # (before the first update, to load a state into)
-        return {"step": torch.tensor(float(self.steps.get(index, 0))), **kept}
+        return {"step": torch.tensor(self.steps.get(index, 0), dtype=torch.float32), **kept}
 
     def show_state(self, index: int, name: str) -> Tensor:
         """The state ``name`` of one parameter, as a tensor of the user's: what it becomes counts. On all ranks, but for ``step``."""
@@ -747,7 +747,7 @@ class UnitStore:
                 f"{self.unit.names[index]!r} has no state before its first update, so {name!r} alone cannot be set; give all of it: "
                 "optimizer.state[param] = {...}"
             )
-        value = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
         kept = self.kept_of(index).get(name)
         shape = kept.shape if kept is not None else (self.unit.user(index) if is_dtensor(value) else self.unit.params[index]).shape
         if value.numel() != 1 if name in self.number_names else value.shape != shape:

@@ -229,7 +229,4 @@ def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, ex
     check_adam(param, grad, master, exp_avg, exp_avg_sq)
     if step.amsgrad:
         raise ValueError("this kernel has no amsgrad; zk.offload.cpu_adam.adam_ does, on any device")
-    _op(
-        param, grad, master, exp_avg, exp_avg_sq, step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.decoupled,
-        step.step, step.grad_scale, step.maximize,
-    )  # fmt: skip
+    _op(param, grad, master, exp_avg, exp_avg_sq, *(getattr(step, name) for name in AdamStep.__slots__[:-1]))  # what there is but for amsgrad

@@ -190,7 +190,7 @@ def cross_entropy(
             d *= 1 + 2 * z_loss * lse
         if smoothing:
             d -= smoothing / vocab
-        d.scatter_add_(1, at, torch.where(inside, smoothing - 1.0, 0.0))
+        d.scatter_add_(1, at, inside.to(d.dtype) * (smoothing - 1.0))
         if softcap:
             d *= 1 - (z / softcap).square_()
         if scale is not None:

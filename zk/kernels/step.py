@@ -98,7 +98,7 @@ def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tens
     if param.ndim != 1 or not param.is_contiguous():
         raise ValueError(f"param must be flat and contiguous; got {tuple(param.shape)}, strides {param.stride()}")
     for name, tensor in (("grad", grad), ("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if tensor is not None and (tensor.shape != param.shape or tensor.ndim != 1 or not tensor.is_contiguous()):
+        if tensor is not None and (tensor.shape != param.shape or not tensor.is_contiguous()):
             raise ValueError(f"{name} must be flat, contiguous and as long as param {tuple(param.shape)}; got {tuple(tensor.shape)}")
         if tensor is not None and tensor.device != param.device:
             raise ValueError(f"{name} is on {tensor.device}, param on {param.device}")

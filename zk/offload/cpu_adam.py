@@ -20,6 +20,7 @@ from torch import Tensor
 from zk import kernels, numa
 from zk.kernels import codec, reference
 from zk.kernels.eight_bit import CODES
+from zk.kernels.launch import FLOATS
 from zk.kernels.step import AdamStep, check_adam
 from zk.options import is_count
 
@@ -200,7 +201,7 @@ class CPUAdam(torch.optim.Optimizer):
             if self.state_dtype == CODES and param.dtype == torch.float16:
                 self.param_groups.pop()
                 raise ValueError("state_dtype='8bit' is for parameters in bf16 and fp32; got one in fp16, which has no 24-bit master")
-            if param.device.type != "cpu" or not param.is_contiguous() or param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            if param.device.type != "cpu" or not param.is_contiguous() or param.dtype not in FLOATS:
                 self.param_groups.pop()
                 raise ValueError(
                     f"CPUAdam takes contiguous fp32, bf16 or fp16 parameters in host memory; got {param.dtype} of shape "
@@ -211,7 +212,7 @@ class CPUAdam(torch.optim.Optimizer):
         fields = codec.state_fields(param.dtype, _MOMENTS, self.state_dtype, self.split_master)
         state = {name: torch.empty_like(param, dtype=dtype) for name, dtype in fields.items()}
         codec.start({**state, "param": param.detach()}, param.detach())
-        return {"step": torch.tensor(0.0), **state}
+        return {"step": torch.tensor(0.0, dtype=torch.float32), **state}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

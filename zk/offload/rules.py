@@ -158,6 +158,8 @@ class OwnStep(Rule):
         optimizer: the user's; its attributes are read in every update.
     """
 
+    _shape: tuple[int, ...] = (12,)  # of a parameter that is updated to see what becomes of it
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.name = optimizer, type(optimizer).__name__
         self.step: Callable[[Any], Any] = _unhooked(type(optimizer).step)  # hooks are called once a step, and not for each slice
@@ -206,7 +208,7 @@ class OwnStep(Rule):
 
     @property
     def _example(self) -> Tensor:
-        return torch.ones(12)
+        return torch.ones(self._shape, dtype=torch.float32)
 
     def _examples(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """States of the example."""
@@ -326,10 +328,6 @@ class WholeStep(OwnStep):
         self._kept: dict[Any, dict[str, Kept]] = {}  # by shape, strides and options
         self._shape = next((_smaller(param.shape, 4) for group in optimizer.param_groups for param in group["params"] if param.numel()), (3, 4))
 
-    @property
-    def _example(self) -> Tensor:
-        return torch.ones(self._shape)
-
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(self.kept(group, self._shape, self._example.stride()))
 
@@ -345,7 +343,7 @@ class WholeStep(OwnStep):
         if key not in self._kept:
             if not self._kept:
                 self._find_numbers(group)
-            value = torch.empty_strided(tuple(shape), tuple(strides), device="meta" if self.shapes else "cpu")
+            value = torch.empty_strided(tuple(shape), tuple(strides), dtype=torch.float32, device="meta" if self.shapes else "cpu")
             if self.shapes is not None:  # one in the parameter's shape has its strides
                 sizes = self.shapes(value.shape).items()
                 states = {name: torch.empty_like(value) if size == value.shape else value.new_empty(size) for name, size in sizes}
@@ -381,11 +379,11 @@ class WholeStep(OwnStep):
         """Update small parameters together, and each alone with what is kept of it packed; TypeError if that makes a difference."""
         shapes = list(dict.fromkeys(_smaller(param.shape, 64) for param in group["params"] if param.numel()))[:3]
         draws = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=draws) for shape in (*shapes, *shapes[:1])]
+        values = [torch.randn(shape, generator=draws, dtype=torch.float32) for shape in (*shapes, *shapes[:1])]
         alone, together = [_Alone(self, group, value) for value in values], self.worker(values, options_of(group), [{} for _ in values])
         params, after_one = together.param_groups[0]["params"], dict[str, Any]()
         for step in range(1, 5):
-            grads = [torch.randn(value.shape, generator=draws) for value in values]
+            grads = [torch.randn(value.shape, generator=draws, dtype=torch.float32) for value in values]
             for param, one, grad in zip(params, alone, grads, strict=True):
                 param.grad = grad.clone()
                 one.update(grad, step)

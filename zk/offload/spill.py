@@ -489,9 +489,9 @@ class FileParams(FileFields):
         """Ask for the slice; False if there is no buffer for it now."""
         return self.whole_buffers.fetch(self.piece)
 
-    def whole(self) -> Tensor:
-        """The slice (numel,), readable until ``release``."""
-        return self._open()
+    def whole(self, read: bool = True) -> Tensor:
+        """The slice (numel,), readable until ``release``; ``read=False`` if all of it is to be overwritten."""
+        return self.whole_buffers.open(self.piece, read)[: self.nbytes("param")].view(self.dtype)
 
     def release(self, after: Event = COMPLETED) -> None:
         """Done with what ``whole`` gave, once ``after`` is past."""
@@ -503,11 +503,8 @@ class FileParams(FileFields):
             if self._has(values):
                 return
             self._leave()
-        self._open(read=False).copy_(values)
+        self.whole(read=False).copy_(values)
         self.whole_buffers.evict(self.piece, changed=True)
-
-    def _open(self, read: bool = True) -> Tensor:
-        return self.whole_buffers.open(self.piece, read)[: self.nbytes("param")].view(self.dtype)
 
     def _has(self, values: Tensor) -> bool:
         """Check that ``values`` are what is there, bit for bit.
