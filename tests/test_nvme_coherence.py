@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 
@@ -150,6 +151,30 @@ def test_a_step_that_ends_half_way_says_so_until_a_state_is_loaded(tier, tmp_pat
         assert "half-way" in caplog.text
         optimizer.load_state_dict(saved)
         assert one_step(model, optimizer, 1) == want
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_training_goes_on_after_an_evaluation_that_ctrl_c_has_ended(mode, tmp_path, monkeypatch):
+    losses = []
+    for stops in (False, True):
+        torch.manual_seed(0)
+        model, count = Blocks(), 0
+        with held(model, "nvme", tmp_path) as optimizer:
+            gather = type(optimizer.comm).all_gather
+
+            def interrupted(*args: object, gather: object = gather) -> object:
+                nonlocal count
+                count += 1
+                if count == 3:
+                    raise KeyboardInterrupt
+                return gather(*args)
+
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt), mode():
+                if stops:
+                    patch.setattr(type(optimizer.comm), "all_gather", interrupted)
+                model(torch.ones(2, 16))
+            losses.append([one_step(model, optimizer, number) for number in range(3)])
+    assert losses[0] == losses[1] and count == 3
 
 
 def test_a_group_added_to_partitioned_parameters_is_taken_in(tmp_path):

@@ -83,6 +83,7 @@ def zeros(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
 class Lease:
     """A flat tensor (numel,) whose memory can be given back and taken again, while the tensor, and every view of it, stay."""
 
+    @torch.inference_mode(False)  # a new one may be needed within, and be trained with outside
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.nbytes = numel * dtype.itemsize
         self.region: mmap.mmap | None = None

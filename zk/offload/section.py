@@ -118,8 +118,7 @@ class Section:
 
     @property
     def numel(self) -> int:
-        count: int = self.whole.stop - self.whole.start
-        return count
+        return int(self.whole.stop - self.whole.start)
 
     @property
     def resting(self) -> Fields:

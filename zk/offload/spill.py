@@ -256,9 +256,7 @@ class Buffers:
     def _take(self) -> Tensor | None:
         """A buffer that can be had without waiting; None where there is none."""
         self._settle()
-        if self.free or len(self.slots) < self.count or self._give_up(State.CACHED):
-            return self._buffer()
-        return None
+        return self._buffer() if self.free or len(self.slots) < self.count or self._give_up(State.CACHED) else None
 
     def _buffer(self) -> Tensor:
         """One more buffer, for which there is room."""

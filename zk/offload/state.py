@@ -141,8 +141,7 @@ class OptimizerShard:
     def discard(self) -> None:
         """Give back the memory of a gradient that was handed over, and has been used."""
         for section in self.sections:
-            if isinstance(section.grads, FileGrads):
-                section.grads.discard()
+            section.grads.discard()
 
     # ---- update --------------------------------------------------------------------------------------------------------------
 

@@ -123,8 +123,7 @@ class HostCopies(_Resident):
 
     def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """Copies of the fields of a chunk, of any value unless ``read``."""
-        here = self.near.open(chunk).items()
-        copies = {name: field.cpu() if read else torch.empty_like(field, device="cpu") for name, field in here}
+        copies = {name: field.cpu() if read else torch.empty_like(field, device="cpu") for name, field in self.near.open(chunk).items()}
         self.opened[threading.get_ident(), chunk.start] = copies
         return copies
 
