@@ -25,7 +25,7 @@ from tests.test_nvme import Faults
 from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
 from zk.offload.spill import Buffers, FileParams, Piece, Spill
-from zk.offload.tiers import NVMeTier
+from zk.offload.tiers import Needs, NVMeTier, place
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,6 +99,16 @@ def test_copies_of_parameters_on_a_device_are_in_host_memory_and_in_its_budget(t
             assert kept + 2 * metrics["host_moments_nbytes"] / 8 <= budget
     with pretend(ThrottledLink(1e10)), pytest.raises(ValueError, match="host_budget is"):
         wrap(GPT(width=192, layers=8), tmp_path, stage=2, param_tier="device", host_budget=2 * num_params - 1)
+
+
+@pytest.mark.parametrize("budget", (40, 47, 48, 50, 54, 55, 56, 60))
+def test_buffers_and_copies_of_parameters_are_in_the_budget_together(budget: int) -> None:
+    million, needs, buffers = 10**6, [Needs(2 * 10**6, 10**6, 12, 2)] * 4, 3 * 10**6
+    config = zk.ZeroConfig(stage=2, optimizer_tier="nvme", nvme_path="/tmp", host_budget=budget * million)
+    parts = [part for _, parts in place(config, needs, torch.device("cuda"), buffers) for part in parts]
+    states = sum(12 * numel for tier, numel in parts if tier == "host")
+    assert states + 8 * million + buffers * any(tier == "nvme" for tier, _ in parts) <= budget * million
+    assert (states == 48 * million) == (budget >= 56)
 
 
 def test_a_host_budget_keeps_what_fits_parameters_first(tmp_path: Path) -> None:

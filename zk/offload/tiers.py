@@ -471,7 +471,10 @@ def place(
     param_tier, optimizer_tier, host_budget = config.param_tier, config.optimizer_tier, config.host_budget
     assert not isinstance(host_budget, str)
     room = dict(room or rooms(config, device))
-    needed = sum((param_tier != "device") * need.param_nbytes + (optimizer_tier != "device") * need.state_nbytes for need in needs)
+    needed = sum(
+        (need.numel * need.copy_nbytes if param_tier == "device" else need.param_nbytes) + (optimizer_tier != "device") * need.state_nbytes
+        for need in needs
+    )
     if buffer_nbytes is not None and host_budget is not None and needed > host_budget:
         if buffer_nbytes > host_budget:
             raise ValueError(
