@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import logging
 import os
 import shutil
@@ -242,6 +243,8 @@ def test_a_checkpoint_is_loaded_whatever_a_step_could_not_write(overlap: object,
                 for seed in range(4):
                     step(optimizer.model, optimizer, seed)
             faults.fail = {}
+            with contextlib.suppress(OSError):  # it may be the first to hear of it
+                optimizer.load_checkpoint(tmp_path / f"saved-{count}")
             optimizer.load_checkpoint(tmp_path / f"saved-{count}")
             step(optimizer.model, optimizer, 1)
 
@@ -398,6 +401,31 @@ def test_what_could_not_be_written_is_replaced_whole_or_in_part(tmp_path: Path, 
     home.write(torch.full((4096,), 5.0))
     assert home.open(home.chunks[0])["param"].unique().tolist() == [5]
     home.close(home.chunks[0], changed=False)
+    spill.close()
+
+
+def test_buffers_outlive_a_reader_and_a_write_that_ctrl_c_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    spill = Spill(lambda nbytes, _: File(tmp_path / "x", nbytes))
+    pieces = [Piece(spill.reserve(4096), 4096) for _ in range(2)]
+    spill.create()
+    buffers = Buffers(spill, 4096, 1)
+    buffers.open(pieces[0], read=False).fill_(1)
+    buffers.evict(pieces[0], changed=True)
+    buffers.open(pieces[0])  # by somebody who never comes to put it back
+    for value, puts_back in enumerate((functools.partial(buffers.evict, changed=True), buffers.keep), 2):
+        buffers.open(pieces[0]).fill_(value)
+        puts_back(pieces[0])
+        assert buffers.open(pieces[0]).unique().tolist() == [value]
+    buffers.open(pieces[0]).fill_(4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "submit", interrupted)
+        buffers.evict(pieces[0], changed=True)
+    buffers.open(pieces[1], read=False)  # takes its buffer
+    buffers.evict(pieces[1], changed=True)
+    assert buffers.open(pieces[0]).unique().tolist() == [4]
     spill.close()
 
 

@@ -647,7 +647,7 @@ def test_what_is_added_to_a_gradient_that_did_not_reach_the_drive_fails_with_it(
 class Refusing:
     """A file whose writes have failed, and a request of it."""
 
-    done = True
+    done, reported = True, False
 
     def wait(self) -> None:
         raise OSError("no")

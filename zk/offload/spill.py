@@ -15,6 +15,7 @@ import enum
 import functools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -53,7 +54,7 @@ class _Slot:
     piece: Piece
     buffer: Tensor  # (at least piece.nbytes,) uint8
     state: State = State.OPEN
-    users: int = 0  # who work on it, while it is open: one who changes it, or some who read
+    users: int = 0  # who work on it, while it is open: one who changes it, or some who read, and those that Ctrl-C has ended
     request: Event = COMPLETED  # the transfer in flight
     dirty: bool = False  # the file does not have what is here, as far as is known
 
@@ -138,11 +139,12 @@ class Spill:
             touches = start < end and offset < stop
             if not touches and not request.done:
                 continue
-            if not self.succeeds(request) and touches:
+            has_failed = not self.succeeds(request)
+            if has_failed and touches:
                 if not by_write:
                     request.wait()  # raises what went wrong
                 self.writes |= {part: request for part in ((start, offset), (end, stop)) if part[0] < part[1]}
-            if touches or request.error is None:
+            if touches or not has_failed:
                 del self.writes[start, stop]
 
     def flush(self) -> None:
@@ -203,7 +205,7 @@ class Buffers:
 
     def __init__(self, spill: Spill, nbytes: int, count: int, memory: Callable[[int], Tensor] = staging, caches: bool = False) -> None:
         self.spill, self.nbytes, self.count, self.memory, self.caches = spill, round_up(nbytes), count, memory, caches
-        self.slots: dict[int, _Slot] = {}  # by offset, oldest use first
+        self.slots = OrderedDict[int, _Slot]()  # by offset, oldest use first
         self.free: list[Tensor] = []
         self.largest = 0  # bytes of a buffer that are in use
         spill.buffers.append(self)
@@ -300,7 +302,7 @@ class Buffers:
                     return False
                 self._begin(piece, buffer, read=True)
             elif slot.state is State.CACHED:  # not to be given up before its use
-                self.slots[piece.offset] = self.slots.pop(piece.offset)
+                self.slots.move_to_end(piece.offset)
             return True
 
     def open(self, piece: Piece, read: bool = True) -> Tensor:
@@ -330,7 +332,7 @@ class Buffers:
                 self._end(piece.offset)
             slot.become(State.OPEN)
             slot.piece, slot.users = piece, 1  # a gradient that is added to becomes longer
-            self.slots[piece.offset] = self.slots.pop(piece.offset)
+            self.slots.move_to_end(piece.offset)
             return slot.buffer[: piece.nbytes]
 
     def evict(self, piece: Piece, changed: bool, after: Event = COMPLETED) -> None:
@@ -339,12 +341,13 @@ class Buffers:
             slot = self.slots.get(piece.offset)
             if slot is None or slot.state not in (State.OPEN, State.KEPT):  # Ctrl-C came before it was open, or after it was put back
                 return
-            if slot.users > 1:
-                assert not changed and after.done, f"{piece} is changed while somebody else reads it"
+            if slot.users > 1 and not changed:
+                assert after.done, f"{piece} is copied while somebody else reads it"
                 slot.users -= 1
             elif changed or slot.dirty:
+                slot.state, slot.dirty = State.KEPT, True  # where Ctrl-C ends the call that starts to write it
                 slot.request = self.spill.write(slot.buffer[: piece.nbytes], piece.offset, self)
-                slot.state, slot.dirty = State.EVICTING, True
+                slot.state = State.EVICTING
             elif after.done:
                 self._rest(piece.offset)
             else:
@@ -377,8 +380,7 @@ class Buffers:
         """Put a changed piece back, to be used again soon: it is not written before its buffer is needed."""
         with self.spill.lock:
             slot = self.slots[piece.offset]
-            assert slot.users == 1, f"{piece} is changed while somebody else reads it"
-            slot.state, slot.dirty, slot.users = State.KEPT, True, 0
+            slot.state, slot.dirty = State.KEPT, True
 
 
 # elements of one chunk of the update: big enough that one transfer runs at the drive's full speed, small enough that a few fit anywhere

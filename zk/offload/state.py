@@ -141,7 +141,8 @@ class OptimizerShard:
     def discard(self) -> None:
         """Give back the memory of a gradient that was handed over, and has been used."""
         for section in self.sections:
-            section.grads.discard()
+            if isinstance(section.grads, FileGrads):
+                section.grads.discard()
 
     # ---- update --------------------------------------------------------------------------------------------------------------
 
