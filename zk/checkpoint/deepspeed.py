@@ -96,9 +96,8 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
     """
     folder, root = _find(Path(directory)), Path(out)
     with contextlib.suppress(FileNotFoundError):
-        named = (root / folders.LATEST).read_text().strip()
+        named = (where := root / folders.LATEST).read_text().strip()
         if not named.startswith("step-"):
-            where = root / folders.LATEST
             raise ValueError(f"{where} names {named!r}, which zk did not save; give another folder, where nothing of others is replaced")
     ranks, model_files = _files(folder)
     models = [_load(path) for path in model_files]
@@ -291,6 +290,7 @@ def _trained(
 ) -> tuple[list[_Param], list[dict[str, Any]]]:
     """Parameters with optimizer state, and the groups they are in."""
     first, world = ranks[0], len(ranks)
+    take = _gathered if first.stage == 3 else _across
     if len(shapes) != len(first.flats):
         raise CheckpointError(f"{model_file} has parameters of {len(shapes)} flat buffers, and {first.path} has {len(first.flats)}")
     params = []
@@ -303,10 +303,7 @@ def _trained(
         parts = _parts(ranks, number, wanted)
         offset = 0
         for (name, shape), numel, padding in zip(names.items(), numels, paddings, strict=True):
-            if first.stage == 3:
-                kinds = {kind: _gathered(tensors, offset, numel, math.prod(shape)) for kind, tensors in parts.items()}
-            else:
-                kinds = {kind: _across(tensors, offset, offset + numel) for kind, tensors in parts.items()}
+            kinds = {kind: take(tensors, offset, numel, math.prod(shape)) for kind, tensors in parts.items()}
             params.append(_Param(name, shape, getattr(module.get(name), "dtype", torch.float32), first.steps[number], kinds))
             offset += numel + padding
     members = [[name for number in numbers for name in shapes[number]] for numbers in first.members]
@@ -333,9 +330,9 @@ def _parts(ranks: Sequence[_Rank], number: int, wanted: int) -> dict[str, list[T
     return parts
 
 
-def _across(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Elements ``start`` to ``stop`` of the ranks' parts, which lie one after the other."""
-    found = []
+def _across(tensors: Sequence[Tensor], start: int, _: int, numel: int) -> list[Tensor]:
+    """A parameter of ``numel`` elements from ``start`` on, in the ranks' parts, which lie one after the other."""
+    found, stop = [], start + numel
     for tensor in tensors:
         found.append(tensor[max(start, 0) : max(stop, 0)])
         start, stop = start - tensor.numel(), stop - tensor.numel()

@@ -98,13 +98,11 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
 def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
     """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
     numel, first = math.prod(weight.shape), weight.parts[0]
-    if first.place is not None:
+    if first.place is not None or first.order is not None:
         height, others = weight.shape[0], [slice(0, size) for size in weight.shape[1:]]
         step = max(1, PIECE_NUMEL // max(1, math.prod(weight.shape[1:])))
         for row in range(0, height, step):
             yield contents.cut(weight, "param", (slice(row, min(row + step, height)), *others)).reshape(-1)
-    elif first.order is not None:
-        yield from contents.whole(first, "param").reshape(-1).split(PIECE_NUMEL)
     else:
         for start in range(0, numel, PIECE_NUMEL):
             yield contents.elements(first, "param", slice(start, min(start + PIECE_NUMEL, numel)))

@@ -142,15 +142,12 @@ class Writer:
         """The next elements, in order, of the next tensors."""
         if tensor.numel() == 0:
             return
-        entry = self._current()
+        while self.at == self.entries[self.next].nbytes:
+            self.next, self.at = self.next + 1, 0
+        entry = self.entries[self.next]
         assert tensor.dtype == entry.dtype and self.at + tensor.nbytes <= entry.nbytes, f"{tensor.dtype} {tuple(tensor.shape)} for {entry}"
         self.at += tensor.nbytes
         self._append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
-
-    def _current(self) -> Entry:
-        while self.at == self.entries[self.next].nbytes:
-            self.next, self.at = self.next + 1, 0
-        return self.entries[self.next]
 
     def _append(self, data: Tensor) -> None:
         done = 0
@@ -292,12 +289,7 @@ def check_file(folder: Path, written: Written) -> None:
         if nbytes != written.nbytes:
             raise CheckpointError(f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or another file")
         with File(path, writable=False) as file, concurrent.futures.ThreadPoolExecutor(_IN_FLIGHT, "zk-crc") as pool:
-
-            def check(first: int) -> None:
-                for block in range(first, -(-nbytes // BLOCK_NBYTES), _IN_FLIGHT):
-                    _read_block(file, written, block)
-
-            list(pool.map(check, range(_IN_FLIGHT)))
+            list(pool.map(lambda block: _read_block(file, written, block).numel(), range(-(-nbytes // BLOCK_NBYTES))))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:

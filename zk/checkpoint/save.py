@@ -99,29 +99,30 @@ class Part:
         return opened(self.held.home, None, self.held.home.chunks[self.chunk], changes=False)
 
 
-def parts_of(optimizer: Training) -> list[Part]:
-    """All that this rank writes, in the order in which the next update changes it."""
+def parts_of(optimizer: Training, first_unit: int) -> list[Part]:
+    """All that this rank writes, in the order in which the next update changes it; ``first_unit``: the number of its first one in the manifest."""
     order, backwards = optimizer.updates.order()
     parts: list[Part] = []
     for held in dict.fromkeys((*order, *optimizer.held)):
         if optimizer.comm.replica or not held.unit.is_counted:
             continue
+        number = first_unit + held.index
         dtypes = {kind: held.unit.dtype if held.shard is None else dtype_of(held.shard.dtypes, kind) for kind in manifest.kinds_of(held)}
         for index, chunk in enumerate(held.home.chunks if held.shard is None else held.shard.chunks):
             first = held.held.start + chunk.start
             mine, _ = overlap(slice(first, held.held.start + chunk.stop), held.layout.shard(held.comm.shard_rank))
             pieces = [
-                Piece(held.index, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
+                Piece(number, kind, slice(first + begin, first + min(begin + PIECE_NUMEL, mine.stop)), dtype)
                 for begin in range(mine.start, mine.stop, PIECE_NUMEL)
                 for kind, dtype in dtypes.items()
             ]
-            pieces += _packed(held, chunk)
+            pieces += _packed(held, number, chunk)
             if pieces:
                 parts.append(Part(held, index, first, pieces))
     return parts[::-1] if backwards else parts
 
 
-def _packed(held: UnitStore, chunk: slice) -> Iterator[Piece]:
+def _packed(held: UnitStore, number: int, chunk: slice) -> Iterator[Piece]:
     """The pieces of what is kept of the whole parameters in a chunk; of those that this rank writes, as all have them at stage 0."""
     packing, layout = held.shard.packing if held.shard is not None else None, held.layout
     mine = layout.shard(held.comm.shard_rank)
@@ -129,7 +130,7 @@ def _packed(held: UnitStore, chunk: slice) -> Iterator[Piece]:
         if mine.start <= layout.offsets[index] < mine.stop:
             for name, one in held.kept_of(index).items():
                 kind = manifest.kind_of_kept(name, layout.offsets[index])
-                yield Piece(held.index, kind, slice(0, one.numel), one.dtype, (index, name))
+                yield Piece(number, kind, slice(0, one.numel), one.dtype, (index, name))
 
 
 def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
@@ -153,21 +154,13 @@ def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_rank(
-    folder: Path,
-    rank: int,
-    world: int,
-    pieces: Sequence[Piece],
-    values: Generator[Tensor],
-    buffers: Mapping[str, Tensor],
-    said: Mapping[str, Any],
-    first_unit: int = 0,
+    folder: Path, rank: int, world: int, pieces: Sequence[Piece], values: Generator[Tensor], buffers: Mapping[str, Tensor], said: Mapping[str, Any]
 ) -> None:
     """Write a rank's tensors, and what it says of them.
 
     Args:
         values: the elements of ``pieces``, one after the other.
         said: what else it says.
-        first_unit: the number that its first unit has in the manifest.
     """
     entries = [piece.entry for piece in pieces]
     entries += [Entry(f"buffer/{key}", value.dtype, tuple(value.shape)) for key, value in buffers.items()]
@@ -177,7 +170,7 @@ def write_rank(
         for value in itertools.chain(values, buffers.values()):
             writer.add(value)
         written = writer.finish()
-    places = [[first_unit + piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
+    places = [[piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
     of_file = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers)}
     write_durably(folder / words, json.dumps({**of_file, **said}, separators=(",", ":")).encode())
 
@@ -199,11 +192,11 @@ class Save:
         self.claim = optimizer.claim
         head = manifest.of_optimizer(optimizer, scheduler, extra, digests)
         head["entries"] = digests_of_entries(optimizer)
-        self.head, self.first_unit = manifest.of_all_parts(optimizer.parts, optimizer.comm.rank == 0, head)
+        self.head, first_unit = manifest.of_all_parts(optimizer.parts, optimizer.comm.rank == 0, head)
         self.said: dict[str, Any] = {"random": manifest.random_state(optimizer.device)}
         if optimizer.parts.count > 1 and optimizer.comm.rank == 0:  # has the buffers of one of several parts of the model
             self.said["part"] = optimizer.parts.part
-        self.parts = [part for part in parts_of(optimizer) if part.held.shard is not None or digests is None]
+        self.parts = [part for part in parts_of(optimizer, first_unit) if part.held.shard is not None or digests is None]
         self.buffers = dict(buffers_of(optimizer)) if optimizer.comm.rank == 0 else {}
         self.before: dict[UnitStore, Task] = {}  # the update that is part of what is saved, and still goes on
         self.unread: dict[UnitStore, Unread] = {}
@@ -258,7 +251,7 @@ class Save:
         """Write this rank's part."""
         pieces = [piece for part in self.parts for piece in part.pieces]
         try:
-            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.said, self.first_unit)
+            write_rank(beside, self.rank, self.world, pieces, self._values(), self.buffers, self.said)
         except FileNotFoundError as error:
             if beside.exists():
                 raise
