@@ -228,6 +228,31 @@ def test_buffers_and_schedulers_of_another_kind_are_refused(saved: Path) -> None
     optimizer.close()
 
 
+def ask(optimizer: zk.ZeroOptimizer, folder: Path, asks: bool) -> None:
+    """Load what is not there, if that is asked for."""
+    if asks:
+        with pytest.raises(CheckpointError, match="has no checkpoint"):
+            optimizer.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("options", ({}, {"delay_update": 0}), ids=("at once", "delayed"))
+def test_what_is_refused_leaves_gradients_states_and_delayed_updates(options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for asks in (False, True):
+        model, optimizer = made(**options)
+        train(model, optimizer, steps=2)
+        ask(optimizer, tmp_path, asks)  # the second update may not have counted yet
+        optimizer.synchronize()
+        next(iter(optimizer.state.values()))["exp_avg"].zero_()
+        ask(optimizer, tmp_path, asks)
+        optimizer.backward(loss_of(model, batch(2)))
+        ask(optimizer, tmp_path, asks)
+        optimizer.step()
+        found.append(everything(model, optimizer)[:2])
+        optimizer.close()
+    assert same(*found)
+
+
 def test_a_state_of_amsgrad_is_refused_by_an_optimizer_without(saved: Path, tmp_path: Path) -> None:
     model, optimizer = made(optimizer={"amsgrad": True})
     train(model, optimizer, steps=2)

@@ -740,10 +740,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with together(self.everyone, "load_checkpoint()"):
             self.saver.finish()
             self.updates.join()
-            self.updates.forget_delayed()
-            self._drop_gradients()
-            for held in self._trained:
-                held.shown_state.clear()
         self.saved_to, self.resume_from = Path(directory), None
         return load.load(self, Path(directory), scheduler)
 

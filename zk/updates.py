@@ -108,8 +108,9 @@ class Updates:
         due, self.delayed = self.delayed, {}
         return due
 
-    def forget_delayed(self) -> None:
-        """Drop the update that was to count: what it was for is replaced."""
+    def forget(self) -> None:
+        """Drop gradients, and the update that was to count: what they were for is replaced."""
+        self.optimizer._drop_gradients()
         for task in self._due().values():
             task.shard.drop_attempt()
             for grads in task.handed_over.values():

@@ -70,6 +70,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         if random is not None:
             check_random_state(random)
     _check_base(optimizer, manifest, targets)
+    optimizer.updates.forget()
     updated = {target.param for target in targets if target.latest.steps}
     frozen = [param for param in optimizer.frozen if param in updated]
     if frozen:
@@ -80,8 +81,8 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         _fill_all(optimizer, manifest, targets)
         for target in targets:
             held, index, latest = target.held, target.index, target.latest
-            for counts in (held.steps, held.scalars):
-                counts.pop(index, None)
+            for kept in (held.steps, held.scalars, held.shown_state):
+                kept.pop(index, None)
             if latest.steps and held.shard is not None:
                 held.steps[index] = latest.steps
                 if latest.scalars is not None:
