@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -494,3 +495,20 @@ def test_a_checkpoint_of_one_mesh_goes_on_in_another_and_in_one_process(folder: 
     for name in ("(2, 2)", "of two dimensions"):
         exported = export(Path(folder, name), Path(folder, f"weights of {name}"))
         compare(load_file(exported.files[0]), before)
+
+
+def buffers_of_ranks_backwards(folder: str) -> float:
+    """The mesh has the ranks in another order than the world."""
+    rank, alone = dist.get_rank(), [dist.new_group([other]) for other in range(2)]
+    mesh, model = DeviceMesh(DEVICE.type, [1, 0]), nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4, device=DEVICE), mesh, [Shard(0)]))
+    model.register_buffer("seen", torch.tensor(float(rank), device=DEVICE))
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=1, process_group=alone[rank]) as optimizer:
+        optimizer.save_checkpoint(folder)
+        model.seen.fill_(9)
+        optimizer.load_checkpoint(folder)
+    return model.seen.item()
+
+
+def test_buffers_come_back_to_the_part_that_had_them(tmp_path: Path) -> None:
+    assert run_world(2, buffers_of_ranks_backwards, [str(tmp_path)]) == [[0.0, 1.0]]

@@ -378,9 +378,9 @@ class Manifest:
 
         Each part has saved its own.
         """
-        saved = [said for said in self.ranks if "part" in said] or self.ranks[:1]  # checkpoints of one part do not say so
+        saved = {said["part"]: said for said in self.ranks if "part" in said} or {0: self.ranks[0]}  # checkpoints of one part do not say so
         found: dict[str, list[str]] = {}
-        for said in saved[part : part + 1] if len(saved) == count else saved:
+        for said in [saved[part]] if len(saved) == count else saved.values():
             for name in said["buffers"]:
                 found.setdefault(name, []).append(said["file"])
         return found
