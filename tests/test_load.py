@@ -538,3 +538,14 @@ def test_what_fails_on_one_rank_is_heard_by_name_on_all(two_ranks: dict[Any, lis
         assert found["again"] == [True]
         assert "groups" in found["state"]
     assert "on rank 1" in ours["reading"] and "on rank 1" in ours["state"]
+
+
+def test_a_state_that_was_loaded_stays_as_it_was() -> None:
+    """A scheduler writes to a learning rate that is a tensor."""
+    model = nn.Linear(2, 2)
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))) as optimizer:
+        state = copy.deepcopy(optimizer.state_dict())
+        for _ in range(2):
+            optimizer.load_state_dict(state)
+            assert optimizer.param_groups[0]["lr"] == 0.5
+            optimizer.param_groups[0]["lr"].mul_(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections import defaultdict
@@ -90,7 +91,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     with_values = all("master" in states.get(key, {}) for key in keys) and all(held.shard is None or held.shard.has_master for held in optimizer.held)
     with optimizer.integrity.replacing("load_state_dict()", ("state", "parameters") if with_values else ("state",)):
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})  # the state stays the caller's
         for held in optimizer._trained:
             held.settle()
         with all_of_them():  # all of it, before ranks exchange anything
