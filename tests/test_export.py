@@ -213,3 +213,25 @@ def test_a_folder_that_is_there_and_empty_is_filled(tmp_path: Path, monkeypatch:
     export(tmp_path / "saved", link, shard_nbytes=1000)
     found = sorted(path.name for path in Path().iterdir())
     assert found[-1] == "model.safetensors.index.json" and len(found) > 2
+
+
+class Mixed(nn.Module):
+    """A layer, and numbers of other kinds beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.rows = nn.Parameter(torch.arange(1000, 1010), requires_grad=False)
+        self.chosen = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_numbers_that_are_not_of_floating_point_are_not_cast(stage: int, tmp_path: Path) -> None:
+    model = Mixed()
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.layer.parameters()), stage=stage) as optimizer:
+        optimizer.save_checkpoint(tmp_path / "saved")
+        written = load_file(export(tmp_path / "saved", tmp_path / "out", torch.bfloat16).files[0])
+        for found in (written, optimizer.consolidated_state_dict("bf16")):
+            assert found["layer.weight"].dtype == torch.bfloat16
+            assert found["rows"].tolist() == list(range(1000, 1010)) and found["chosen"].tolist() == [True, False]
+            assert (found["rows"].dtype, found["chosen"].dtype) == (torch.int64, torch.bool)

@@ -750,7 +750,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The whole model in host memory, by the names of ``model.state_dict()``: for models of which the host has room for. On all ranks.
 
         Args:
-            dtype: of the parameters: "fp32" gives the masters, None what each is trained in. Buffers stay as they are.
+            dtype: of the parameters: "fp32" gives the masters, None what each is trained in. Integers, codes and buffers stay as they are.
             rank0_only: the other ranks take part and get an empty dict, so a machine holds the model once.
             names: of parameters that are wanted, as in ``model.state_dict()``; units without any of them are not gathered. None: all.
 

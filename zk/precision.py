@@ -20,7 +20,7 @@ _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_m
 
 
 # what a cast changes: a tensor of another dtype holds codes or scales, whose values are lost in a cast
-_CAST = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ def stored_dtypes(
     kept.update(inner for param in filter(has_codes, model.parameters()) for _, inner in inner_tensors(param))
     cast = dict.fromkeys(model.buffers(), computes or dtype)
     return {
-        tensor: cast.get(tensor, dtype) if tensor.dtype in _CAST and tensor not in kept else tensor.dtype for _, tensor in _named(model)
+        tensor: cast.get(tensor, dtype) if tensor.dtype in CASTABLE and tensor not in kept else tensor.dtype for _, tensor in _named(model)
     }
 
 

@@ -19,6 +19,7 @@ from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync
 from zk.checkpoint.load import Contents, find
 from zk.checkpoint.manifest import Manifest, Weight
 from zk.checkpoint.save import PIECE_NUMEL
+from zk.precision import CASTABLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     Args:
         checkpoint: what ``save_checkpoint`` was given (the latest one is taken), or the folder of one step.
         out: must not exist, or be empty (but for hidden files).
-        dtype: of all parameters (masters are rounded once); None keeps each in the precision it was trained in. Buffers stay as they are.
+        dtype: of parameters (masters are rounded once); None keeps each in the precision it was trained in. Integers, codes and buffers stay as
+            they are.
         shard_nbytes: a file is closed before it gets larger than this, if it has more than one tensor.
 
     A tied weight is written once; the header of its file says which other names it has. Frozen parameters that the checkpoint was saved
@@ -60,7 +62,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
     shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
     beside.mkdir(parents=True)
     with undone(shutil.rmtree, beside, ignore_errors=True), Contents(manifest) as contents:
-        entries = [Entry(name, dtype or getattr(torch, weight.dtype), weight.shape) for name, weight in weights.items()]
+        entries = [Entry(name, dtype if dtype and weight.dtype in CASTABLE else weight.dtype, weight.shape) for name, weight in weights.items()]
         entries += [dataclasses.replace(entry, key=name) for name in contents.buffers if (entry := contents.buffer_entry(name)) is not None]
         files = shards(entries, shard_nbytes)
         for name, shard in files.items():

@@ -331,7 +331,7 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # in which it computed
+    dtype: torch.dtype  # in which it computed
     parts: list[Saved]
 
 
@@ -401,7 +401,7 @@ class Manifest:
                 elif tile is not None and shape != tuple(cut.stop - cut.start for cut in tile.place):
                     tile = None
                 whole, whole_shape, place = (tile.whole, tile.shape, tile.place) if tile is not None else (name, shape, None)
-                weight = found.setdefault(whole, Weight(whole, whole_shape, param["dtype"], []))
+                weight = found.setdefault(whole, Weight(whole, whole_shape, getattr(torch, param["dtype"]), []))
                 kept = {key: (tuple(size), dtype) for key, (size, dtype) in param.get("kept", {}).items()}
                 own = {kind: _moved(pieces.get((number, kind), ()), offset, math.prod(shape)) for kind in unit["kinds"]}
                 own |= {key: pieces.get((number, kind_of_kept(key, offset)), []) for key in kept}

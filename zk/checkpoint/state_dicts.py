@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from zk.checkpoint import base, save
 from zk.checks import check_group, check_options, check_scale_and_counters
 from zk.logs import log
-from zk.owners import inner_tensors, is_coded, is_dtensor, rebuilt
+from zk.owners import has_codes, inner_tensors, is_coded, is_dtensor, rebuilt
 from zk.parallel.comm import together
 from zk.parallel.model_parallel import is_first_part, join_parts
+from zk.precision import CASTABLE
 from zk.tiles import pieces_of
 
 
@@ -137,13 +138,13 @@ def consolidated(optimizer: Any, wanted: torch.dtype | None, rank0_only: bool, n
     all_named, tiles = optimizer.model.named_parameters(remove_duplicate=False), pieces_of(optimizer.model)
     shown = ((name, tiles[name].whole if name in tiles else name, param) for name, param in all_named)
     chosen = [(name, shown_as, param) for name, shown_as, param in shown if names is None or shown_as in names]
-    coded = {tensor: is_coded(param) for _, _, param in chosen for _, tensor in inner_tensors(param)}
+    as_is = {tensor: has_codes(param) or tensor.dtype not in CASTABLE for _, _, param in chosen for _, tensor in inner_tensors(param)}
     for held in optimizer.held:
-        if coded.keys().isdisjoint(held.unit.params):
+        if as_is.keys().isdisjoint(held.unit.params):
             continue
         for param, values in held.masters().items():
-            if param in coded and (is_kept or held.unit.around):
-                full[param] = values.to("cpu", held.unit.dtype if wanted is None or coded[param] else wanted).contiguous()
+            if param in as_is and (is_kept or held.unit.around):
+                full[param] = values.to("cpu", held.unit.dtype if wanted is None or as_is[param] else wanted).contiguous()
         held.unpin()
     join_parts(optimizer.model, full)
     with optimizer.partition.reading():
