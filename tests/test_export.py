@@ -235,3 +235,20 @@ def test_numbers_that_are_not_of_floating_point_are_not_cast(stage: int, tmp_pat
             assert found["layer.weight"].dtype == torch.bfloat16
             assert found["rows"].tolist() == list(range(1000, 1010)) and found["chosen"].tolist() == [True, False]
             assert (found["rows"].dtype, found["chosen"].dtype) == (torch.int64, torch.bool)
+
+
+def test_a_module_that_has_two_names_has_its_buffers_under_both(tmp_path: Path) -> None:
+    def built() -> nn.Module:
+        norm = nn.BatchNorm1d(4)
+        return nn.Sequential(norm, nn.Linear(4, 4), norm)
+
+    model, again = built(), built()
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters())) as optimizer:
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        found = optimizer.consolidated_state_dict()
+        assert found.keys() == model.state_dict().keys()
+        again.load_state_dict(found)
+        optimizer.save_checkpoint(tmp_path)
+        optimizer.load_checkpoint(tmp_path)
+    assert torch.equal(again[2].running_mean, model[0].running_mean)

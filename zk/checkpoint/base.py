@@ -73,7 +73,7 @@ def digests_of_entries(optimizer: Training) -> dict[str, str]:
     found: dict[str, str] = {}
     for module, name, value in entries:
         params = [tensor for param in module._parameters.values() if param is not None for _, tensor in inner_tensors(param)]
-        stays = [optimizer.units[param][0].shard is None if param in optimizer.units else False for param in params]  # type: ignore[index]
+        stays = [param in optimizer.units and optimizer.units[param][0].shard is None for param in params]  # type: ignore[index]
         if isinstance(value, Tensor) and stays and all(stays):
             found[name] = digest_of(value)
     return found

@@ -50,9 +50,9 @@ def find(path: Path) -> Path:
     found = folders.find(path)
     if found is None:
         hint = ""
-        if path.is_dir() and any(path.glob("rank-*.safetensors")):
+        if any(path.glob("rank-*.safetensors")):
             hint = "; its manifest.json is gone: copy the checkpoint once more, or load an earlier one"
-        elif path.is_dir() and any(path.glob("*.safetensors*")):
+        elif any(path.glob("*.safetensors*")):
             hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
         raise CheckpointError(f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}")
     return found

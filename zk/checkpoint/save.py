@@ -133,13 +133,13 @@ def _packed(held: UnitStore, number: int, chunk: slice) -> Iterator[Piece]:
                 yield Piece(number, kind, slice(0, one.numel), one.dtype, (index, name))
 
 
-def buffers_of(optimizer: Training) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that state_dict() has, by name, once each; and parameters that came to the model after the optimizer was made, such as averages.
+def buffers_of(optimizer: Training, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that state_dict() has, by name, once each, or under ``all_names`` of their modules; and parameters that came later, such as averages.
 
     Another object over a parameter's own memory is no other parameter (PEFT's DoRA makes such of bitsandbytes' codes).
     """
     known = {held.full.untyped_storage()._cdata for held in optimizer.held}
-    for prefix, module in optimizer.model.named_modules():
+    for prefix, module in optimizer.model.named_modules(remove_duplicate=not all_names):
         for name, param in module._parameters.items():
             if param is None or any(tensor in optimizer.units for _, tensor in inner_tensors(param)):
                 continue

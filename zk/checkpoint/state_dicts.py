@@ -25,10 +25,10 @@ from zk.tiles import pieces_of
 def export(optimizer: Any) -> dict[str, Any]:
     """See ``ZeroOptimizer.state_dict``."""
     optimizer._check_open()
-    if not optimizer.integrity.interrupted:
-        optimizer.updates.settle()
     if optimizer.integrity.interrupted:
         log.warning("this state_dict() is of mixed parameters and state: %s", optimizer.integrity.interrupted)
+    else:
+        optimizer.updates.settle()
     optimizer._keep_state()
     if optimizer.asked:
         for held in optimizer._trained:
@@ -158,5 +158,5 @@ def consolidated(optimizer: Any, wanted: torch.dtype | None, rank0_only: bool, n
             whole[tiles[name].place] = full[param]
         elif all(tensor in full for _, tensor in inner_tensors(param)):
             named[name] = full[next(inner_tensors(param))[1]] if is_dtensor(param) else rebuilt(param, full.__getitem__)
-    beside = {**added, **dict(save.buffers_of(optimizer))}
+    beside = {**added, **dict(save.buffers_of(optimizer, all_names=True))}
     return {**named, **{name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in beside.items()}}
