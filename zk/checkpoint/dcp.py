@@ -67,17 +67,15 @@ class Place:
     comm: Group
 
     @classmethod
-    def of(cls, held: Any, index: int) -> Place:
+    def of(cls, held: Any, index: int, kept: Kept | None = None) -> Place:
+        """Of a parameter, or of what one rank has ``kept`` of a whole one."""
         assert isinstance(held.comm, Group)
-        pieces = (held.layout.part(index, held.layout.shard(rank))[1] for rank in range(held.comm.shards))
-        return cls(held.unit.params[index].shape, held.unit.orders.get(index), tuple(pieces), held.index, held.comm)
-
-    @classmethod
-    def of_kept(cls, held: Any, index: int, kept: Kept) -> Place:
-        """Of what one rank keeps of a whole parameter."""
-        assert isinstance(held.comm, Group)
-        owners = (index in held.shard.packing_of(rank).offsets for rank in range(held.comm.shards))
-        return cls(torch.Size(kept.shape), None, tuple(slice(0, kept.numel * owns) for owns in owners), held.index, held.comm)
+        ranks = range(held.comm.shards)
+        if kept is None:
+            pieces = tuple(held.layout.part(index, held.layout.shard(rank))[1] for rank in ranks)
+            return cls(held.unit.params[index].shape, held.unit.orders.get(index), pieces, held.index, held.comm)
+        pieces = tuple(slice(0, kept.numel * (index in held.shard.packing_of(rank).offsets)) for rank in ranks)
+        return cls(torch.Size(kept.shape), None, pieces, held.index, held.comm)
 
     @property
     def mine(self) -> slice:
@@ -214,7 +212,7 @@ def part_of(held: Any, index: int, read: Callable[[slice], Tensor]) -> Part:
 def part_of_kept(held: Any, index: int, kept: Kept, value: Tensor | None) -> Part:
     """The same of what is kept of a whole parameter, of which this rank has the ``value``, or nothing."""
     flat = torch.empty(0, dtype=kept.dtype) if value is None else value.cpu().reshape(-1).clone()
-    return Part.make(flat, Place.of_kept(held, index, kept))
+    return Part.make(flat, Place.of(held, index, kept))
 
 
 def values_of(value: DTensor, held: Any, index: int, kept: Kept | None = None) -> Tensor:
@@ -222,7 +220,7 @@ def values_of(value: DTensor, held: Any, index: int, kept: Kept | None = None) -
 
     For a DTensor that is this rank's part of it. ``kept``: describes what is kept of a whole parameter.
     """
-    if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index) if kept is None else Place.of_kept(held, index, kept)):
+    if isinstance(value, Part) and value.place.is_cut_as(Place.of(held, index, kept)):
         return value._local_tensor
     user = held.unit.user(index)
     if is_dtensor(user) and not isinstance(value, Part) and value.shape == user.shape:

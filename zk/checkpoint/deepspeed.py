@@ -114,8 +114,8 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
             raise TypeError("a buffer is no tensor")
         tied = {str(name): str(kept) for name, kept in (model.get("shared_params") or {}).items()}
         taken, skipped = int(model["global_steps"]), int(model["skipped_steps"])
-        kept = {"version": first.version, "stage": first.stage, "world": first.world, "global_steps": taken}
-        extra = {"deepspeed": {**kept, "lr_scheduler": manifest.plain(model.get("lr_scheduler"), "lr_scheduler")}}
+        scheduler = manifest.plain(model.get("lr_scheduler"), "lr_scheduler")
+        kept = {"version": first.version, "stage": first.stage, "world": first.world, "global_steps": taken, "lr_scheduler": scheduler}
     head = {
         "format": manifest.FORMAT,
         "version": manifest.VERSION,
@@ -127,7 +127,7 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
         "groups": groups,
         "units": [_unit(param) for param in params],
         "scheduler": None,
-        "extra": extra,
+        "extra": {"deepspeed": kept},
         "tied": tied,
         "model_config": None,
     }

@@ -138,9 +138,9 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, (str, int)) for key in value):
             raise TypeError(f"{what} has keys that are neither strings nor numbers; a checkpoint keeps what JSON can hold")
-        if "__items__" in value or any(isinstance(key, int) for key in value):  # JSON would make strings of them
-            return {"__items__": [[key, plain(item, f"{what}[{key!r}]")] for key, item in value.items()]}
-        return {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+        items = {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+        is_by_number = "__items__" in value or any(isinstance(key, int) for key in value)  # JSON would make strings of them
+        return {"__items__": [*map(list, items.items())]} if is_by_number else items
     raise TypeError(f"{what} is a {type(value).__name__}; a checkpoint keeps what JSON can hold: numbers, strings, lists, dicts")
 
 
