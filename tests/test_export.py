@@ -19,10 +19,11 @@ import zk
 from tests.models import GPT
 from tests.test_checkpoint import SETTINGS, make, snapshot, train
 from tests.world import run_world
-from zk.checkpoint import CheckpointError
+from zk.checkpoint import CheckpointError, base
 from zk.checkpoint.export import export
 from zk.cli import app
 from zk.offload import rules
+from zk.store import State, UnitStore
 
 
 def saved(setting: str, folder: Path, variant: str = "tied", **options: object) -> tuple[GPT, zk.ZeroOptimizer]:
@@ -252,3 +253,18 @@ def test_a_module_that_has_two_names_has_its_buffers_under_both(tmp_path: Path) 
         optimizer.save_checkpoint(tmp_path)
         optimizer.load_checkpoint(tmp_path)
     assert torch.equal(again[2].running_mean, model[0].running_mean)
+
+
+@pytest.mark.parametrize("what", ("consolidated", "digests"))
+def test_what_was_gathered_to_be_read_is_released_after_ctrl_c(what: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model[0].requires_grad_(False)
+    tiers = {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "dtype": "bf16", "units": [nn.Linear]}
+    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **tiers) as optimizer:
+        interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+        where = (UnitStore, "whole_of") if what == "consolidated" else (base, "digest_of")
+        with mock.patch.object(*where, interrupted), pytest.raises(KeyboardInterrupt):
+            optimizer.consolidated_state_dict() if what == "consolidated" else optimizer.save_checkpoint(tmp_path, frozen=False)
+        model(torch.ones(2, 8)).float().sum().backward()
+        optimizer.step()
+        assert [held.unit.name for held in optimizer.held if held.state is not State.RELEASED] == []

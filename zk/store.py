@@ -612,12 +612,12 @@ class UnitStore:
         self.arrive()
         self.digests = None
         if self.shard is None:
-            self.pin()
+            self.gather()
             for index, make in values.items():
                 self.full[self.layout.whole(index)] = self.unit.flat(index, make())
             if self.is_partitioned:
                 self._write_home()
-            self.unpin()
+            self.release()
             return
         self.adopt_writes()
         self.settle()
@@ -638,7 +638,7 @@ class UnitStore:
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the parameters in full precision, with what the user has written."""
         self.adopt_writes()
-        self.pin()
+        self.gather()
         exact = self.whole_of(functools.partial(self.shard.get_state, "master")) if self.shard is not None else self.full
         return {param: self.unit.shaped(index, exact[self.layout.whole(index)]).clone() for index, param in enumerate(self.unit.params)}
 

@@ -40,13 +40,13 @@ def digests(optimizer: Training) -> dict[str, str]:
         if held.digests is None or held.written_since(None):
             held.arrive()
             held.adopt_writes()
-            held.pin()
+            held.gather()
             held.digests = {
                 name: digest_of(param.to(held.unit.dtype) if held.unit.is_widened else param)
                 for index, (name, param) in enumerate(zip(held.unit.names, held.unit.params, strict=True))
                 if index % optimizer.comm.world == optimizer.comm.rank
             }
-            held.unpin()
+            held.release()
         mine |= held.digests
     everywhere = optimizer.comm.exchange(json.dumps(mine), "comparing what is frozen")
     return {name: digest for said in everywhere for name, digest in json.loads(said).items()}

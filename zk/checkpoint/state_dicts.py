@@ -145,7 +145,7 @@ def consolidated(optimizer: Any, wanted: torch.dtype | None, rank0_only: bool, n
         for param, values in held.masters().items():
             if param in as_is and (is_kept or held.unit.around):
                 full[param] = values.to("cpu", held.unit.dtype if wanted is None or as_is[param] else wanted).contiguous()
-        held.unpin()
+        held.release()
     join_parts(optimizer.model, full)
     with optimizer.partition.reading():
         added = {name: value for _, name, value in base.entries_of(optimizer.model) if names is None or name in names}
