@@ -91,8 +91,7 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
             group.update(_options(saved, group))
         optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
         optimizer.counters.update(manifest.head["counters"])
-        if scheduler is not None:
-            scheduler.load_state_dict(_as_here(revived(manifest.head["scheduler"]), scheduler.state_dict()))
+        set_scheduler(scheduler, manifest.head["scheduler"])
         if random is not None:
             set_random_state(random, optimizer.device)
     return revived(manifest.head["extra"])
@@ -106,6 +105,12 @@ def load_model(optimizer: Training, path: Path) -> None:
     _check_base(optimizer, manifest, targets)
     with optimizer.integrity.replacing(f"loading {manifest.folder}"):
         _fill_all(optimizer, manifest, targets)
+
+
+def set_scheduler(scheduler: Any, state: Any) -> None:
+    """Give a scheduler, if there is one, the state of one of its kind, as a manifest has it."""
+    if scheduler is not None:
+        scheduler.load_state_dict(_as_here(revived(state), scheduler.state_dict()))
 
 
 def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

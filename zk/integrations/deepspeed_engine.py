@@ -314,8 +314,8 @@ class Engine(nn.Module):
             return None, None
         imported = ((Manifest.read(load.find(folder)).head["extra"] or {}).get("deepspeed") or {}).get("lr_scheduler")
         extra = self.optimizer.load_checkpoint(folder, scheduler=self.lr_scheduler if imported is None else None) or {}
-        if imported is not None and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(imported)
+        if imported is not None:
+            load.set_scheduler(self.lr_scheduler, imported)
         self.micro_steps = self.global_steps * self._sizes.accumulation
         return str(folder), extra.get("client_state", {})
 
