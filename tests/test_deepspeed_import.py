@@ -228,6 +228,16 @@ def test_what_deepspeed_kept_of_a_scheduler_comes_back(tmp_path: Path) -> None:
     optimizer.close()
 
 
+def test_what_the_user_had_deepspeed_keep_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = copied("zero2-bf16", tmp_path)
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda saved: saved.update(epoch=3, best={"loss": 0.5}, draws=torch.arange(3)))
+    import_deepspeed(folder, tmp_path / "out")
+    assert "client_state['draws'] is a Tensor" in caplog.text
+    _, optimizer = make("zero2-bf16", 0)
+    assert optimizer.load_checkpoint(tmp_path / "out")["client_state"] == {"epoch": 3, "best": {"loss": 0.5}}
+    optimizer.close()
+
+
 # ---- any world size ----------------------------------------------------------------------------------------------------------
 
 

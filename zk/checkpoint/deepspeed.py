@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import pickle
@@ -29,6 +30,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zk.checkpoint import folders, manifest, save
 from zk.checkpoint.files import CheckpointError, undone
+from zk.logs import rank_log
 from zk.offload.rules import AdamRule
 
 _OURS = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_00_(optim|model)_states\.pt|mp_rank_00_model_states\.pt")
@@ -89,7 +91,8 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
 
     Weights and Adam's moments in fp32, steps, options of the groups, loss scale and buffers are taken over. The optimizer that loads them has the
     same groups, in any order within each. What DeepSpeed kept of the learning rate scheduler is in what ``load_checkpoint`` returns, as
-    ``["deepspeed"]["lr_scheduler"]``. Random numbers are not in DeepSpeed's checkpoints. Model, pipeline and expert parallel ones are refused.
+    ``["deepspeed"]["lr_scheduler"]``; so is the user's ``["client_state"]``, as far as JSON can hold it. Random numbers are not in
+    DeepSpeed's checkpoints. Model, pipeline and expert parallel ones are refused.
 
     Raises CheckpointError, with the file's name, if any of it is missing, damaged, of another checkpoint or no plain data; OSError if there is
     no room. Nothing is left in ``out`` then.
@@ -113,6 +116,12 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
         if not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError("a buffer is no tensor")
         tied = {str(name): str(kept) for name, kept in (model.get("shared_params") or {}).items()}
+        client = dict[str, Any]()
+        for key in list(itertools.dropwhile(lambda key: key != "ds_version", model))[1:]:  # what DeepSpeed puts behind its own
+            try:
+                client[key] = manifest.plain(model[key], f"client_state[{key!r}]")
+            except TypeError as error:
+                rank_log.warning("%s: left out, as %s", model_files[0], error)
         taken, skipped = int(model["global_steps"]), int(model["skipped_steps"])
         scheduler = manifest.plain(model.get("lr_scheduler"), "lr_scheduler")
         kept = {"version": first.version, "stage": first.stage, "world": first.world, "global_steps": taken, "lr_scheduler": scheduler}
@@ -127,7 +136,7 @@ def import_deepspeed(directory: str | os.PathLike[str], out: str | os.PathLike[s
         "groups": groups,
         "units": [_unit(param) for param in params],
         "scheduler": None,
-        "extra": {"deepspeed": kept},
+        "extra": {"client_state": client, "deepspeed": kept},
         "tied": tied,
         "model_config": None,
     }

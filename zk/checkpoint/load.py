@@ -403,9 +403,7 @@ class Contents(contextlib.ExitStack):
 
     def kept(self, weight: Weight, part: Saved, name: str, like: Tensor) -> Tensor:
         """A state of a whole parameter, shaped as ``like``. Zeros of one that it has not."""
-        if part.as_kind(name) is None:
-            return torch.zeros_like(like)
-        if part.described(name)[0] == weight.shape:
+        if like.shape == weight.shape:
             return self.cut(weight, name, None)
         return self.elements(part, name, slice(0, like.numel())).view(like.shape)
 
@@ -475,9 +473,8 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
                 stop = min(start + save.PIECE_NUMEL, chunk.stop)
                 exact = {kind: values(kind, start, stop, torch.float32) for kind in kinds_of(held)}
                 codec.write(part_of(fields, slice(start - chunk.start, stop - chunk.start)), exact)
-            packing = held.shard.packing
-            for index in packing.inside(chunk) if packing is not None else ():
-                assert packing is not None
-                for name, view in packing.views(index, fields[PACKED], chunk).items():
-                    view.copy_(contents.kept(targets[index].weight, targets[index].parts[0], name, view))
+            if (packing := held.shard.packing) is not None:
+                for index in packing.inside(chunk):
+                    for name, view in packing.views(index, fields[PACKED], chunk).items():
+                        view.copy_(contents.kept(targets[index].weight, targets[index].parts[0], name, view))
     held.shard.upload()

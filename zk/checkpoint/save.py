@@ -171,8 +171,8 @@ def write_rank(
             writer.add(value)
         written = writer.finish()
     places = [[piece.unit, piece.kind, piece.elements.start, piece.elements.stop, piece.entry.key] for piece in pieces]
-    of_file = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers)}
-    write_durably(folder / words, json.dumps({**of_file, **said}, separators=(",", ":")).encode())
+    of_file = {"rank": rank, "file": tensors, "written": written.as_json(), "pieces": places, "buffers": sorted(buffers), **said}
+    write_durably(folder / words, json.dumps(of_file, separators=(",", ":")).encode())
 
 
 class Save:

@@ -137,7 +137,7 @@ def consolidated(optimizer: Any, wanted: torch.dtype | None, rank0_only: bool, n
     full: dict[Tensor, Tensor] = {}
     all_named, tiles = optimizer.model.named_parameters(remove_duplicate=False), pieces_of(optimizer.model)
     shown = ((name, tiles[name].whole if name in tiles else name, param) for name, param in all_named)
-    chosen = [(name, shown_as, param) for name, shown_as, param in shown if names is None or shown_as in names]
+    chosen = [entry for entry in shown if names is None or entry[1] in names]
     as_is = {tensor: has_codes(param) or tensor.dtype not in CASTABLE for _, _, param in chosen for _, tensor in inner_tensors(param)}
     for held in optimizer.held:
         if as_is.keys().isdisjoint(held.unit.params):
