@@ -53,6 +53,18 @@ def test_the_line_names_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> N
         assert stop.line(optimizer).endswith(f"resume from {tmp_path / 'step-00000001'}, which is of step 1")
 
 
+def test_a_checkpoint_may_have_any_name(tmp_path: Path) -> None:
+    with made() as optimizer:
+        step(optimizer)
+        optimizer.save_checkpoint(tmp_path).rename(tmp_path / "best")
+        optimizer.load_checkpoint(tmp_path / "best")
+        assert stop.line(optimizer) == f"stopped after step 1; resume from {tmp_path / 'best'}"
+    (tmp_path / "best").rename(tmp_path / ".step-00000001.replaced")  # as a crash between two renames leaves it
+    with made() as optimizer:
+        optimizer.load_checkpoint(tmp_path)
+        assert stop.line(optimizer).endswith(f"resume from {tmp_path}")
+
+
 def test_other_interruptions_keep_their_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: seen.append(kind))

@@ -22,7 +22,7 @@ _TRAINING: weakref.WeakSet[Any] = weakref.WeakSet()
 def watch(optimizer: Any) -> None:
     """Tell of this ZeroOptimizer when the program is interrupted."""
     _TRAINING.add(optimizer)
-    if getattr(sys.excepthook, "of_zk", None) is None:
+    if not hasattr(sys.excepthook, "of_zk"):
         sys.excepthook = _hook_before(sys.excepthook)
 
 
@@ -49,11 +49,11 @@ def tell() -> bool:
 
 def line(optimizer: Any) -> str:
     """The step after which an optimizer is, and the checkpoint to resume from: the newest one that is whole."""
-    steps = optimizer.counters["steps"] + optimizer.counters["skipped_steps"]
-    root = optimizer.saved_to
-    found = None
+    steps = sum(optimizer.counters.values())
+    root, found = optimizer.saved_to, None
     with contextlib.suppress(ValueError):  # it is damaged
-        found = None if root is None else folders.find(root)
-    if found is None:
+        found = root and folders.find(root)
+    if not found:
         return f"stopped after step {steps}; there is no checkpoint to resume from"
-    return f"stopped after step {steps}; resume from {optimizer.resume_from or root}, which is of step {int(found.name.removeprefix('step-'))}"
+    step = found.name.removeprefix("step-")  # of a copy it may be any name
+    return f"stopped after step {steps}; resume from {optimizer.resume_from or root}{f', which is of step {int(step)}' if step.isdecimal() else ''}"
