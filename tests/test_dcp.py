@@ -236,6 +236,22 @@ def test_what_torch_asks_for_changes_nothing() -> None:
         assert_equal(exact(optimizer), exact(other))
 
 
+@pytest.mark.parametrize("dtype", ("bf16", "fp32"))
+def test_states_may_be_assigned_once_torch_has_asked_for_them(dtype: str) -> None:
+    (model, optimizer), (other_model, other) = Job(2, dtype=dtype).build(0), Job(2, dtype=dtype).build(0)
+    for one, its in ((model, optimizer), (other_model, other)):
+        train(one, its, 0, BEFORE)
+    assert optimizer.state
+    for state in optimizer.state.values():
+        assert ("master" in state) == (dtype == "bf16")
+        for name, value in state.items():
+            state[name] = value.clone()
+    with pytest.raises(KeyError, match="keep what is your own"):
+        state["master" if dtype == "fp32" else "mine"] = torch.zeros(1)
+    assert train(model, optimizer, BEFORE, AFTER) == train(other_model, other, BEFORE, AFTER)
+    assert_equal(exact(optimizer), exact(other))
+
+
 def test_a_parameter_that_was_never_used_is_loaded_as_such(tmp_path: Path) -> None:
     want = finished(Job(1, "unused"))
     save(Job(1, "unused"), tmp_path)

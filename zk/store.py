@@ -738,7 +738,8 @@ class UnitStore:
 
     def replace_state(self, index: int, name: str, value: Any) -> None:
         """The state ``name`` of one parameter becomes what ``value`` is until ``keep_state``."""
-        self.check_state_names(index, (name,))
+        if name != "master" or self.shard is None or not self.shard.has_master:  # (which is shown once torch has asked if there is state)
+            self.check_state_names(index, (name,))
         if value is None:  # torch's SGD begins so
             self.forget_state(index)
             return
