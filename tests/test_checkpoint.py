@@ -183,6 +183,16 @@ def run_async(case: tuple[str, str]) -> list[float]:
     return losses
 
 
+def test_a_save_that_is_interrupted_as_it_begins_is_waited_for_by_no_update(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make("0-host", tmp_path)
+    interrupted = mock.patch.object(save, "Unread", mock.Mock(side_effect=[mock.DEFAULT, KeyboardInterrupt], wraps=Unread))
+    with interrupted, mock.patch.object(save, "room_for_copies", lambda _: 0), pytest.raises(KeyboardInterrupt):
+        optimizer.save_checkpoint(tmp_path / "saved", async_save=True)
+    assert all(held.shard is None or held.shard.unread is None for held in optimizer.held)
+    train(model, optimizer, scheduler, 0, 1)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("setting", ("1-device", "2-host-overlapped", "3-nvme"))
 def test_two_ranks_save_beside_training(setting: str, tmp_path: Path) -> None:
     losses = train(*make("0-host", tmp_path, **EXACT), 0, 6)

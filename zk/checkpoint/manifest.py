@@ -232,10 +232,10 @@ def of_all_parts(parts: Parts, is_first: bool, head: dict[str, Any]) -> tuple[di
 def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of this process, and of the GPU that its model computes on."""
     version, state, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()
     return {
         "python": [version, _packed(state, np.uint32), gauss],
-        "numpy": [kind, _packed(keys, np.uint32), int(position), int(has_gauss), float(cached)],
+        "numpy": [kind, _packed(keys, np.uint32), *rest],
         "torch": _packed(torch.get_rng_state(), np.uint8),
         "cuda": _packed(torch.cuda.get_rng_state(device), np.uint8) if device.type == "cuda" else None,
     }

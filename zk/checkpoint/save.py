@@ -311,7 +311,8 @@ class Saver:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
         assert self.ticket is None, "one save at a time"
         _register()
-        save.go_on_beside(room_nbytes)
+        with undone(save._release):
+            save.go_on_beside(room_nbytes)
         self.snapshot, self.quiet, self.begun = save.snapshot, quiet, True
         _UNDER_WAY.add(self)
         self.ticket = self.worker.submit(functools.partial(self._run, save, self.comm.board()))
