@@ -501,6 +501,19 @@ def test_digests_follow_what_is_written(setting: str, tmp_path: Path) -> None:
     optimizer.close()
 
 
+def test_digests_follow_what_is_written_through_data(tmp_path: Path) -> None:
+    net, optimizer = wide("2-device", tmp_path)
+    first = base.digests(optimizer)
+    net.blocks[1].weight.data.mul_(2)
+    optimizer.save_checkpoint(tmp_path / "saved", frozen=False)
+    second = base.digests(optimizer)
+    assert {name for name in first if first[name] != second[name]} == {"blocks.1.weight"}
+    optimizer.close()
+    net, optimizer = wide("2-device", tmp_path)
+    with optimizer, pytest.raises(CheckpointError, match=r"'blocks\.1\.weight' first"):
+        optimizer.load_checkpoint(tmp_path / "saved")
+
+
 def test_an_export_says_what_was_left_out(tmp_path: Path) -> None:
     save_wide(("3-host", tmp_path))
     done = CliRunner().invoke(app, ["export", str(tmp_path / "3-host"), str(tmp_path / "out")])

@@ -548,7 +548,7 @@ class UnitStore:
     def watch(self) -> None:
         """Note from now on whether somebody shares the parameters' memory, and whose ``data`` are used where writes to them have to be found."""
         self.sharers = _use_count(self.full.untyped_storage()._cdata)
-        if not self.is_partitioned and self.shard is not None and self.shard.has_copies:
+        if not self.is_partitioned and (self.shard is None or self.shard.has_copies):
             self.watches_data = True
             for param in self.unit.objects:
                 redress(param)

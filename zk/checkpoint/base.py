@@ -37,7 +37,7 @@ def digests(optimizer: Training) -> dict[str, str]:
     for held in optimizer.held:
         if held.shard is not None:
             continue
-        if held.digests is None or held.written_since(None):
+        if held.digests is None or held.taken or held.written_since(None):
             held.arrive()
             held.adopt_writes()
             held.gather()
@@ -47,6 +47,7 @@ def digests(optimizer: Training) -> dict[str, str]:
                 if index % optimizer.comm.world == optimizer.comm.rank
             }
             held.release()
+            held.watch()
         mine |= held.digests
     everywhere = optimizer.comm.exchange(json.dumps(mine), "comparing what is frozen")
     return {name: digest for said in everywhere for name, digest in json.loads(said).items()}
