@@ -514,6 +514,17 @@ def test_digests_follow_what_is_written_through_data(tmp_path: Path) -> None:
         optimizer.load_checkpoint(tmp_path / "saved")
 
 
+@pytest.mark.parametrize("setting", ("2-device", "3-host", "3-nvme"))
+def test_a_base_that_was_compared_is_not_read_again(setting: str, tmp_path: Path) -> None:
+    save_wide((setting, tmp_path))
+    _, optimizer = wide(setting, tmp_path)
+    optimizer.load_checkpoint(tmp_path / setting)
+    with mock.patch.object(base, "digest_of") as computed:
+        optimizer.save_checkpoint(tmp_path / setting, frozen=False)
+        assert not computed.called
+    optimizer.close()
+
+
 def test_an_export_says_what_was_left_out(tmp_path: Path) -> None:
     save_wide(("3-host", tmp_path))
     done = CliRunner().invoke(app, ["export", str(tmp_path / "3-host"), str(tmp_path / "out")])

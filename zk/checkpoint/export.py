@@ -79,8 +79,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
                 writer.finish()
         total = sum(entry.nbytes for entry in entries)
         if len(files) > 1:
-            weight_map = {entry.key: name for name, shard in files.items() for entry in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": total}, "weight_map": {entry.key: name for name, shard in files.items() for entry in shard}}
             write_durably(beside / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
         if manifest.head["model_config"]:
             write_durably(beside / "config.json", manifest.head["model_config"].encode())
@@ -93,8 +92,9 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
         else:
             beside.rename(out)
         sync_folder(out.parent)
-    left_out = list(manifest.head.get("entries", ()))
-    return Exported([out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), left_out)
+    return Exported(
+        [out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), list(manifest.head.get("entries", ()))
+    )
 
 
 def _row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:

@@ -229,9 +229,8 @@ def _fill_all(optimizer: Training, manifest: Manifest, targets: Sequence[_Target
     """Put this rank's elements of all units, and the buffers, in their place, and publish them."""
     with Contents(manifest, optimizer.parts) as contents:
         with together(optimizer.everyone, f"reading {manifest.folder}"):  # all of it, before ranks exchange anything
-            for held, of_unit in itertools.groupby(targets, lambda target: target.held):
-                _fill(held, list(of_unit), contents)
-        for held in optimizer.held:
+            filled = [held for held, of_unit in itertools.groupby(targets, lambda target: target.held) if _fill(held, list(of_unit), contents)]
+        for held in filled:
             held.republish()
             if held.shard is not None:
                 held.rewritten()
@@ -436,8 +435,8 @@ class Contents(contextlib.ExitStack):
         return torch.zeros(shape) if found is None else found
 
 
-def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> None:
-    """Put this rank's elements of one unit in their place."""
+def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> bool:
+    """Put this rank's elements of one unit in their place; False if the checkpoint leaves all of it out."""
 
     @functools.lru_cache(maxsize=1)  # the next elements are mostly of the same parameter
     def cut_anew(index: int, kind: str) -> Tensor:
@@ -456,7 +455,7 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
     if held.shard is None:
         stays = [index for index, target in enumerate(targets) if target.parts[0].sha256]
         if len(stays) == len(targets):
-            return
+            return False
         mine = values("param", 0, held.held_numel, held.unit.dtype)
         held.settle()
         if stays:
@@ -465,7 +464,7 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
                 mine[held.mine(index)] = before[held.mine(index)].cpu()
             held.home.release()
         held.home.write(mine)
-        return
+        return True
     held.settle()
     for number, chunk in enumerate(held.shard.chunks):
         with held.shard.opened(number, changes=True, read=False) as fields:
@@ -478,3 +477,4 @@ def _fill(held: UnitStore, targets: Sequence[_Target], contents: Contents) -> No
                     for name, view in packing.views(index, fields[PACKED], chunk).items():
                         view.copy_(contents.kept(targets[index].weight, targets[index].parts[0], name, view))
     held.shard.upload()
+    return True
