@@ -80,7 +80,6 @@ class Spill:
         self.fetches = self.hits = 0  # pieces that were opened, and of them: there when it was needed
         self.stall_ms = 0.0  # time in which nothing else happened, waiting for the drive
         self.writes: dict[tuple[int, int], Request] = {}  # by begin and end: the write in flight there, or the last one, which failed
-        self.heard: Event | None = None  # the write whose failure flush() has raised
         self.buffers: list[Buffers] = []
 
     def reserve(self, nbytes: int, starts: Iterable[int] = (0,)) -> int:
@@ -139,7 +138,7 @@ class Spill:
             touches = start < end and offset < stop
             if not touches and not request.done:
                 continue
-            has_failed = not self.succeeds(request)
+            has_failed = request.error is not None if request.done else not self.succeeds(request)
             if has_failed and touches:
                 if not by_write:
                     request.wait()  # raises what went wrong
@@ -152,7 +151,6 @@ class Spill:
         with self.lock:
             for request in list(self.writes.values()):
                 if not request.reported and not self.succeeds(request):
-                    self.heard = request
                     request.wait()
 
     def succeeds(self, request: Event) -> bool:
@@ -224,7 +222,7 @@ class Buffers:
         for offset, slot in list(self.slots.items()):
             if slot.state is not State.EVICTING or not slot.request.done:
                 continue
-            if slot.request is self.spill.heard:
+            if isinstance(slot.request, Request) and slot.request.error is not None and slot.request.reported:
                 slot.become(State.KEPT)
             else:
                 self._end(offset)
