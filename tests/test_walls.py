@@ -68,13 +68,13 @@ SIZES = {
     # 21 and 163 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
     # that is compiled, for states that are copied, or gone, and for the 8-bit state in an error
     # 2 and 39 for groups that are none; 44 and 269 for Ctrl-C at any line of a forward or backward, of which torch tells no hook
-    "core": (14_717, 111_689),
+    "core": (14_705, 111_646),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;
     # 75 of these lines and 560 tokens for tensors without memory
     # 68 and 526 for positions that a model does not take, labels that it shifts again, padding on the right, and memory that malloc keeps
-    "accumulation": (1_666, 14_154),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
+    "accumulation": (1_661, 14_150),  # all micro-batches block by block; 12 and 110 for the choice of it, which was in the core
     # 60 and 400 for places of values in files; 95 and 540 for tiles of any shape, of any parameter; 405 and 3,205 for experts in one;
     # 12 and 70 for options of adapters, and what the export has not; 95 and 835 for codes in 4 bits in files, and their scales
     # 650 and 5,050 for the loss of a head without its logits, and its kernel; 450 and 4,070 for modules that run tile by tile of tokens;
@@ -88,7 +88,7 @@ SIZES = {
     # 51 and 310 for tensors that rest until somebody who knows the order of use fetches them, and 2 and 24 for requests that end with a write
     # 14 and 141 for graphs that are made within zk.gather, for names that are given to it, and for memory that cannot be had
     # 1 and 20 for the system's errors in words
-    "beside the core": (5_472, 42_624),
+    "beside the core": (5_457, 42_623),
     # 130 and 1,080 for checkpoints without what is frozen, and for loading what was unfrozen; 45 and 430 for scales that belong to a base;
     # 75 and 830 for the parts of a model on model parallel ranks
     # 15 and 210 for numbers that optimizers keep of a parameter
@@ -97,7 +97,7 @@ SIZES = {
     # 75 and 1,020 for tensors of any shape and dtype that optimizers keep of whole parameters
     # 27 and 196 for schedulers of schedulers, for manifests that are gone, and for an optimizer whose state is gone
     # 4 and 19 for exports into a folder that is there and may not be replaced
-    "checkpoint": (3_076, 25_834),
+    "checkpoint": (3_072, 25_834),
     # 210 and 1,630 for adapters over bases in 4 and 8 bits; 95 and 770 for tensor parallel ranks and replicas;
     # 55 and 525 for both orders of micro-batches; 10 and 180 for shadows; 30 and 300 for long sequences; 13 and 144 for those in tiles
     # 105 and 1,400 for names that people type, rows that are folded, and what would make a step shorter; 15 and 135 for the closest name
@@ -108,7 +108,7 @@ SIZES = {
     # 12 and 134 for units that are gathered in fp32; 10 and 55 for 8-bit state where it makes a model fit
     # 70 and 490 for micro-batches that go block by block; 25 and 105 for long sequences; 5 and 30 for words that name only memory that there is
     # 1 and 10 for a side of the update that is none, where there is no GPU
-    "plan": (2_255, 20_561),
+    "plan": (2_248, 20_558),
     # 30 and 230 for rates in logs; 10 and 50 for what to resume from
     # 265 and 1820 for DeepSpeed's monitors, and names of its engine
     # 125 and 990 for DeepSpeed's JSON under the Trainer and accelerate
@@ -117,7 +117,7 @@ SIZES = {
     # 25 for sums of gradients in DeepSpeed's JSON; 6 and 25 for the precision of compute beside Lightning's
     # 33 and 275 for states that a DeepSpeed engine gives back, and for ranks that see what was saved
     # 12 and 140 for sequences in tiles
-    "integrations": (3_214, 22_124),
+    "integrations": (3_214, 22_116),
     # 10 and 50 for Ctrl-C, and a line every ten seconds
     # 2 and 25 for the precision of compute
     # 2 and 20 for rows of the picture that have their names in the trace

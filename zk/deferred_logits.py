@@ -84,7 +84,10 @@ class DeferredLogits(Tensor):
         """The logits themselves; kept."""
         if self.computed is None:
             source = self.checked()
-            with contextlib.ExitStack() as stack, autocast_as(source.autocast), torch.inference_mode(False), torch.set_grad_enabled(source.has_graph):
+            with (
+                contextlib.ExitStack() as stack, autocast_as(source.autocast),
+                torch.inference_mode(False), torch.set_grad_enabled(source.has_graph)
+            ):  # fmt: skip
                 if not source.has_graph:  # (with one, parameters of stage 3 would be gone before its backward: reading them says so)
                     stack.enter_context(gather(source.head.parameters()))
                 values = source.compute(source.hidden)

@@ -231,7 +231,13 @@ def linear_cross_entropy(
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
     if not 0 <= label_smoothing <= 1 or not z_loss >= 0:
         raise ValueError(f"label_smoothing must be between 0 and 1, and z_loss at least 0; got {label_smoothing} and {z_loss}")
-    if len(shape) != 2 or not shape[0] or hidden.ndim < 1 or hidden.shape[-1] != shape[1] or hidden.shape[:-1] != targets.shape:
+    if (
+        len(shape) != 2
+        or not shape[0]
+        or hidden.ndim < 1
+        or hidden.shape[-1] != shape[1]
+        or hidden.shape[:-1] != targets.shape
+    ):
         raise ValueError(
             f"hidden (..., features), weight (vocab, features) and targets (...) must fit together; got {tuple(hidden.shape)}, {shape} and "
             f"{tuple(targets.shape)}"

@@ -461,7 +461,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             self._check_kept("zero_grad(set_to_none=False), whose zeros the next backward adds to,")
             self.grads.finish(keep=True)  # what any rank has a gradient of gets zeros on all
-        had = {held: {index for index in held.used if held.shown.get(index, held) is not None} for held in self._trained if not set_to_none}
+        had = {
+            held: {index for index in held.used if held.shown.get(index, held) is not None}
+            for held in self._trained
+            if not set_to_none
+        }
         self._drop_gradients()
         for held in self._trained:
             held.kept.clear()

@@ -300,7 +300,8 @@ def _num_fused(module: nn.Module) -> int:
     """The number of experts in parameters of a module, where it has nothing else: (experts, ...) of three dimensions, and of two."""
     params = list(module.parameters(recurse=False))
     dims = {param.ndim for param in params}
-    if len(params) != len(list(module.parameters())) or list(module.buffers()) or any(map(is_wrapper, params)) or 3 not in dims or dims - {2, 3}:
+    has_others = len(params) != len(list(module.parameters())) or list(module.buffers()) or any(map(is_wrapper, params))
+    if has_others or 3 not in dims or dims - {2, 3}:
         return 0
     sizes = {param.shape[0] for param in params}
     return sizes.pop() if len(sizes) == 1 else 0

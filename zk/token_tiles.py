@@ -59,7 +59,12 @@ class TokenTiles:
             )
         for path, module in self.module.named_modules():
             # (of forward and backward)
-            hooks = (hook for kind, its in vars(module).items() if path and kind.endswith(("ward_hooks", "ward_pre_hooks")) for hook in its.values())
+            hooks = (
+                hook
+                for kind, its in vars(module).items()
+                if path and kind.endswith(("ward_hooks", "ward_pre_hooks"))
+                for hook in its.values()
+            )
             if not all(isinstance(hook, CastInputs | Hook) or getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks):
                 raise RuntimeError(
                     f"{path!r} in {self.name!r} has a hook, which would be called once for each tile of tokens; remove it, or leave "

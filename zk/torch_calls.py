@@ -139,7 +139,12 @@ def _drop_gradients(params: list[nn.Parameter], set_to_none: bool) -> bool:
     for owner in _owners_of(params):
         if owner.comm.world > 1 and _owner_of_all(params) is not owner:
             owner.grads.finish(keep=True)  # ranks then know of the same gradients
-        pending = [param for held in owner._trained for param in held.unit.users if own_grad(param) is not None or owner.gradients.has_left(param)]
+        pending = [
+            param
+            for held in owner._trained
+            for param in held.unit.users
+            if own_grad(param) is not None or owner.gradients.has_left(param)
+        ]
         if given.issuperset(pending):
             owner.zero_grad(set_to_none)
             continue

@@ -123,7 +123,10 @@ class HostCopies(_Resident):
 
     def open(self, chunk: slice, read: bool = True) -> dict[str, Tensor]:
         """Copies of the fields of a chunk, of any value unless ``read``."""
-        copies = {name: field.cpu() if read else torch.empty_like(field, device="cpu") for name, field in self.near.open(chunk).items()}
+        copies = {
+            name: field.cpu() if read else torch.empty_like(field, device="cpu")
+            for name, field in self.near.open(chunk).items()
+        }
         self.opened[threading.get_ident(), chunk.start] = copies
         return copies
 
