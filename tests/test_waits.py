@@ -648,6 +648,7 @@ class Refusing:
     """A file whose writes have failed, and a request of it."""
 
     done, reported = True, False
+    error: OSError | None = OSError("no")
 
     def wait(self) -> None:
         raise OSError("no")
@@ -693,6 +694,8 @@ def test_a_flush_tells_of_a_write_that_failed() -> None:
 class Prompt(Refusing):
     """Another, that does all at once."""
 
+    error = None
+
     def wait(self) -> None:
         return
 
@@ -710,6 +713,8 @@ def test_a_buffer_is_free_as_soon_as_its_write_is_over() -> None:
 
 class Late(Refusing):
     """Another, that fills a buffer only when it is waited for, or when nobody does any more."""
+
+    error = None
 
     def __init__(self) -> None:
         self.asked: list[Late] = []
