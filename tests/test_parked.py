@@ -228,6 +228,15 @@ def test_a_drive_that_refuses_leaves_everything_as_it_was(tmp_path: Path) -> Non
     optimizer.close()
 
 
+def refused_until_loaded(optimizer: ZeroOptimizer, words: str, want: list[torch.Tensor], folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        train(optimizer, 1, 1)
+    optimizer.load_checkpoint(folder / "saved")
+    assert all(map(torch.equal, want, values(optimizer)))
+    train(optimizer, 1, 1)
+    optimizer.close()
+
+
 def test_what_does_not_come_back_is_refused_until_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     optimizer = made(tmp_path, **PLACES["3, host"])
     train(optimizer, 0, 1)
@@ -237,12 +246,7 @@ def test_what_does_not_come_back_is_refused_until_a_checkpoint_is_loaded(tmp_pat
         (file,) = tmp_path.rglob("parked*")
         with open(file, "r+b") as damaged:
             os.pwrite(damaged.fileno(), bytes(4096 * [255]), 0)
-    with pytest.raises(RuntimeError, match=r"parked has not come back \(OSError: .*load_checkpoint\(\) makes all of it whole again"):
-        train(optimizer, 1, 1)
-    optimizer.load_checkpoint(tmp_path / "saved")
-    assert all(map(torch.equal, want, values(optimizer)))
-    train(optimizer, 1, 1)
-    optimizer.close()
+    refused_until_loaded(optimizer, r"parked has not come back \(OSError: .*load_checkpoint\(\) makes all of it whole again", want, tmp_path)
 
 
 @pytest.mark.device
@@ -255,12 +259,7 @@ def test_what_ctrl_c_has_not_let_come_back_is_refused(tmp_path: Path, to: str) -
     ended = mock.patch("zk.parked._bytes_of" if place is None else "zk.offload.nvme.File.wait", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as patched, optimizer.parked(place):
         patched.enter_context(ended)
-    with pytest.raises(RuntimeError, match=r"what was parked has not come back \(KeyboardInterrupt: "):
-        train(optimizer, 1, 1)
-    optimizer.load_checkpoint(tmp_path / "saved")
-    assert all(map(torch.equal, want, values(optimizer)))
-    train(optimizer, 1, 1)
-    optimizer.close()
+    refused_until_loaded(optimizer, r"what was parked has not come back \(KeyboardInterrupt: ", want, tmp_path)
 
 
 def test_what_cannot_be_parked_is_refused_by_name(tmp_path: Path) -> None:

@@ -267,6 +267,18 @@ def test_training_goes_on_where_the_new_process_has_not_unfrozen_yet(setting: st
     optimizer.close()
 
 
+def trains_as_plain_torch(schedule: Schedule, folder: Path) -> None:
+    """In every setting: losses, parameters and state are those of plain torch."""
+    losses, want, state = in_plain_torch(schedule)
+    for setting in SETTINGS:
+        net = make()
+        optimizer = wrapped(net, setting, folder)
+        assert schedule(net, optimizer) == losses
+        optimizer.synchronize()
+        assert differences(net, optimizer, want, state) == []
+        optimizer.close()
+
+
 def test_a_group_that_comes_between_backward_and_step_changes_no_gradient(tmp_path: Path) -> None:
     def schedule(net: Net, optimizer: torch.optim.Optimizer) -> list[float]:
         train(net, optimizer, 1)
@@ -278,14 +290,7 @@ def test_a_group_that_comes_between_backward_and_step_changes_no_gradient(tmp_pa
         net.set_adapter("third")
         return train(net, optimizer, 2, 1)
 
-    losses, want, state = in_plain_torch(schedule)
-    for setting in SETTINGS:
-        net = make()
-        optimizer = wrapped(net, setting, tmp_path)
-        assert schedule(net, optimizer) == losses
-        optimizer.synchronize()
-        assert differences(net, optimizer, want, state) == []
-        optimizer.close()
+    trains_as_plain_torch(schedule, tmp_path)
 
 
 def test_a_group_is_added_to_groups_that_were_assigned(tmp_path: Path) -> None:
@@ -299,14 +304,7 @@ def test_a_group_is_added_to_groups_that_were_assigned(tmp_path: Path) -> None:
         net.set_adapter("third")
         return losses + train(net, optimizer, 2, 2)
 
-    losses, want, state = in_plain_torch(schedule)
-    for setting in SETTINGS:
-        net = make()
-        optimizer = wrapped(net, setting, tmp_path)
-        assert schedule(net, optimizer) == losses
-        optimizer.synchronize()
-        assert differences(net, optimizer, want, state) == []
-        optimizer.close()
+    trains_as_plain_torch(schedule, tmp_path)
 
 
 def test_a_drive_without_room_for_what_is_unfrozen_leaves_all_as_it_was(tmp_path: Path) -> None:
