@@ -68,7 +68,7 @@ SIZES = {
     # 21 and 163 for what is done within zk.gather: a new ``data``, graphs whose backward comes later; for a step() that is called in a function
     # that is compiled, for states that are copied, or gone, and for the 8-bit state in an error
     # 2 and 39 for groups that are none; 44 and 269 for Ctrl-C at any line of a forward or backward, of which torch tells no hook
-    "core": (14_705, 111_646),
+    "core": (14_704, 111_638),
     # 3 and 80 for units of several blocks
     # 40 and 420 for checkpoints around blocks and more
     # 617 and 5,620 for tiles of a sequence: cutting them, their keys and values, attention in parts and its gradients, and what is refused;

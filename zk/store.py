@@ -238,8 +238,7 @@ class UnitStore:
     def _free(self) -> None:
         self.state = State.RELEASED  # first: Ctrl-C may come after any line
         if self.is_borrowed and self.lease is not None:  # the memory goes with the borrower
-            with torch.inference_mode(False):  # it is for training, too
-                self.lease = Lease(self.layout.numel, self.unit.computes, self.unit.device)
+            self.lease = Lease(self.layout.numel, self.unit.computes, self.unit.device)
             self.known.pop(self.full.untyped_storage()._cdata, None)
             self.full = self.lease.tensor
             self.known[self.full.untyped_storage()._cdata] = self
