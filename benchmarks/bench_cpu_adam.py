@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zk.bench import adam
 from zk.bench.clock import CPU, Case, Work
-from zk.memory import zeros
+from zk.core.memory import zeros
 from zk.offload.cpu_adam import default_engine, sum_of_squares
 
 NUMEL = 50_000_000

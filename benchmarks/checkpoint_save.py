@@ -24,8 +24,8 @@ import torch
 from nvme_floor import rates
 
 import zk
-from zk.memory import peak_nbytes
-from zk.train.gpt import GPT, GPTConfig
+from zk.core.memory import peak_nbytes
+from zk.tools.train.gpt import GPT, GPTConfig
 
 GB = 1e9
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zk.bench import clock
-from zk.materialize import default_device
+from zk.nn.deferred import default_device
 
 DEVICE = default_device()
 Floors = dict[str, float]

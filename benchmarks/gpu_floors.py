@@ -26,9 +26,9 @@ from torch import Tensor
 from zk.bench import clock, io
 from zk.bench import kernels as bench_kernels
 from zk.bench import link as bench_link
+from zk.core.memory import aligned, host_memory, zeros
 from zk.kernels.step import AdamStep
-from zk.materialize import default_device
-from zk.memory import aligned, host_memory, zeros
+from zk.nn.deferred import default_device
 from zk.offload.cpu_adam import adam_, default_engine
 from zk.offload.nvme import can_bypass_cache
 from zk.offload.streams import link_to

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from zk.plan.choose import activations_nbytes
-from zk.plan.shape import Decoder, Shape
+from zk.tools.plan.choose import activations_nbytes
+from zk.tools.plan.shape import Decoder, Shape
 
 PIECE = 1024  # tokens whose logits exist at once
 _QWEN = Decoder(layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, vocab=152064, gated=True, qkv_bias=True, fused=True)

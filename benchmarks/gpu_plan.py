@@ -15,9 +15,9 @@ from gpu_model import SIZES, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
 from zk.config import ZeroConfig
-from zk.plan.choose import consider, shown
-from zk.plan.shape import Decoder, Shape
-from zk.plan.speed import USABLE, Machine, step_of
+from zk.tools.plan.choose import consider, shown
+from zk.tools.plan.shape import Decoder, Shape
+from zk.tools.plan.speed import USABLE, Machine, step_of
 
 Row = dict[str, Any]
 TIERS: dict[str, dict[str, Any]] = {

@@ -29,9 +29,9 @@ from torch import nn
 
 import zk
 from zk.bench.clock import wait
-from zk.materialize import default_device
-from zk.memory import peak_nbytes
-from zk.plan.shape import Decoder
+from zk.core.memory import peak_nbytes
+from zk.nn.deferred import default_device
+from zk.tools.plan.shape import Decoder
 
 CLIP = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -192,7 +192,7 @@ def measure(job: Job, size: Decoder, trained: Trained, num_tokens: int, context:
 
 def timeline(size: Decoder, trained: Trained, num_tokens: int, context: int) -> None:
     """Record one more step: how long each resource was busy, and how much of that was hidden behind compute."""
-    from zk.timeline import Recorder
+    from zk.core.timeline import Recorder
 
     ids, targets = batch(size, num_tokens, context, default_device())
     with Recorder(default_device()) as recorder:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import zk
-from zk import timeline
-from zk.monitor import profile as profiles
+from zk.core import timeline
 from zk.offload import nvme
-from zk.train.gpt import GPT, GPTConfig
+from zk.tools.monitor import profile as profiles
+from zk.tools.train.gpt import GPT, GPTConfig
 
 SPENT: Counter[str] = Counter()  # seconds
 CALLS: Counter[str] = Counter()

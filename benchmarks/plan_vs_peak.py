@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from zk.memory import peak_nbytes, trim
-from zk.plan import check
-from zk.plan.adapters import adapted
-from zk.plan.choose import footprint
-from zk.plan.shape import Shape, shape_of, shape_of_module
-from zk.plan.speed import Machine
+from zk.core.memory import peak_nbytes, trim
+from zk.tools.plan import check
+from zk.tools.plan.adapters import adapted
+from zk.tools.plan.choose import footprint
+from zk.tools.plan.shape import Shape, shape_of, shape_of_module
+from zk.tools.plan.speed import Machine
 
 MIB = 1 << 20
 ROOT = Path(__file__).parent.parent

@@ -18,9 +18,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event, Ticket
+from zk.core.events import COMPLETED, Event, Ticket
+from zk.core.timeline import Resource, phase
 from zk.offload.streams import LINKS, Link, check_copy
-from zk.timeline import Resource, phase
 
 CPU = torch.device("cpu")
 AnyLink = TypeVar("AnyLink", bound=Link)

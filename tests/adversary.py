@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zk.events import Ticket
+from zk.core.events import Ticket
 from zk.offload import nvme
 from zk.offload.nvme import Engine, File, Request
 from zk.offload.worker import Worker

@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from zk.events import Event
+from zk.core.events import Event
 from zk.offload.streams import CudaLink
 
 

@@ -41,33 +41,33 @@ FILES = (
     "zk/offload/state.py",
     "zk/offload/section.py",
     "zk/offload/streamed.py",
-    "zk/speculation.py",
+    "zk/core/speculation.py",
     "zk/offload/pinned.py",
     "zk/offload/pipeline.py",
     "zk/offload/spill.py",
-    "zk/events.py",
+    "zk/core/events.py",
     "zk/offload/worker.py",
     "zk/parallel/comm.py",
     "zk/parallel/partitioned.py",
     "zk/parallel/grads.py",
     "zk/parallel/released.py",
-    "zk/store.py",
-    "zk/access.py",
+    "zk/core/store.py",
+    "zk/parallel/gather.py",
     "zk/checkpoint/shown.py",
     "zk/checkpoint/load.py",
     "zk/optimizer.py",
-    "zk/updates.py",
-    "zk/holding.py",
+    "zk/core/updates.py",
+    "zk/core/holding.py",
     "zk/checkpoint/state_dicts.py",
-    "zk/assemble.py",
-    "zk/activations.py",
+    "zk/core/assemble.py",
+    "zk/nn/activations.py",
     "zk/offload/stash.py",
     "zk/offload/snapshot.py",
     "zk/checkpoint/save.py",
 )
 REMEMBERED = ROOT / "tests" / "mutate_waits.json"  # "file function: what" -> what killed it
 TIMEOUT_S = 90.0  # for one case or test, so that a busy machine does not pass for a mutant that hangs
-COMPLETED = "__import__('zk.events', fromlist=['COMPLETED']).COMPLETED"
+COMPLETED = "__import__('zk.core.events', fromlist=['COMPLETED']).COMPLETED"
 
 # (file, function, what is removed) -> why nothing can notice
 EQUIVALENT: dict[tuple[str, str, str], str] = {
@@ -114,7 +114,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("zk/optimizer.py", "ZeroOptimizer._close_memory", "self.assembly.stream.synchronize()"): (
         "page-locked memory is given back by Link.unpin, which waits for the same streams, and copies of other memory are over when they return"
     ),
-    ("zk/holding.py", "unfreeze", "optimizer.updates.wait()"): (
+    ("zk/core/holding.py", "unfreeze", "optimizer.updates.wait()"): (
         "stores that are given up are waited for as they are pinned, and the others stay as they are; over NCCL, again, it keeps two "
         "communicators apart"
     ),
@@ -346,8 +346,8 @@ def _grid(file: str, name: str = "") -> Iterator[Check]:
 
 
 _RANKS = (
-    *("zk/store.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
-    *("zk/offload/transfer.py", "zk/access.py"),
+    *("zk/core/store.py", "zk/parallel/comm.py", "zk/parallel/partitioned.py", "zk/parallel/grads.py", "zk/optimizer.py", "zk/offload/pipeline.py"),
+    *("zk/offload/transfer.py", "zk/parallel/gather.py"),
 )
 
 
@@ -359,7 +359,7 @@ def _as_before(mutant: Mutant) -> Iterator[Check]:
 def _on_device(mutant: Mutant) -> Iterator[Check]:
     """What a mutant must pass on the software GPU, the most likely failure first."""
     file = mutant.file
-    if file in ("zk/activations.py", "zk/offload/stash.py"):
+    if file in ("zk/nn/activations.py", "zk/offload/stash.py"):
         yield _pytest("tests/test_activations_device.py")
         return
     if file == "zk/offload/pinned.py":
@@ -373,9 +373,9 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
         yield _pytest("tests/test_update_on.py")
     if file == "zk/optimizer.py":
         yield _pytest("tests/test_update_on.py", "-k", "nothing_streams_any_more")
-    if file in ("zk/offload/section.py", "zk/speculation.py"):
+    if file in ("zk/offload/section.py", "zk/core/speculation.py"):
         yield _pytest("tests/test_speculation.py")
-    if file in ("zk/offload/section.py", "zk/updates.py"):
+    if file in ("zk/offload/section.py", "zk/core/updates.py"):
         yield _pytest("tests/test_delay.py")
     if file == "zk/offload/streams.py":
         yield _pytest("tests/test_streams.py", "tests/test_gpu.py", "-k", "not every_stage_and_tier")
@@ -383,11 +383,11 @@ def _on_device(mutant: Mutant) -> Iterator[Check]:
     if file in _RANKS:
         yield _pytest("tests/test_waits.py", "-k", "two_ranks")
         yield _pytest("tests/test_gpu_order.py", "tests/test_gpu_placement.py")
-    if file in ("zk/store.py", "zk/optimizer.py", "zk/updates.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/core/store.py", "zk/optimizer.py", "zk/core/updates.py", "zk/core/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
         yield _pytest("tests/test_overlap_device.py")
-    if file in ("zk/parallel/comm.py", "zk/store.py", "zk/offload/transfer.py"):
+    if file in ("zk/parallel/comm.py", "zk/core/store.py", "zk/offload/transfer.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_the_background-2")
-    if file in ("zk/parallel/partitioned.py", "zk/store.py"):
+    if file in ("zk/parallel/partitioned.py", "zk/core/store.py"):
         yield _pytest("tests/test_parity_device.py", "-k", "in_step-2")
     if file == "zk/parallel/comm.py":
         yield _pytest("tests/test_model_parallel.py")
@@ -399,19 +399,19 @@ _SLOW_ACTIVATIONS = "not training_with_zero and not losses_and_gradients and not
 def _on_host(mutant: Mutant) -> Iterator[Check]:
     """What it must pass there, if nothing on the software GPU has noticed."""
     file = mutant.file
-    if file in ("zk/activations.py", "zk/offload/stash.py"):
+    if file in ("zk/nn/activations.py", "zk/offload/stash.py"):
         yield _pytest("tests/test_activations.py", "-k", _SLOW_ACTIVATIONS)
     if file in ("zk/offload/snapshot.py", "zk/checkpoint/save.py"):
         yield _pytest("tests/test_checkpoint.py", "-k", "beside or user_wrote or fails or program")
     if file == "zk/offload/spill.py":
         yield _pytest("tests/test_nvme_coherence.py")
-    if file in ("zk/store.py", "zk/access.py", "zk/optimizer.py", "zk/updates.py", "zk/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):
+    if file in ("zk/core/store.py", "zk/parallel/gather.py", "zk/optimizer.py", "zk/core/updates.py", "zk/core/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):  # noqa: E501
         yield _pytest("tests/test_overlap.py")
-    if file in ("zk/offload/section.py", "zk/speculation.py"):
+    if file in ("zk/offload/section.py", "zk/core/speculation.py"):
         yield _pytest("tests/test_speculation.py", "-k", "no_more_gradients or is_dropped")
-    if file == "zk/store.py":
+    if file == "zk/core/store.py":
         yield _pytest("tests/test_optimizers.py::test_where_state_is_when_it_is_updated_and_how_many_ranks_have_it_change_no_bit[2]")
-    if file == "zk/updates.py":
+    if file == "zk/core/updates.py":
         yield _pytest("tests/test_delay.py", "-k", "not plain_torch")
     if file == "zk/optimizer.py":
         yield _pytest("tests/test_export.py", "-k", "not ranks")
@@ -553,7 +553,7 @@ def main(arguments: Sequence[str]) -> int:
     import tests.conftest  # noqa: F401
 
     apart = ("activations.py", "stash.py", "pinned.py", "spill.py")  # these have checks of their own
-    kinds = {one.file if one.file.endswith(apart) else "zk/store.py" for one in chosen}
+    kinds = {one.file if one.file.endswith(apart) else "zk/core/store.py" for one in chosen}
     broken: list[str] = []
     unchanged = [Mutant(file, 0, "", "", (ROOT / file).read_text()) for file in sorted(kinds)]
     run(unchanged, lambda mutant, failed, _: broken.append(f"{mutant.file}: {failed}") if failed else None)

@@ -25,7 +25,7 @@ import zk
 from benchmarks.throttled import ThrottledLink, pretend
 from tests.adversary import adversarial_drive
 from tests.models import DEVICE, GPT, batch, loss_of
-from zk.activations import ActivationOffload
+from zk.nn.activations import ActivationOffload
 from zk.offload import nvme, stash
 
 KiB = 1024

@@ -41,8 +41,8 @@ from tests.test_activations import (
     train,
     weights_of,
 )
-from zk.activations import ActivationOffload
-from zk.events import Event
+from zk.core.events import Event
+from zk.nn.activations import ActivationOffload
 from zk.offload import nvme, stash
 from zk.offload.streams import LINKS, CudaLink, Link, link_to
 

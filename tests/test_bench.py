@@ -19,13 +19,13 @@ from typer.testing import CliRunner, Result
 import zk
 from benchmarks.throttled import ThrottledLink, pretend
 from tests.world import processes
-from zk import doctor
 from zk.bench import adam, io, kernels, link, step
 from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, seconds_of
-from zk.cli import app
 from zk.offload.nvme import File
-from zk.plan import measure
-from zk.train.gpt import GPTConfig
+from zk.tools import doctor
+from zk.tools.cli import app
+from zk.tools.plan import measure
+from zk.tools.train.gpt import GPTConfig
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

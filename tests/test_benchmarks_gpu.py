@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from zk.plan.shape import Shape
+from zk.tools.plan.shape import Shape
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 GIB = 1 << 30

@@ -20,15 +20,15 @@ import zk
 from benchmarks.throttled import ThrottledLink, pretend
 from tests.programs import run
 from tests.world import run_world
-from zk import memory
-from zk.cli import app
+from zk.core import memory
+from zk.core.precision import stored_dtypes
 from zk.offload.rules import rule_for
-from zk.plan import check
-from zk.plan.choose import footprint
-from zk.plan.footprint import footprint_of
-from zk.plan.shape import Shape, Units
-from zk.plan.speed import Machine
-from zk.precision import stored_dtypes
+from zk.tools.cli import app
+from zk.tools.plan import check
+from zk.tools.plan.choose import footprint
+from zk.tools.plan.footprint import footprint_of
+from zk.tools.plan.shape import Shape, Units
+from zk.tools.plan.speed import Machine
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WIDTH, LAYERS = 64, 6
@@ -235,7 +235,7 @@ def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> 
     apart = [nn.Linear(WIDTH, WIDTH) for _ in range(8)] + [nn.Linear(WIDTH, 2 * WIDTH) for _ in range(4)]
     net = nn.Sequential(*apart)
     adam = torch.optim.AdamW(net.parameters())
-    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16), [nn.Linear])
+    units = zk.core.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16), [nn.Linear])
     drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
     where = Machine(gpu_nbytes=None, ram_nbytes=GIB, nvme_nbytes=GIB, world=2, per_machine=2)
     for config in (
@@ -251,7 +251,7 @@ def test_units_that_are_alike_are_counted_as_each_of_them_is(tmp_path: Path) -> 
 def test_units_of_several_sizes_in_turn_are_placed_in_their_order(tmp_path: Path) -> None:
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * (1 + index % 2)) for index in range(12)))
     adam, stored = torch.optim.AdamW(net.parameters()), stored_dtypes(net, torch.bfloat16)
-    units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
+    units = zk.core.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored, [nn.Linear])
     case = check.Case(net, stored, units, adam.param_groups, [rule_for(adam)], [adam.state], torch.device("cpu"), True, 2, 1, 2)
     assert len({id(unit) for unit in case.kinds}) == 2
     drive = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path, "prefetch": 0}
@@ -353,7 +353,7 @@ def test_what_is_needed_at_least_is_never_more_than_all_that_is_taken(tmp_path: 
     for joined in (True, False):
         for world in (1, 2, 3):
             net = model()
-            units = zk.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16))
+            units = zk.core.units.find_units(net, dict.fromkeys(net.parameters(), 0), stored_dtypes(net, torch.bfloat16))
             adam = torch.optim.AdamW(net.parameters())
             for stage in range(4):
                 for param_tier, optimizer_tier in tiers if stage == 3 else tiers[:3]:
@@ -401,9 +401,9 @@ REAL = """
 import gc, sys, torch, zk
 from torch import nn
 from unittest import mock
-from zk import memory
-from zk.cli import app
-from zk.plan import check
+from zk.core import memory
+from zk.tools.cli import app
+from zk.tools.plan import check
 
 def run(width, layers, graded=False, **config):
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))

@@ -35,9 +35,9 @@ from zk.checkpoint import files, save
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
 from zk.checkpoint.manifest import _unpacked, random_state, set_random_state
-from zk.monitor.stop import line
 from zk.offload import nvme, spill
 from zk.offload.snapshot import Snapshot, Unread
+from zk.tools.monitor.stop import line
 
 ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, dict[str, Any]] = {

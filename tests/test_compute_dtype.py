@@ -16,7 +16,7 @@ from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of, train
 from tests.parity import Case, run_case
 from tests.world import run_world
-from zk.memory import widen_
+from zk.core.memory import widen_
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import zk
-from zk.assemble import Assembly
+from zk.core.assemble import Assembly
+from zk.core.store import State, UnitStore
 from zk.offload.nvme import File
 from zk.offload.spill import Buffers, FileParams
 from zk.parallel.released import stand_in
-from zk.store import State, UnitStore
 
 OF_STORES = (UnitStore.prefetch, UnitStore._fill, UnitStore.gather, UnitStore.release, UnitStore._free, stand_in)
 OF_FILES = (

@@ -31,9 +31,9 @@ from tests.world import run_world
 from zk.checkpoint import deepspeed
 from zk.checkpoint.deepspeed import import_deepspeed
 from zk.checkpoint.files import CheckpointError, Writer
-from zk.cli import app
+from zk.core.precision import LossScaler
 from zk.offload import nvme
-from zk.precision import LossScaler
+from zk.tools.cli import app
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,7 +17,7 @@ from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
 from tests.world import run_world
-from zk.precision import DynamicLossScale
+from zk.core.precision import DynamicLossScale
 
 
 def case_of(stage: int, tier: str, overlap_step: bool, delay: int, **more: Any) -> Case:

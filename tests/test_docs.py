@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from tests.programs import run
-from zk.cli import app
+from zk.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from zk import doctor
-from zk.cli import app
-from zk.doctor import Finding, examine
-from zk.plan import measure
+from zk.tools import doctor
+from zk.tools.cli import app
+from zk.tools.doctor import Finding, examine
+from zk.tools.plan import measure
 
 GIB = 1 << 30
 

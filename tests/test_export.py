@@ -21,9 +21,9 @@ from tests.test_checkpoint import SETTINGS, make, snapshot, train
 from tests.world import run_world
 from zk.checkpoint import CheckpointError, base
 from zk.checkpoint.export import export
-from zk.cli import app
+from zk.core.store import State, UnitStore
 from zk.offload import rules
-from zk.store import State, UnitStore
+from zk.tools.cli import app
 
 
 def saved(setting: str, folder: Path, variant: str = "tied", **options: object) -> tuple[GPT, zk.ZeroOptimizer]:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 import zk
 from tests.models import DEVICE, GPT, batch, loss_of
+from zk.nn.tiled_linear import TiledLinear
 from zk.offload import spill, transfer
 from zk.offload.pinned import Arena
 from zk.offload.streams import CudaLink, link_to
-from zk.tiled_linear import TiledLinear
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask for, before the first product
 LONG = 100_000_000  # cycles: some 50 ms, in which any copy of these tests would have ended

@@ -24,8 +24,8 @@ from zk import kernels
 from zk.offload.pinned import Arena
 from zk.offload.streams import CudaLink, link_to
 from zk.parallel.comm import Group
-from zk.train import run
-from zk.train.gpt import GPTConfig
+from zk.tools.train import run
+from zk.tools.train.gpt import GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

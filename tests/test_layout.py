@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zk.core.units import ALIGN, PAGE, Layout
 from zk.offload.transfer import evenly
-from zk.units import ALIGN, PAGE, Layout
 
 sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
 layouts = st.builds(Layout.of, sizes, st.integers(1, 9))

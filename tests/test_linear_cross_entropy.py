@@ -20,9 +20,9 @@ import zk
 from tests.models import DEVICE
 from tests.world import run_world
 from zk import linear_loss
+from zk.core.store import State, UnitStore
 from zk.kernels import reference
-from zk.store import State, UnitStore
-from zk.tiled_linear import TiledLinear
+from zk.nn.tiled_linear import TiledLinear
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # relative norm of the difference to plain torch: sums in another order; in 16 bits plain torch rounds logits and their gradient, zk the latter alone

@@ -25,8 +25,8 @@ from tests.models import GPT, batch, loss_of, train
 from tests.world import call, run_world
 from zk.checkpoint import files, folders
 from zk.checkpoint.files import CheckpointError, Written
+from zk.core.store import UnitStore
 from zk.offload import nvme, spill
-from zk.store import UnitStore
 
 STEP = "step-00000002"
 

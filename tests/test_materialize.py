@@ -18,9 +18,9 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.programs import run
 from tests.world import run_world
-from zk.materialize import values_of
+from zk.nn.deferred import values_of
 from zk.parallel.released import Watched
-from zk.train.resume import save_model
+from zk.tools.train.resume import save_model
 
 
 class Everything(nn.Module):
@@ -243,7 +243,7 @@ def test_files_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Pat
 BIG = """
 import sys, torch, zk
 from torch import nn
-from zk.memory import peak_nbytes
+from zk.core.memory import peak_nbytes
 class Big(nn.Module):
     def __init__(self):
         super().__init__()

@@ -11,10 +11,11 @@ import psutil
 import pytest
 import torch
 
-from zk import ZeroConfig, memory
-from zk.memory import free_addresses, free_swap, host_memory, ranks_here
+from zk import ZeroConfig
+from zk.core import memory
+from zk.core.memory import free_addresses, free_swap, host_memory, ranks_here
 from zk.offload.tiers import Needs, free_nbytes, place, rooms
-from zk.plan.check import free_memory
+from zk.tools.plan.check import free_memory
 
 GIB = 1 << 30
 

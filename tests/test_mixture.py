@@ -17,12 +17,12 @@ import zk
 from tests.programs import Program, rank_of
 from tests.test_train import last_loss
 from tests.world import free_port
-from zk.cli import app
-from zk.train.gpt import GPTConfig
-from zk.train.mixture import BALANCE, Mixture, MixtureBlock, MixtureConfig
-from zk.train.record import Record, routed
-from zk.train.run import Job, adamw, train
-from zk.train.sizes import config_of, model_of
+from zk.tools.cli import app
+from zk.tools.train.gpt import GPTConfig
+from zk.tools.train.mixture import BALANCE, Mixture, MixtureBlock, MixtureConfig
+from zk.tools.train.record import Record, routed
+from zk.tools.train.run import Job, adamw, train
+from zk.tools.train.sizes import config_of, model_of
 
 CONFIG = MixtureConfig(width=32, layers=2, heads=2, context=16, experts=16, used=2, inner=64)
 SMALL = ["--model", "moe:width=32,layers=2,heads=2,context=16,experts=16,used=2,inner=64", "--batch", "1", "--sample", "8", "--lr", "1e-3"]

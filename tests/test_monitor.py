@@ -22,16 +22,16 @@ from tests.programs import Program, rank_of, run
 from tests.world import free_port
 from zk import ZeroOptimizer
 from zk.bench import io as drives
-from zk.memory import host_memory
-from zk.monitor import measured
-from zk.monitor.progress import rates_line
-from zk.monitor.rates import Rates, counts_of, loggable, reason_of, stolen_s
-from zk.monitor.start import say
-from zk.monitor.summary import placed_of, sizes_of, traffic_of
-from zk.monitor.words import seconds
+from zk.core.memory import host_memory
+from zk.core.timeline import SPENT, phase
 from zk.offload import cpu_adam_numba, nvme
 from zk.offload.worker import Worker
-from zk.timeline import SPENT, phase
+from zk.tools.monitor import measured
+from zk.tools.monitor.progress import rates_line
+from zk.tools.monitor.rates import Rates, counts_of, loggable, reason_of, stolen_s
+from zk.tools.monitor.start import say
+from zk.tools.monitor.summary import placed_of, sizes_of, traffic_of
+from zk.tools.monitor.words import seconds
 
 WIDTH = 256
 MODEL = """

@@ -16,12 +16,14 @@ import torch
 
 import zk
 from tests.models import GPT, batch, loss_of
-from zk import doctor, memory, numa
+from zk import numa
+from zk.core import memory
 from zk.numa import Binding
 from zk.offload import cpu_adam
 from zk.offload.cpu_adam import CPUAdam, default_threads
 from zk.offload.nvme import Engine
 from zk.offload.worker import Worker
+from zk.tools import doctor
 
 CORES = {0: "0-3,8-11\n", 1: "4-7,12-15\n", 2: "\n"}  # the last one is memory alone
 GPUS = {1: 0, 2: 1, 3: -1, 4: 7}  # bus -> node

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
-from zk import precision
+from zk.core import precision
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 

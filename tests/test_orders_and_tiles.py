@@ -19,8 +19,8 @@ from tests.world import run_world
 from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
 from zk.checkpoint.folders import sealed
-from zk.tiles import pieces_of
-from zk.units import flat_of, order_of, shaped_of
+from zk.core.units import flat_of, order_of, shaped_of
+from zk.nn.tiles import pieces_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_engine")
 LAST, ROWS = torch.channels_last, torch.contiguous_format

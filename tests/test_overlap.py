@@ -32,13 +32,13 @@ from tests.adversary import late_worker
 from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
 from zk.checkpoint import load as loading
-from zk.events import Ticket
+from zk.core.events import Ticket
+from zk.core.precision import DynamicLossScale
+from zk.core.store import UnitStore
 from zk.offload import rules, transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Group
 from zk.parallel.released import Updating
-from zk.precision import DynamicLossScale
-from zk.store import UnitStore
 
 ROOT = Path(__file__).parent.parent
 

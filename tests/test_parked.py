@@ -17,11 +17,11 @@ from tests.models import DEVICE, GPT, batch, loss_of
 from tests.resident import resident_nbytes
 from tests.world import run_world
 from zk import ZeroOptimizer, gather
-from zk.monitor.rates import Rates
-from zk.monitor.runfile import RunFile
+from zk.core.parked import _device_storages, _shadows, _tensors
+from zk.core.timeline import phase
 from zk.offload.nvme import File
-from zk.parked import _device_storages, _shadows, _tensors
-from zk.timeline import phase
+from zk.tools.monitor.rates import Rates
+from zk.tools.monitor.runfile import RunFile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES: dict[str, dict[str, Any]] = {
@@ -256,7 +256,7 @@ def test_what_ctrl_c_has_not_let_come_back_is_refused(tmp_path: Path, to: str) -
     train(optimizer, 0, 1)
     optimizer.save_checkpoint(tmp_path / "saved")
     want, place = values(optimizer), None if to == "to host" else tmp_path
-    ended = mock.patch("zk.parked._bytes_of" if place is None else "zk.offload.nvme.File.wait", side_effect=KeyboardInterrupt)
+    ended = mock.patch("zk.core.parked._bytes_of" if place is None else "zk.offload.nvme.File.wait", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as patched, optimizer.parked(place):
         patched.enter_context(ended)
     refused_until_loaded(optimizer, r"what was parked has not come back \(KeyboardInterrupt: ", want, tmp_path)

@@ -16,8 +16,8 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.resident import resident_nbytes
 from tests.world import run_world
+from zk.core.store import State
 from zk.parallel.released import is_released
-from zk.store import State
 
 
 def wrap(model: nn.Module, stage: int = 3, **options: object) -> zk.ZeroOptimizer:

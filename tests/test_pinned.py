@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from tests import softgpu
 from tests.models import DEVICE
 from tests.softgpu import memory
-from zk.events import COMPLETED
+from zk.core.events import COMPLETED
 from zk.offload import nvme, pinned
 from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.pinned import Arena, Record

@@ -32,11 +32,11 @@ from tests.parity import compare
 from tests.plain import train_plain
 from tests.programs import Program
 from tests.world import call, free_port, run_world
-from zk import torch_calls
 from zk.checkpoint.export import export
+from zk.core import torch_calls
+from zk.core.store import UnitStore
 from zk.parallel.comm import Group
 from zk.parallel.grads import GradReducer
-from zk.store import UnitStore
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 

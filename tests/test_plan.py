@@ -24,20 +24,20 @@ import zk
 from benchmarks.throttled import CPU, pretend
 from tests import papers, programs
 from tests.world import run_world
-from zk.cli import app
-from zk.events import Event
+from zk.core.events import Event
+from zk.core.precision import stored_dtypes
+from zk.core.units import Layout, find_units
 from zk.offload.streams import Link
-from zk.plan import picture, report
-from zk.plan.choose import as_dict, as_given, as_python, consider, footprint, largest, plan, shown
-from zk.plan.footprint import Footprint
-from zk.plan.picture import draw
-from zk.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
-from zk.plan.speed import Machine, length, step_of
-from zk.precision import stored_dtypes
-from zk.train.gpt import GPT, GPTConfig
-from zk.train.mixture import MixtureConfig
-from zk.train.sizes import model_of
-from zk.units import Layout, find_units
+from zk.tools.cli import app
+from zk.tools.plan import picture, report
+from zk.tools.plan.choose import as_dict, as_given, as_python, consider, footprint, largest, plan, shown
+from zk.tools.plan.footprint import Footprint
+from zk.tools.plan.picture import draw
+from zk.tools.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
+from zk.tools.plan.speed import Machine, length, step_of
+from zk.tools.train.gpt import GPT, GPTConfig
+from zk.tools.train.mixture import MixtureConfig
+from zk.tools.train.sizes import model_of
 
 GIB = 1 << 30
 ROOT = Path(__file__).parent.parent
@@ -514,8 +514,8 @@ def test_a_decoder_grows_in_width_and_depth() -> None:
         ("what is this", "a model is gpt:SIZE"),
         ("no.such:thing", "is neither gpt:SIZE.*one of llama:1b, .*No module named"),
         ("tests.test_plan:machine", "must return an nn.Module; it returned a Machine"),
-        ("zk.train.gpt:GPT", "to call without arguments .*'config'"),
-        ("zk.train.gpt:__name__", "to call without arguments"),
+        ("zk.tools.train.gpt:GPT", "to call without arguments .*'config'"),
+        ("zk.tools.train.gpt:__name__", "to call without arguments"),
     ),
 )
 def test_models_that_are_not_understood_are_refused(spec: str, says: str) -> None:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import zk
 from tests.test_plan import CONFIGS, GIB, compare, machine
-from zk.cli import app
-from zk.plan.adapters import BASES, adapted, base_of
-from zk.plan.choose import footprint
-from zk.plan.shape import Shape, shape_of, shape_of_module
+from zk.tools.cli import app
+from zk.tools.plan.adapters import BASES, adapted, base_of
+from zk.tools.plan.choose import footprint
+from zk.tools.plan.shape import Shape, shape_of, shape_of_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -200,7 +200,7 @@ def test_the_command_counts_adapters_and_refuses_by_name() -> None:
 
 
 def test_a_frozen_base_takes_less_compute_and_is_neither_reduced_nor_written(tmp_path: Path) -> None:
-    from zk.plan.speed import step_of
+    from zk.tools.plan.speed import step_of
 
     where = machine(world=2, per_machine=2)
     config = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="nvme", optimizer_tier="nvme", nvme_path="/nvme")

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from tests.test_plan import machine
-from zk.plan import report
-from zk.plan.choose import faster, plan
-from zk.plan.families import KNOWN
-from zk.plan.shape import Shape, Units, shape_of
+from zk.tools.plan import report
+from zk.tools.plan.choose import faster, plan
+from zk.tools.plan.families import KNOWN
+from zk.tools.plan.shape import Shape, Units, shape_of
 
 GIB = 2**30
 # in 1e9, as their model cards say

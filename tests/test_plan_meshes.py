@@ -11,13 +11,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.test_plan import CONFIGS, machine
-from zk.cli import app
 from zk.config import ZeroConfig
-from zk.plan.choose import footprint, plan
-from zk.plan.shape import Shape, decoder_of, shape_of
-from zk.plan.speed import step_of
-from zk.precision import stored_dtypes
-from zk.units import ALIGN, Layout, find_units
+from zk.core.precision import stored_dtypes
+from zk.core.units import ALIGN, Layout, find_units
+from zk.tools.cli import app
+from zk.tools.plan.choose import footprint, plan
+from zk.tools.plan.shape import Shape, decoder_of, shape_of
+from zk.tools.plan.speed import step_of
 
 WIDTH, LAYERS, VOCAB, CONTEXT, TENSOR, SHARDS = 25_600, 128, 50_304, 2048, 8, 64
 

@@ -29,7 +29,7 @@ from tests.world import run_world
 from zk.checkpoint.files import DTYPE_OF
 from zk.offload import nvme, spill
 from zk.offload.tiers import NVMeTier
-from zk.plan import check
+from zk.tools.plan import check
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 STEPS = 3
@@ -300,7 +300,7 @@ def test_a_base_on_another_file_system_is_told_of(tmp_path: Path, caplog: pytest
     def elsewhere(status: os.stat_result, real: Callable[..., nvme.Identity] = nvme.identity_of) -> nvme.Identity:
         return -1, *real(status)[1:]
 
-    with mock.patch("zk.pretrained.identity_of", elsewhere), mock.patch.object(nvme, "identity_of", elsewhere):
+    with mock.patch("zk.nn.pretrained.identity_of", elsewhere), mock.patch.object(nvme, "identity_of", elsewhere):
         over(path, tmp_path / "scratch")[1].close()
     assert "another file system than nvme_path" in caplog.text and "in_place=False" in caplog.text
 

@@ -14,10 +14,10 @@ from torch import nn
 import zk
 from tests.test_monitor import step, wrapped
 from tests.test_timeline import inside
-from zk.monitor import profile
-from zk.monitor.profile import bytes_by_tier, counters
-from zk.monitor.runfile import COLUMNS, FILE, read
-from zk.timeline import LABELS, RESOURCES, Span, Timeline
+from zk.core.timeline import LABELS, RESOURCES, Span, Timeline
+from zk.tools.monitor import profile
+from zk.tools.monitor.profile import bytes_by_tier, counters
+from zk.tools.monitor.runfile import COLUMNS, FILE, read
 
 
 def tracks(path: Path) -> tuple[dict[str, list[dict[str, Any]]], set[str], list[dict[str, Any]]]:

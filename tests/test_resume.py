@@ -23,11 +23,11 @@ import zk
 from tests.programs import Program, rank_of
 from tests.world import START, free_port, processes
 from zk.checkpoint import CheckpointError
-from zk.cli import app
-from zk.train import resume
-from zk.train.data import Text
-from zk.train.gpt import GPTConfig
-from zk.train.run import Job, train
+from zk.tools.cli import app
+from zk.tools.train import resume
+from zk.tools.train.data import Text
+from zk.tools.train.gpt import GPTConfig
+from zk.tools.train.run import Job, train
 
 ROOT = Path(__file__).parent.parent
 SMALL = GPTConfig(width=16, layers=2, heads=2, context=16)

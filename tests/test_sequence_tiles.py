@@ -24,8 +24,8 @@ from zk.accumulation import attention
 from zk.accumulation.attention import Kind, attend, attend_backward, merge
 from zk.accumulation.resting import Resting, rest
 from zk.accumulation.sequence import Sequences, SequenceTile
-from zk.activations import ActivationOffload
-from zk.events import COMPLETED
+from zk.core.events import COMPLETED
+from zk.nn.activations import ActivationOffload
 
 pytestmark = [pytest.mark.usefixtures("torch_engine", "one_thread")]
 

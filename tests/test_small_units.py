@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zk
 from tests.world import run_world
-from zk import units
+from zk.core import units
+from zk.core.store import State, UnitStore
+from zk.core.units import find_units
 from zk.offload import nvme
-from zk.store import State, UnitStore
-from zk.units import find_units
 
 pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 BLOCKS, WIDTH = 16, 8

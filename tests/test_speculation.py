@@ -26,12 +26,12 @@ from tests import softgpu
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.parity import Case, run_case
 from tests.world import run_world
-from zk.events import COMPLETED
+from zk.core.events import COMPLETED
+from zk.core.precision import DynamicLossScale
+from zk.core.speculation import Speculation
 from zk.offload import spill, transfer
 from zk.offload.section import Attempt, Shadow
 from zk.offload.tiers import HANDED_OVER
-from zk.precision import DynamicLossScale
-from zk.speculation import Speculation
 
 STEPS = 5
 Program = Callable[[GPT, zk.ZeroOptimizer, int], None]

@@ -18,10 +18,10 @@ from torch import nn
 from tests.programs import ROOT
 from tests.test_resume import job
 from zk import ZeroOptimizer
-from zk.monitor import stop
-from zk.monitor.runfile import FILE, read
-from zk.train.data import Text
-from zk.train.run import train
+from zk.tools.monitor import stop
+from zk.tools.monitor.runfile import FILE, read
+from zk.tools.train.data import Text
+from zk.tools.train.run import train
 
 
 def made() -> ZeroOptimizer:

@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.throttled import CPU, ThrottledLink, pretend
 from tests import softgpu
 from tests.models import DEVICE
-from zk.events import COMPLETED
+from zk.core.events import COMPLETED
 from zk.offload.streams import link_to
 
 if not softgpu.installed():

@@ -21,7 +21,7 @@ from tests.models import DEVICE
 from tests.test_linear_cross_entropy import Largest, error
 from tests.world import run_world
 from zk import token_tiles
-from zk.store import State, UnitStore
+from zk.core.store import State, UnitStore
 
 WIDTH, INNER = 16, 40
 # relative norm of the difference: a sum over tiles is added up in another order; in 16 bits tiles are rounded before they are added, in fp32

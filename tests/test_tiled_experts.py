@@ -19,9 +19,9 @@ import zk
 from tests.models import DEVICE
 from tests.world import run_world
 from zk.checkpoint.export import export
-from zk.store import State, UnitStore
+from zk.core.store import State, UnitStore
+from zk.nn.tiles import Tile
 from zk.tiled_experts import ExpertTile, TiledExperts
-from zk.tiles import Tile
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 

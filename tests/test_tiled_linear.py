@@ -18,8 +18,8 @@ from tests.models import DEVICE
 from tests.world import run_world
 from zk import kernels
 from zk.checkpoint.export import export
-from zk.tiled_linear import TiledLinear, cuts
-from zk.tiles import Tile
+from zk.nn.tiled_linear import TiledLinear, cuts
+from zk.nn.tiles import Tile
 
 BF16 = torch.bfloat16
 

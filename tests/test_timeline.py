@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.throttled import ThrottledLink
-from zk import timeline as module
-from zk.cli import app
-from zk.parallel.comm import Group
-from zk.timeline import (
+from zk.core import timeline as module
+from zk.core.timeline import (
     MEASURED,
     RESOURCES,
     Recorder,
@@ -38,6 +36,8 @@ from zk.timeline import (
     set_clock,
     write_chrome_trace,
 )
+from zk.parallel.comm import Group
+from zk.tools.cli import app
 
 MS = 1_000_000
 

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from tests import programs
 from tests.programs import Program, rank_of
 from tests.world import free_port
-from zk.cli import app
-from zk.monitor.runfile import COLUMNS, FILE, read
-from zk.train.data import Text, default_text
-from zk.train.gpt import GPT, GPTConfig
+from zk.tools.cli import app
+from zk.tools.monitor.runfile import COLUMNS, FILE, read
+from zk.tools.train.data import Text, default_text
+from zk.tools.train.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "6", "--batch", "2", "--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--sample", "8", "--lr", "3e-3"]

@@ -21,8 +21,8 @@ import zk
 from tests.world import run_world
 from zk.checkpoint import base
 from zk.checkpoint.files import CheckpointError
-from zk.cli import app
 from zk.offload.tiers import NVMeTier
+from zk.tools.cli import app
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 

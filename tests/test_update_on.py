@@ -23,20 +23,20 @@ import zk
 from tests import softgpu
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
-from zk.assemble import Assembly
-from zk.cli import app
-from zk.events import COMPLETED
-from zk.monitor import measured
-from zk.monitor.summary import placed_of, sizes_of, traffic_of
-from zk.monitor.words import seconds
+from zk.core.assemble import Assembly
+from zk.core.events import COMPLETED
+from zk.core.precision import DynamicLossScale
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
 from zk.offload.tiers import _add_up
 from zk.offload.transfer import Arrival, Transfer
-from zk.plan import choose
-from zk.plan.shape import shape_of
-from zk.plan.speed import Machine
-from zk.precision import DynamicLossScale
+from zk.tools.cli import app
+from zk.tools.monitor import measured
+from zk.tools.monitor.summary import placed_of, sizes_of, traffic_of
+from zk.tools.monitor.words import seconds
+from zk.tools.plan import choose
+from zk.tools.plan.shape import shape_of
+from zk.tools.plan.speed import Machine
 
 STEPS = 4
 ROOT = Path(__file__).resolve().parent.parent

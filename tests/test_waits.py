@@ -29,7 +29,9 @@ from tests.models import DEVICE, GPT, VOCAB, batch, loss_of
 from tests.softgpu import memory
 from tests.world import run_world
 from zk import kernels
-from zk.events import COMPLETED, Awaited, Ticket
+from zk.core.events import COMPLETED, Awaited, Ticket
+from zk.core.store import UnitStore
+from zk.core.units import Layout, Unit
 from zk.kernels import reference
 from zk.offload import rules, spill, transfer
 from zk.offload.cpu_adam import default_engine
@@ -40,8 +42,6 @@ from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
 from zk.parallel.comm import Comm, Group
 from zk.parallel.grads import GradReducer
-from zk.store import UnitStore
-from zk.units import Layout, Unit
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)

@@ -27,11 +27,11 @@ from benchmarks.throttled import ThrottledLink, pretend
 from tests.browser import CHROMIUM, Browser
 from tests.test_monitor import step, waited, wrapped
 from zk import ZeroOptimizer
-from zk.cli import app
-from zk.monitor import advice, measured, report, runfile, watch
-from zk.monitor.rates import USES, Rates
-from zk.monitor.runfile import COLUMNS, FILE, FORMAT, RunFile, read, state_of
-from zk.monitor.words import seconds, size
+from zk.tools.cli import app
+from zk.tools.monitor import advice, measured, report, runfile, watch
+from zk.tools.monitor.rates import USES, Rates
+from zk.tools.monitor.runfile import COLUMNS, FILE, FORMAT, RunFile, read, state_of
+from zk.tools.monitor.words import seconds, size
 
 
 @pytest.fixture

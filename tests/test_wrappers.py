@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zk
 from tests.world import run_world
-from zk.owners import inner_tensors, is_wrapper
+from zk.core.owners import inner_tensors, is_wrapper
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 

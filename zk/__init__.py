@@ -1,21 +1,21 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: train models larger than the accelerator's memory."""
 
-from zk.access import gather
 from zk.accumulation.sequence import sequence_tiles
-from zk.activations import offload_activations
 from zk.config import ZeroConfig
+from zk.core.precision import DynamicLossScale
 from zk.integrations.deepspeed_engine import initialize
 from zk.linear_cross_entropy import linear_cross_entropy
 from zk.long_context import long_context
-from zk.materialize import deferred_init
-from zk.monitor.profile import profile
-from zk.monitor.progress import Progress
+from zk.nn.activations import offload_activations
+from zk.nn.deferred import deferred_init
+from zk.nn.pretrained import load_pretrained
+from zk.nn.tiled_linear import TiledLinear, tile_linears
 from zk.optimizer import ZeroOptimizer
-from zk.precision import DynamicLossScale
-from zk.pretrained import load_pretrained
+from zk.parallel.gather import gather
 from zk.tile_sequence import tile_sequence, untile_sequence
 from zk.tiled_experts import tile_experts
-from zk.tiled_linear import TiledLinear, tile_linears
+from zk.tools.monitor.profile import profile
+from zk.tools.monitor.progress import Progress
 
 __version__ = "0.1.0"
 __all__ = [

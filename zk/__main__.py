@@ -1,5 +1,5 @@
 """`python -m zk`."""
 
-from zk.cli import app
+from zk.tools.cli import app
 
 app(prog_name="python -m zk")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from zk.options import DTYPES, is_count, parse_device, parse_dtype, parse_modules, parse_nbytes, parse_paths
-from zk.precision import DynamicLossScale
+from zk.core.options import DTYPES, is_count, parse_device, parse_dtype, parse_modules, parse_nbytes, parse_paths
+from zk.core.precision import DynamicLossScale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

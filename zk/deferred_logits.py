@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from zk.access import gather
 from zk.linear_cross_entropy import linear_cross_entropy
-from zk.tiled_linear import autocast_as, autocast_dtype, autocast_now
+from zk.nn.tiled_linear import autocast_as, autocast_dtype, autocast_now
+from zk.parallel.gather import gather
 from zk.token_tiles import versions_of
 
 _PROPERTIES = frozenset((

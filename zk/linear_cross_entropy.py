@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from zk.access import gather
+from zk.core.options import parse_nbytes
+from zk.core.owners import is_wrapper
 from zk.kernels.launch import FLOATS
 from zk.linear_loss import LinearLoss, cut
-from zk.options import parse_nbytes
-from zk.owners import is_wrapper
-from zk.tiled_linear import TiledLinear, autocast_dtype, memoryless, no_autocast
-from zk.tiles import Whole
+from zk.nn.tiled_linear import TiledLinear, autocast_dtype, memoryless, no_autocast
+from zk.nn.tiles import Whole
+from zk.parallel.gather import gather
 
 
 def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:

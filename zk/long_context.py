@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zk.activations import ActivationOffload, offload_activations
+from zk.core.hooks import Hook
 from zk.deferred_logits import DeferredHead
-from zk.hooks import Hook
+from zk.nn.activations import ActivationOffload, offload_activations
+from zk.nn.tiled_linear import TiledLinear
 from zk.tile_sequence import tile_sequence
-from zk.tiled_linear import TiledLinear
 
 
 def long_context(

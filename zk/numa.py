@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from zk.logs import rank_log
+from zk.core.logs import rank_log
 
 SYSFS = Path("/sys")
 _MBIND, _GET_MEMPOLICY = {"aarch64": (235, 236)}.get(platform.machine(), (237, 239))  # numbers of system calls, else of x86_64

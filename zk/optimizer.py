@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zk import holding, kernels, numa
+from zk import kernels, numa
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
-from zk.assemble import Assembly
 from zk.checkpoint import load, save, state_dicts
 from zk.checkpoint.folders import Claim
 from zk.checkpoint.shown import Gone, Shown
-from zk.checks import (
+from zk.config import ZeroConfig
+from zk.core import holding
+from zk.core.assemble import Assembly
+from zk.core.checks import (
     check_aliases,
     check_arguments,
     check_groups,
@@ -35,37 +37,36 @@ from zk.checks import (
     check_state_dtype,
     check_whole,
 )
-from zk.config import ZeroConfig
-from zk.hooks import Calls, Hook, InputCasts, KeepCodes, calls_of, weakly
-from zk.logs import log, rank_log
-from zk.materialize import compute_device
-from zk.memory import ranks_here
-from zk.monitor import stop
-from zk.monitor.rates import Rates
-from zk.monitor.start import begin
-from zk.monitor.summary import Summary, metrics_of, summary_of
+from zk.core.hooks import Calls, Hook, InputCasts, KeepCodes, calls_of, weakly
+from zk.core.logs import log, rank_log
+from zk.core.memory import ranks_here
+from zk.core.options import parse_dtype, parse_nbytes
+from zk.core.owners import held_params, is_dtensor, owner_of, tie_inner
+from zk.core.parked import parked
+from zk.core.precision import DynamicLossScale, GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
+from zk.core.speculation import Speculation
+from zk.core.store import UnitStore
+from zk.core.timeline import Clock
+from zk.core.torch_calls import watch_pipelines, watch_torch
+from zk.core.units import Unit
+from zk.core.updates import Integrity, Updates, as_now, check_kernels, chosen, settled
+from zk.nn.deferred import compute_device
 from zk.offload.cpu_adam import default_threads
 from zk.offload.rules import Rule, as_number, rules_for
 from zk.offload.streams import link_to
 from zk.offload.tiers import NVMeTier, Tier
 from zk.offload.transfer import Transfer
 from zk.offload.worker import Worker
-from zk.options import parse_dtype, parse_nbytes
-from zk.owners import held_params, is_dtensor, owner_of, tie_inner
 from zk.parallel.comm import Group, connect, giving_up, telling, together
 from zk.parallel.grads import Gradients, GradReducer
 from zk.parallel.model_parallel import connect_parts, show
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
-from zk.parked import parked
-from zk.plan.check import Case, refuse_what_cannot_fit
-from zk.precision import DynamicLossScale, GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
-from zk.speculation import Speculation
-from zk.store import UnitStore
-from zk.timeline import Clock
-from zk.torch_calls import watch_pipelines, watch_torch
-from zk.units import Unit
-from zk.updates import Integrity, Updates, as_now, check_kernels, chosen, settled
+from zk.tools.monitor import stop
+from zk.tools.monitor.rates import Rates
+from zk.tools.monitor.start import begin
+from zk.tools.monitor.summary import Summary, metrics_of, summary_of
+from zk.tools.plan.check import Case, refuse_what_cannot_fit
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
@@ -771,7 +772,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, this rank's bytes by tier and kind, and rates since the last call that found a step.
 
-        The rates (``step_s``, ``wait_share``, ``wait_drive_share``, ``drive_gbps``, ``floor_share``, ...) are those of ``zk.monitor.rates.Rates``.
+        The rates (``step_s``, ``wait_share``, ``wait_drive_share``, ``drive_gbps``, ``floor_share``, ...) are those of ``Rates``.
 
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
         training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.

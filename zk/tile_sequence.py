@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from zk.options import parse_nbytes
+from zk.core.options import parse_nbytes
 from zk.token_tiles import TokenTiles
 
 # arguments of modules whose tokens look at each other

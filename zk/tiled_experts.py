@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from zk.logs import log
-from zk.owners import is_wrapper, owner_of
+from zk.core.logs import log
+from zk.core.owners import is_wrapper, owner_of
+from zk.nn.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
 from zk.parallel.comm import CHOICE
-from zk.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zk.access import keep_gathered
 from zk.accumulation.calls import contents
 from zk.accumulation.micro_batch import Random
-from zk.activations import saved_nbytes
-from zk.hooks import CastInputs, Hook
-from zk.tiled_linear import autocast_as, autocast_now, memoryless
-from zk.tiles import Tile
+from zk.core.hooks import CastInputs, Hook
+from zk.nn.activations import saved_nbytes
+from zk.nn.tiled_linear import autocast_as, autocast_now, memoryless
+from zk.nn.tiles import Tile
+from zk.parallel.gather import keep_gathered
 
 # tokens of a tile: in host memory, and on a device, which has more to do at once. Adding a tile's gradient to the sums in fp32 moves 10 to 12 bytes
 # for each weight: with fewer tokens that takes longer than its product, and memory gains little, as a tile is about as large as the sums are

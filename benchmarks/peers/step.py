@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zk.memory import peak_nbytes
-from zk.train.gpt import GPT, GPTConfig
+from zk.core.memory import peak_nbytes
+from zk.tools.train.gpt import GPT, GPTConfig
 
 LR, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
 CLIP = [1.0]  # 0: gradients are not clipped

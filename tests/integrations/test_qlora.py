@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import zk
 from tests.world import run_world
 from zk.checkpoint.base import digest_of
-from zk.cli import app
-from zk.owners import inner_tensors
+from zk.core.owners import inner_tensors
+from zk.tools.cli import app
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -15,11 +15,11 @@ import torch
 
 from tests.simulate.job import run
 from tests.simulate.link import LateLink
-from zk import events
 from zk.checkpoint import files, folders, load, save
+from zk.core import events
+from zk.core.store import UnitStore
 from zk.offload import nvme, scratch, snapshot, spill, state, tiers, transfer, worker
 from zk.parallel import comm, presence
-from zk.store import UnitStore
 
 patch = mock.patch.object
 Planted = Callable[[], AbstractContextManager[Any]]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zk
-import zk.logs
+import zk.core.logs
 from tests.models import VOCAB, batch, loss_of, unlike_the_first
 from tests.plain import train_plain
 from tests.simulate import drive as drives
@@ -42,10 +42,10 @@ from tests.simulate.ranks import World, distributed
 from tests.simulate.scheduler import Killed, Process, Simulation, primitives
 from zk.checkpoint import folders, save
 from zk.checkpoint.files import CheckpointError
+from zk.core.store import UnitStore
 from zk.offload import nvme, spill, streams, transfer, worker
 from zk.offload.cpu_adam import default_engine
 from zk.parallel import comm, presence
-from zk.store import UnitStore
 
 _PID = os.getpid()
 STEPS = 4

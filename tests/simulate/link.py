@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.simulate.scheduler import Process, Simulation, poison
-from zk.events import COMPLETED, Awaited, Event
+from zk.core.events import COMPLETED, Awaited, Event
 from zk.offload.streams import check_copy
 
 

@@ -20,12 +20,12 @@ import zk
 from tests import softgpu
 from tests.models import GPT, batch, loss_of
 from zk import kernels
+from zk.core.store import UnitStore
 from zk.kernels.adam import _adam_kernel
 from zk.kernels.launch import grid
 from zk.kernels.step import AdamStep
 from zk.offload.pinned import Arena
 from zk.offload.streams import CudaLink, link_to
-from zk.store import UnitStore
 
 if not softgpu.installed():
     pytest.skip("for the software GPU (pytest -p tests.softgpu.plugin)", allow_module_level=True)

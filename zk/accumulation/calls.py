@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zk.accumulation.micro_batch import Changes, Edge
 from zk.accumulation.resting import Resting, fetch_ahead, rest, value_of
 from zk.accumulation.sequence import TileAttention
-from zk.tiled_linear import autocast_as, autocast_now
+from zk.nn.tiled_linear import autocast_as, autocast_now
 
 NO_CACHE = "transformers: model.config.use_cache = False"
 

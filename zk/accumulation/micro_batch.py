@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zk.materialize import random_state, set_random_state
+from zk.nn.deferred import random_state, set_random_state
 
 Edge = tuple[Any, int]  # a node of the graph, and the number of its output
 Changes = dict[tuple[nn.Module, str], Any]  # values of attributes

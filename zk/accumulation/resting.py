@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zk.activations import ActivationOffload
+from zk.nn.activations import ActivationOffload
 
 
 class Resting(Tensor):

@@ -21,13 +21,13 @@ from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, contents, dif
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
 from zk.accumulation.resting import rest, value_of
 from zk.accumulation.sequence import Outside, Sequences, SequenceTile, TileAttention, elsewhere
-from zk.activations import no_hooks, offload_around, saved_nbytes
-from zk.hooks import Hook
-from zk.memory import trim
+from zk.core.hooks import Hook
+from zk.core.memory import trim
+from zk.core.store import UnitStore
+from zk.nn.activations import no_hooks, offload_around, saved_nbytes
+from zk.nn.tiled_linear import autocast_as, autocast_now
+from zk.nn.tiles import Tile
 from zk.parallel.partitioned import is_of_checkpoint
-from zk.store import UnitStore
-from zk.tiled_linear import autocast_as, autocast_now
-from zk.tiles import Tile
 
 LossFn = Callable[[nn.Module, Any], Any]
 

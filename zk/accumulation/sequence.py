@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from zk.accumulation.attention import Kind, attend, attend_backward, merge
 from zk.accumulation.resting import fetch_ahead, rest, value_of
-from zk.activations import ActivationOffload, no_hooks
-from zk.memory import trim
-from zk.options import is_count
+from zk.core.memory import trim
+from zk.core.options import is_count
+from zk.nn.activations import ActivationOffload, no_hooks
+from zk.nn.tiled_linear import autocast_dtype, no_autocast
 from zk.parallel.partitioned import is_of_checkpoint
-from zk.tiled_linear import autocast_dtype, no_autocast
 
 _IGNORED = -100
 _RULE = "attention over tiles of a sequence is causal over all tokens before, by torch.nn.functional.scaled_dot_product_attention(is_causal=True)"

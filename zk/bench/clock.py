@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zk.materialize import default_device
+from zk.nn.deferred import default_device
 
 Work = Callable[[], object]
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zk.terminal import chosen, mendable, table, wide, zero_config
+from zk.tools.terminal import chosen, mendable, table, wide, zero_config
 
 if TYPE_CHECKING:
     from zk.bench.clock import Report
@@ -64,8 +64,8 @@ def io(
     """Files of the nvme tier, written and read past the page cache."""
     with mendable("bench io"):
         from zk.bench.io import measure
-        from zk.doctor import in_memory
-        from zk.options import parse_nbytes
+        from zk.core.options import parse_nbytes
+        from zk.tools.doctor import in_memory
 
         found = measure(str(path), parse_nbytes(size, "--size"), parse_nbytes(block, "--block"), depth, rounds)
         if in_memory(path):
@@ -95,7 +95,7 @@ def link(
     """Copies between host and GPU, page-locked and pageable. Exit code 2 where there is no GPU."""
     with mendable("bench link"):
         from zk.bench.link import measure
-        from zk.options import parse_nbytes
+        from zk.core.options import parse_nbytes
 
         _print(measure(parse_nbytes(size, "--size"), rounds), as_json)
 
@@ -142,6 +142,6 @@ def step(
     options = dict(locals())
     with mendable("bench step"):
         from zk.bench.step import measure
-        from zk.train.gpt import GPTConfig
+        from zk.tools.train.gpt import GPTConfig
 
         _print(measure(chosen(GPTConfig, options), zero_config(options), batch, rounds, plain), as_json)

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zk.bench.clock import CPU, Report, copy_gbps, row_of, seconds_of
-from zk.memory import aligned
+from zk.core.memory import aligned
 from zk.offload.nvme import Engine, File
 from zk.offload.tiers import readable
 

@@ -17,11 +17,11 @@ from torch import nn
 
 from zk.bench.clock import Report, matmul_tflops, row_of, seconds_of
 from zk.config import ZeroConfig
-from zk.materialize import default_device
-from zk.memory import peak_nbytes
+from zk.core.memory import peak_nbytes
+from zk.nn.deferred import default_device
 from zk.offload.cpu_adam import CPUAdam
 from zk.optimizer import ZeroOptimizer
-from zk.train.gpt import GPT, GPTConfig
+from zk.tools.train.gpt import GPT, GPTConfig
 
 _COMPARED = 3
 # relative difference of losses: the rounding of 16 bits where plain torch keeps fp32 weights, none to speak of in fp32

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zk.owners import inner_tensors
+from zk.core.owners import inner_tensors
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training

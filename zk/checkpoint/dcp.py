@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zk.core.owners import is_dtensor, local_of
+from zk.core.units import flat_of, inverse_of, shaped_of
 from zk.offload.packing import Kept
-from zk.owners import is_dtensor, local_of
 from zk.parallel.comm import Group
-from zk.units import flat_of, inverse_of, shaped_of
 
 _MESHES: weakref.WeakKeyDictionary[Group, DeviceMesh] = weakref.WeakKeyDictionary()
 _ATEN = torch.ops.aten

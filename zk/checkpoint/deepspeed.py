@@ -30,7 +30,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zk.checkpoint import folders, manifest, save
 from zk.checkpoint.files import CheckpointError, undone
-from zk.logs import rank_log
+from zk.core.logs import rank_log
 from zk.offload.rules import AdamRule
 
 _OURS = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_00_(optim|model)_states\.pt|mp_rank_00_model_states\.pt")
@@ -275,7 +275,7 @@ def _options(group: Mapping[str, Any], config: Mapping[str, Any], path: Path) ->
 
 
 def _scale_of(scaler: Any) -> dict[str, Any]:
-    """A loss scaler of DeepSpeed's as zk.precision.LossScaler keeps it."""
+    """A loss scaler of DeepSpeed's as zk.core.precision.LossScaler keeps it."""
     said = {} if scaler is None else vars(scaler)
     scale = float(said.get("cur_scale", 1.0))
     state = {"scale": scale, "clean_steps": 0, "patience": 0, "active": bool(said.get("dynamic")) or scale != 1.0}

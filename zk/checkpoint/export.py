@@ -19,7 +19,7 @@ from zk.checkpoint.files import CheckpointError, Entry, Writer, check_file, sync
 from zk.checkpoint.load import Contents, find
 from zk.checkpoint.manifest import Manifest, Weight
 from zk.checkpoint.save import PIECE_NUMEL
-from zk.precision import CASTABLE
+from zk.core.precision import CASTABLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED
-from zk.memory import aligned
+from zk.core.events import COMPLETED
+from zk.core.memory import aligned
+from zk.core.units import overlap
 from zk.offload.nvme import ALIGN, File, round_up
 from zk.offload.worker import Worker
 from zk.parallel.comm import raised_by_all
-from zk.units import overlap
 
 BLOCK_NBYTES = 8 << 20  # of a checksum, and of a transfer
 _DTYPES = {

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from zk.checkpoint.files import CheckpointError, Written, check_regular, sync_folder, write_durably
-from zk.logs import rank_log
+from zk.core.logs import rank_log
 
 LATEST = "latest"
 LOCK = ".lock"

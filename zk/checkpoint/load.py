@@ -32,17 +32,17 @@ from zk.checkpoint.manifest import (
     seal_of,
     set_random_state,
 )
-from zk.checks import check_options, check_scale_and_counters
+from zk.core.checks import check_options, check_scale_and_counters
+from zk.core.memory import overwrite
+from zk.core.units import overlap, shaped_of
 from zk.kernels import codec
-from zk.memory import overwrite
 from zk.offload.packing import PACKED, part_of
 from zk.parallel.comm import together
-from zk.units import overlap, shaped_of
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training
+    from zk.core.store import UnitStore
     from zk.parallel.model_parallel import Parts
-    from zk.store import UnitStore
 
 
 def find(path: Path) -> Path:

@@ -19,21 +19,21 @@ from torch import Tensor
 
 from zk.checkpoint.files import CheckpointError, Written, check_file, check_name, check_regular
 from zk.checkpoint.folders import MANIFEST, crc_of
-from zk.tiles import Piece as TilePlace
+from zk.nn.tiles import Piece as TilePlace
 
 if TYPE_CHECKING:
     from torch import nn
 
     from zk.checkpoint.folders import Claim
     from zk.config import ZeroConfig
+    from zk.core.precision import LossScaler
+    from zk.core.store import UnitStore
     from zk.offload.rules import Rule
     from zk.offload.tiers import Tier
     from zk.offload.transfer import Transfer
     from zk.parallel.comm import Comm
     from zk.parallel.model_parallel import Parts
     from zk.parallel.partitioned import Partition
-    from zk.precision import LossScaler
-    from zk.store import UnitStore
 
 FORMAT = "zk checkpoint"
 # since 2 parameters may lie in memory in an order of their own; since 3 frozen ones may be left out, and random states are packed; since 4

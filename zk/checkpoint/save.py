@@ -27,26 +27,26 @@ from torch import Tensor
 from zk.checkpoint import folders, manifest
 from zk.checkpoint.base import digests, digests_of_entries
 from zk.checkpoint.files import Entry, Writer, undone, write_durably
-from zk.events import COMPLETED, Event, Ticket
+from zk.core.events import COMPLETED, Event, Ticket
+from zk.core.logs import rank_log
+from zk.core.options import is_count
+from zk.core.owners import inner_tensors, is_wrapper
+from zk.core.timeline import phase
+from zk.core.units import overlap
 from zk.kernels.codec import dtype_of, read
-from zk.logs import rank_log
 from zk.offload.nvme import default_engine
 from zk.offload.packing import part_of
 from zk.offload.section import opened
 from zk.offload.snapshot import Snapshot, Unread
 from zk.offload.tiers import free_nbytes
 from zk.offload.worker import Worker
-from zk.options import is_count
-from zk.owners import inner_tensors, is_wrapper
 from zk.parallel.comm import Comm, together
 from zk.parallel.presence import Board
-from zk.timeline import phase
-from zk.units import overlap
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training
+    from zk.core.store import UnitStore
     from zk.offload.pipeline import Task
-    from zk.store import UnitStore
 
 PIECE_NUMEL = 1 << 21  # elements that are widened at once
 _NVME_ROOM = 1 << 30  # for copies, where the user has a drive because host memory is short

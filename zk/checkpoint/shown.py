@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zk.store import UnitStore
-from zk.tiles import Whole
+from zk.core.store import UnitStore
+from zk.nn.tiles import Whole
 
 if TYPE_CHECKING:
     from zk.checkpoint.manifest import Training

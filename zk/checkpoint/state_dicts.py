@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import base, save
-from zk.checks import check_group, check_options, check_scale_and_counters
-from zk.logs import log
-from zk.owners import has_codes, inner_tensors, is_coded, is_dtensor, rebuilt
+from zk.core.checks import check_group, check_options, check_scale_and_counters
+from zk.core.logs import log
+from zk.core.owners import has_codes, inner_tensors, is_coded, is_dtensor, rebuilt
+from zk.core.precision import CASTABLE
+from zk.nn.tiles import pieces_of
 from zk.parallel.comm import together
 from zk.parallel.model_parallel import is_first_part, join_parts
-from zk.precision import CASTABLE
-from zk.tiles import pieces_of
 
 
 def export(optimizer: Any) -> dict[str, Any]:

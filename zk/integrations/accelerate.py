@@ -16,10 +16,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
+from zk.core.owners import owner_of
 from zk.integrations.deepspeed_auto import for_accelerate, is_deepspeed, of_launcher
-from zk.monitor.rates import loggable
 from zk.optimizer import ZeroOptimizer
-from zk.owners import owner_of
+from zk.tools.monitor.rates import loggable
 
 # accelerate's word for precision -> what parameters are then stored in
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

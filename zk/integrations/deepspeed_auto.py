@@ -7,8 +7,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from zk.config import ZeroConfig
+from zk.core.logs import log
 from zk.integrations.deepspeed_config import LOOP_KEYS, MONITORS, Config, Settings, zero_config
-from zk.logs import log
 
 # DeepSpeed's schedulers -> the Trainer's
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

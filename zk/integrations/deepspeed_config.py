@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from zk.core.logs import log
+from zk.core.options import parse_dtype
+from zk.core.precision import DynamicLossScale
 from zk.integrations.deepspeed_schedules import SCHEDULES, Schedule
 from zk.integrations.deepspeed_table import ALIASES, KEYS, SECTIONS, Kind
-from zk.logs import log
-from zk.options import parse_dtype
-from zk.precision import DynamicLossScale
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 Made = TypeVar("Made")  # a ZeroConfig

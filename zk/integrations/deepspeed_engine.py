@@ -18,16 +18,16 @@ from zk.checkpoint import folders, load
 from zk.checkpoint.files import write_durably
 from zk.checkpoint.manifest import Manifest
 from zk.config import ZeroConfig
+from zk.core.logs import log
+from zk.core.options import parse_device
 from zk.integrations.deepspeed_config import BatchSizes, Config, Settings, batch_sizes, make_optimizer, make_scheduler, zero_config
 from zk.integrations.deepspeed_monitor import Monitor
-from zk.logs import log
 from zk.optimizer import ZeroOptimizer
-from zk.options import parse_device
 from zk.parallel.comm import together, world_to_join
 
 # names of DeepSpeed's engine that have no counterpart -> what to write instead
 _OF_DEEPSPEED = {
-    "timers": "with zk.timeline.Recorder() as recorder: shows what a step spends its time on",
+    "timers": "with zk.core.timeline.Recorder() as recorder: shows what a step spends its time on",
     "dump_state": "print(engine.optimizer.summary())",
     "module_state_dict": "engine.optimizer.consolidated_state_dict() has the whole model",
     "allreduce_gradients": "gradients are reduced as backward makes them, or in step()",

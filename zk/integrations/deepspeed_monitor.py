@@ -2,7 +2,7 @@
 from the first rank. Operations are those of one micro batch, of forward and backward and by module, as torch counts them.
 
 Labels are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and ``loss_scale`` over the samples so far; beside them the rates of
-``zk.monitor.rates``, as ``zk/step_s``.
+``zk.tools.monitor.rates``, as ``zk/step_s``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from zk.integrations.deepspeed_config import Settings
-from zk.monitor.progress import rates_line
-from zk.monitor.rates import Rates, loggable
-from zk.monitor.start import say
-from zk.monitor.words import count, seconds
 from zk.optimizer import ZeroOptimizer
+from zk.tools.monitor.progress import rates_line
+from zk.tools.monitor.rates import Rates, loggable
+from zk.tools.monitor.start import say
+from zk.tools.monitor.words import count, seconds
 
 Event = tuple[str, Any, int]  # label, value, samples
 _PHASES = ("forward", "backward")

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zk.logs import log
+from zk.core.logs import log
 
 Rates = Any  # a number, or one for each param group; always the latter once a schedule is made
 _RATES = ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr")

@@ -172,9 +172,9 @@ H enabled output_path job_name | the same in `output_path/job_name`, a file for 
 A enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode \
     | log `engine.optimizer.metrics()` where you like
 [comms_logger]
-A enabled verbose prof_all debug prof_ops | `zk.timeline.Recorder()` shows what a step spends its time on
+A enabled verbose prof_all debug prof_ops | `zk.core.timeline.Recorder()` shows what a step spends its time on
 [timers]
-A throughput | `zk.timeline.Recorder()` shows what a step spends its time on
+A throughput | `zk.core.timeline.Recorder()` shows what a step spends its time on
 []
 R autotuning | remove it | zk does not search for settings
 R compression_training | remove it | it quantizes and prunes the model

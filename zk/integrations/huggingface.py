@@ -21,17 +21,17 @@ from zk.accumulation.sequence import check_tokens
 from zk.accumulation.sequence import sequence_tiles as cut
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig
+from zk.core.logs import log
+from zk.core.memory import host_memory
+from zk.core.options import check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed_auto import for_trainer, is_deepspeed
-from zk.logs import log
 from zk.long_context import long_context as make_long
-from zk.memory import host_memory
-from zk.monitor.profile import profile
-from zk.monitor.rates import Rates, loggable
-from zk.monitor.runfile import RunFile
+from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
-from zk.options import check_order
-from zk.pretrained import load_pretrained
+from zk.tools.monitor.profile import profile
+from zk.tools.monitor.rates import Rates, loggable
+from zk.tools.monitor.runfile import RunFile
 
 try:
     from peft import PeftModel, get_peft_model_state_dict

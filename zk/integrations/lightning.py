@@ -21,9 +21,9 @@ from zk.integrations.lightning_checkpoint import consolidate
 from zk.integrations.lightning_common import Precision
 from zk.integrations.lightning_fabric import FabricStrategy
 from zk.integrations.lightning_strategy import TrainerStrategy
-from zk.monitor.profile import profile
-from zk.monitor.rates import Rates, loggable
-from zk.monitor.runfile import RunFile
+from zk.tools.monitor.profile import profile
+from zk.tools.monitor.rates import Rates, loggable
+from zk.tools.monitor.runfile import RunFile
 
 __all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroProfile", "ZeroRun", "ZeroStrategy", "consolidate", "of"]
 

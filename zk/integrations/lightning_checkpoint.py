@@ -23,9 +23,9 @@ from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError
 from zk.checkpoint.manifest import Manifest
 from zk.checkpoint.save import buffers_of
+from zk.core.options import parse_dtype
+from zk.nn.tiles import pieces_of
 from zk.optimizer import ZeroOptimizer
-from zk.options import parse_dtype
-from zk.tiles import pieces_of
 
 REST = "lightning.ckpt"
 _STEP = "zk_step"  # in the rest: the name of the folder with the tensors

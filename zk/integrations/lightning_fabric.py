@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zk.integrations import lightning_checkpoint as checkpoints
 from zk.integrations.lightning_common import LightningZeroOptimizer, Strategy, scaled, to_device
-from zk.materialize import deferred_init
+from zk.nn.deferred import deferred_init
 from zk.optimizer import ZeroOptimizer
 
 

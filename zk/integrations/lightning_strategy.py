@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import load
+from zk.core.logs import log, rank_log
+from zk.core.memory import host_memory, ranks_here
 from zk.integrations import lightning_checkpoint as checkpoints
 from zk.integrations.lightning_common import LightningZeroOptimizer, Strategy, has_memory, through_forward, to_device
-from zk.logs import log, rank_log
-from zk.materialize import deferred_init
-from zk.memory import host_memory, ranks_here
-from zk.monitor import stop
+from zk.nn.deferred import deferred_init
 from zk.offload.tiers import readable
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.released import is_released, unmark
+from zk.tools.monitor import stop
 
 _REFUSED = {  # callback -> what to do instead
     "ModelPruning": "prune the plain model after fit",

@@ -26,7 +26,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from zk import numa
-from zk.cache import cache_folder
+from zk.core.cache import cache_folder
 from zk.kernels import eight_bit
 from zk.kernels.step import AdamStep
 from zk.offload.worker import Worker

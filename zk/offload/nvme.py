@@ -44,10 +44,10 @@ import torch
 from torch import Tensor
 
 from zk import numa
-from zk.events import Ticket
-from zk.logs import rank_log
-from zk.memory import aligned
-from zk.timeline import phase
+from zk.core.events import Ticket
+from zk.core.logs import rank_log
+from zk.core.memory import aligned
+from zk.core.timeline import phase
 
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096

@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event
-from zk.logs import rank_log
-from zk.memory import staging
+from zk.core.events import COMPLETED, Event
+from zk.core.logs import rank_log
+from zk.core.memory import staging
 from zk.offload.nvme import round_up
 from zk.offload.streams import Link
 

@@ -12,14 +12,14 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from zk.events import COMPLETED, Awaited, Event, Ticket
+from zk.core.events import COMPLETED, Awaited, Event, Ticket
+from zk.core.timeline import phase
 from zk.offload.rules import Change
 from zk.offload.section import Attempt, Section
 from zk.offload.snapshot import Unread
 from zk.offload.state import OptimizerShard
 from zk.offload.tiers import CHUNKS_IN_MEMORY, CHUNKS_KEPT, Grads
 from zk.offload.worker import Cancelled
-from zk.timeline import phase
 
 
 @dataclasses.dataclass(slots=True)

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from zk.logs import rank_log
+from zk.core.logs import rank_log
 
 PREFIX = "zk-scratch-"
 _MAKING_S = 60.0  # a folder that is not locked yet is somebody's who is just making it, or was, if it is older than this

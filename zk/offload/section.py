@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from zk.events import COMPLETED, Event, Ticket
+from zk.core.events import COMPLETED, Event, Ticket
+from zk.core.timeline import phase
 from zk.offload.packing import part_of
 from zk.offload.rules import Change
 from zk.offload.streamed import Stream
 from zk.offload.tiers import Fields, Grads, HostCopies, HostGrads, ResidentFields
 from zk.offload.transfer import Transfer, evenly
-from zk.timeline import phase
 
 Opened = dict[str, Tensor]  # the fields of one chunk
 

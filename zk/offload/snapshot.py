@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from zk.timeline import phase
+from zk.core.timeline import phase
 
 Values = Sequence[Tensor]
 

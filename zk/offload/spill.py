@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event, Ticket
-from zk.memory import staging, widen_
+from zk.core.events import COMPLETED, Event, Ticket
+from zk.core.memory import staging, widen_
+from zk.core.timeline import phase
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import ALIGN, Excerpts, File, Request, round_up
 from zk.offload.packing import PACKED, Packing
 from zk.offload.transfer import Arrival, Transfer, evenly
 from zk.offload.worker import Worker
-from zk.timeline import phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

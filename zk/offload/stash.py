@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zk.events import COMPLETED, Awaited, Event
-from zk.logs import rank_log
-from zk.memory import staging
+from zk.core.events import COMPLETED, Awaited, Event
+from zk.core.logs import rank_log
+from zk.core.memory import staging
 from zk.offload.nvme import File, round_up
 from zk.offload.scratch import Scratch
 from zk.offload.streams import Link

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event
+from zk.core.events import COMPLETED, Event
+from zk.core.units import overlap
 from zk.kernels import codec
 from zk.offload.packing import PACKED, Packing, part_of
 from zk.offload.rules import Change, Rule
@@ -16,7 +17,6 @@ from zk.offload.section import Attempt, Opened, Section, opened
 from zk.offload.snapshot import Unread
 from zk.offload.spill import FileGrads
 from zk.offload.tiers import Grads
-from zk.units import overlap
 
 
 class OptimizerShard:

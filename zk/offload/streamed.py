@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event
+from zk.core.events import COMPLETED, Event
 from zk.offload.transfer import Transfer, evenly
 
 # elements of one block: large enough that asking for its copies takes the host less time than they do

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Awaited, Event
+from zk.core.events import COMPLETED, Awaited, Event
 
 
 class Link:

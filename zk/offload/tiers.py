@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zk.config import ZeroConfig
-from zk.events import COMPLETED, Event
-from zk.logs import rank_log
-from zk.memory import host_memory, staging, zeros
+from zk.core.events import COMPLETED, Event
+from zk.core.logs import rank_log
+from zk.core.memory import host_memory, staging, zeros
 from zk.offload.cpu_adam import sum_of_squares
 from zk.offload.nvme import Excerpt, Excerpts, File, round_up
 from zk.offload.packing import PACKED, Packing

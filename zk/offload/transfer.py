@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zk.events import COMPLETED, Event
+from zk.core.events import COMPLETED, Event
+from zk.core.timeline import phase
 from zk.offload.pinned import Arena, Record
 from zk.offload.streams import Link
-from zk.timeline import phase
 
 # elements of one piece: 16 MiB in 16 bits, large enough for the full speed of a link, small enough that the update soon has its first
 PIECE_NUMEL = 1 << 23

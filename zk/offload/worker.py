@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from zk import numa
-from zk.events import Ticket
-from zk.timeline import in_background
+from zk.core.events import Ticket
+from zk.core.timeline import in_background
 
 
 class Cancelled(RuntimeError):

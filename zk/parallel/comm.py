@@ -40,11 +40,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zk.events import COMPLETED, Awaited
+from zk.core.events import COMPLETED, Awaited
+from zk.core.logs import rank_log
+from zk.core.timeline import note, now_ns, phase, recording
 from zk.kernels.reference import unchecked
-from zk.logs import rank_log
 from zk.parallel.presence import Board, Presence, fail, why
-from zk.timeline import note, now_ns, phase, recording
 
 Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"  # that train together, as ZeroConfig.process_group has them
 GATHER, REDUCE, NORM, BROADCAST, STATE, MEMORY, TEXT, RULES, CHOICE = range(9)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zk.core.store import UnitStore
 from zk.parallel.comm import CHOICE, Comm
-from zk.store import UnitStore
 
 
 class Experts:

@@ -23,14 +23,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zk.events import COMPLETED, Awaited, Event
-from zk.hooks import weakly
+from zk.core.events import COMPLETED, Awaited, Event
+from zk.core.hooks import weakly
+from zk.core.memory import zeros
+from zk.core.owners import is_dtensor, local_of
+from zk.core.store import UnitStore
 from zk.kernels.reference import unchecked
-from zk.memory import zeros
-from zk.owners import is_dtensor, local_of
 from zk.parallel.comm import REDUCE, STATE, Comm
 from zk.parallel.released import compute_as_itself, grad_gone, grad_is_away, grad_left, own_grad
-from zk.store import UnitStore
 
 # reductions in flight at once: one being summed while the next one's bytes travel
 _IN_FLIGHT = 2

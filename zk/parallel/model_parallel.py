@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zk.owners import is_dtensor, rebuilt
+from zk.core.owners import is_dtensor, rebuilt
+from zk.nn.tiles import Piece, pieces_of
 from zk.parallel.comm import Comm, Group, ranks_of
-from zk.tiles import Piece, pieces_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

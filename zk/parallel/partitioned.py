@@ -25,11 +25,11 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zk.hooks import Hook, weakly
-from zk.owners import inner_tensors, is_wrapper, rebuilt
+from zk.core.hooks import Hook, weakly
+from zk.core.owners import inner_tensors, is_wrapper, rebuilt
+from zk.core.store import State, UnitStore
 from zk.parallel.comm import Comm
 from zk.parallel.experts import Experts, passed_through
-from zk.store import State, UnitStore
 
 _FOLLOWED = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Functionalize)
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zk.owners import HOLDERS, Gradients, Holder, hold, holder_of
+from zk.core.owners import HOLDERS, Gradients, Holder, hold, holder_of
 
 if TYPE_CHECKING:
-    from zk.events import Ticket
+    from zk.core.events import Ticket
 
 _VALUES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))  # properties that show values; all others of torch's own are metadata
 _METHODS = frozenset((

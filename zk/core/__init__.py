@@ -1,0 +1,1 @@
+"""What a step is made of: units, stores, updates, precision."""
