@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -30,8 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-KINDS = {"nf4": "bitsandbytes", "fp4 in files": "bitsandbytes", "nf4 in files": "bitsandbytes", "int8": "torchao", "float8": "torchao"}
-PROJ = "model.layers.1.mlp.up_proj.weight"
+KINDS = {"nf4": "bitsandbytes", "fp4": "bitsandbytes", "int8": "torchao", "float8": "torchao"}
 
 
 KEPT: dict[str, dict[str, bytes]] = {}  # files that have been made, by what they are of
@@ -67,52 +64,15 @@ def in_4_bits(**options: Any) -> Any:
 def quantized(kind: str, folder: Path) -> nn.Module:
     """A model as transformers makes it of files, with all of it in memory."""
     pytest.importorskip(KINDS[kind])
-    if kind.endswith("files"):
-        return transformers.LlamaForCausalLM.from_pretrained(published(kind, folder), device_map="cpu")  # type: ignore[no-any-return]
     if kind == "nf4":
         how = in_4_bits()
+    elif kind == "fp4":
+        once = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": torch.bfloat16}
+        how = in_4_bits(bnb_4bit_quant_type="fp4", **once)
     else:
         quantization = pytest.importorskip("torchao.quantization")
         how = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig() if kind == "int8" else quantization.Float8WeightOnlyConfig())
     model = transformers.LlamaForCausalLM.from_pretrained(folder / "base", quantization_config=how, device_map="cpu", dtype=torch.float32)
-    return model  # type: ignore[no-any-return]
-
-
-def saved_in_4_bits(folder: Path, name: str, max_shard_size: str = "60KB", **options: Any) -> Path:
-    """The base's weights as transformers saves them when bitsandbytes has quantized them."""
-
-    def make(target: Path) -> None:
-        how = in_4_bits(**options)
-        model = transformers.LlamaForCausalLM.from_pretrained(folder / "base", quantization_config=how, device_map="cpu", dtype=torch.float32)
-        model.save_pretrained(target, max_shard_size=max_shard_size)
-
-    return made_once(folder / name, f"{max_shard_size} {options}", make)
-
-
-def edited(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """A copy of weights of one file, with ``change``."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
-def published(kind: str, folder: Path) -> Path:
-    """A base that is in 4 bits in its files, several of them."""
-    once = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": torch.bfloat16}
-    options = {} if kind.startswith("nf4") else once
-    return folder / kind if (folder / kind).exists() else saved_in_4_bits(folder, kind, **options)
-
-
-def without_memory(files: Path) -> nn.Module:
-    """The model of these files, with the layers of bitsandbytes, before any values are there."""
-    config = transformers.AutoConfig.from_pretrained(files)
-    with zk.deferred_init():
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        model.hf_quantizer = transformers.quantizers.AutoHfQuantizer.from_config(config.quantization_config)
-        model.hf_quantizer.preprocess_model(model, device_map=None)
-        model.hf_quantizer.postprocess_model(model)
     return model  # type: ignore[no-any-return]
 
 
@@ -123,16 +83,6 @@ def wrapped(model: nn.Module, dora: bool = False) -> nn.Module:
 
 def adapted(kind: str, folder: Path, dora: bool) -> nn.Module:
     return wrapped(quantized(kind, folder), dora)
-
-
-def for_zk(kind: str, folder: Path, dora: bool) -> nn.Module:
-    """The same; one that is in 4 bits in its files stays there."""
-    if not kind.endswith("files"):
-        return adapted(kind, folder, dora)
-    model = without_memory(published(kind, folder))
-    zk.load_pretrained(model, published(kind, folder))
-    with zk.deferred_init():
-        return wrapped(model)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -174,30 +124,24 @@ def digest(folder: Path) -> str:
 
 
 def whole_life(case: tuple[str, bool, Path]) -> list[str]:
-    """Train on the drive, save, go on in another optimizer, merge, and give the adapter to plain PEFT: what differs from plain training."""
+    """Train on the drive, save, resume in another optimizer, merge, and give the adapter to plain PEFT: what differs from plain training."""
     kind, dora, folder = case
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     plain = adapted(kind, folder, dora)
-    base = published(kind, folder) if kind.endswith("files") else folder / "base"
-    before = digest(base)
+    before = digest(folder / "base")
     want = train(plain, adamw(plain), 3)
     plain.save_pretrained(folder / f"plain-{rank}")
     expected = read_again(kind, folder / f"plain-{rank}", folder)
 
-    model = for_zk(kind, folder, dora)
+    model = adapted(kind, folder, dora)
     with on_drive(model, folder) as optimizer:
         got = train(model, optimizer, 1)
         optimizer.save_checkpoint(folder / f"{kind}-{dora}", frozen=False)
-    model = for_zk(kind, folder, dora)
+    model = adapted(kind, folder, dora)
     optimizer = on_drive(model, folder)
     optimizer.load_checkpoint(folder / f"{kind}-{dora}")
     got += train(model, optimizer, 2, 1)
     found = [] if got == want else [f"losses {got} instead of {want}"]
-    if kind.endswith("files"):
-        frozen = sum(param.nbytes for param in plain.parameters() if not param.requires_grad) / world
-        metrics, trained = optimizer.metrics(), sum(param.nbytes for param in plain.parameters() if param.requires_grad) / world
-        if not frozen <= metrics["nvme_in_place_nbytes"] <= 1.01 * frozen + 1024 or metrics["nvme_param_nbytes"] != trained:
-            found.append(f"{metrics} of {frozen} frozen bytes, {trained} trained")
     with zk.gather(model.parameters()):
         model.save_pretrained(folder / f"zk-{rank}")
         merged = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
@@ -210,12 +154,12 @@ def whole_life(case: tuple[str, bool, Path]) -> list[str]:
     optimizer.close()
     if not torch.equal(read_again(kind, folder / f"zk-{rank}", folder), expected):
         found.append("plain PEFT reads another adapter")
-    if digest(base) != before:
+    if digest(folder / "base") != before:
         found.append("the base's files have changed")
     return found
 
 
-@pytest.mark.parametrize(("kind", "dora"), (("nf4", True), ("fp4 in files", False), ("int8", False), ("float8", True)))
+@pytest.mark.parametrize(("kind", "dora"), (("nf4", True), ("fp4", False), ("int8", False), ("float8", True)))
 def test_adapters_over_a_quantized_base_on_the_drive(kind: str, dora: bool, tmp_path: Path) -> None:
     base_in(tmp_path)
     assert whole_life((kind, dora, tmp_path)) == []
@@ -225,28 +169,16 @@ def test_adapters_over_a_quantized_base_over_ranks(tmp_path: Path) -> None:
     for package in set(KINDS.values()):
         pytest.importorskip(package)
     base_in(tmp_path)
-    published("nf4 in files", tmp_path)
-    cases = [(kind, False, tmp_path) for kind in ("int8", "nf4 in files", "whole 2", "whole 3", "other scales")]
-    saved_in_4_bits(tmp_path, "0", max_shard_size="1GB")
-    edited(tmp_path / "0", tmp_path / "1", lambda tensors: tensors[f"{PROJ}.absmax"].sub_(1))
-    says = f"parameter '{PROJ}' is .*, under scales .* on rank 0 and .*, under scales .* on rank 1"
-    *found, (first, second) = run_world(2, on_a_rank, cases)
-    assert found == [[[], []]] * (len(cases) - 1)
-    assert re.search(says, first) and re.search(says, second)
+    cases = [(kind, False, tmp_path) for kind in ("int8", "nf4", "whole 2", "whole 3")]
+    assert run_world(2, on_a_rank, cases) == [[[], []]] * len(cases)
 
 
-def on_a_rank(case: tuple[str, bool, Path]) -> Any:
-    """Lead a whole life, or say if the whole model is; or load files that the other rank has with other scales, and return what is said."""
+def on_a_rank(case: tuple[str, bool, Path]) -> list[str]:
+    """Lead a whole life, or say if the whole model is not complete."""
     kind, _, folder = case
     if kind.startswith("whole"):
         return [kind] * (not whole(int(kind[-1]), folder))
-    if kind != "other scales":
-        return whole_life(case)
-    model = without_memory(folder / "0")
-    zk.load_pretrained(model, folder / str(dist.get_rank()))
-    with pytest.raises(RuntimeError) as error:
-        zk.ZeroOptimizer(model, adamw(model), stage=3)
-    return str(error.value)
+    return whole_life(case)
 
 
 def test_adapters_over_published_files_leave_them_where_they_are(tmp_path: Path) -> None:
@@ -372,132 +304,16 @@ def test_codes_that_are_kept_as_numbers_of_16_bits_are_no_numbers(storage: torch
         assert codes and all(torch.equal(model.get_parameter(name).view(torch.int16), param.view(torch.int16)) for name, param in codes.items())
 
 
-# ---- a base that is in 4 bits in its files --------------------------------------------------------------------------------------------
-
-
-def computed(model: nn.Module) -> Tensor:
-    """Logits while training, where bitsandbytes packs nothing."""
-    with torch.no_grad():
-        return model.train()(input_ids=tokens(9)).logits  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("stage", (0, 2, 3))
-def test_codes_in_files_are_loaded_where_they_rest(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ("files", "layers"))
+def test_load_pretrained_refuses_weights_in_4_bits(what: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    base_in(tmp_path)
-    plain, model = adapted("nf4 in files", tmp_path, False), for_zk("nf4 in files", tmp_path, False)
-    tiers = {"param_tier": "host", "optimizer_tier": "host"} if stage == 3 else {}
-    with zk.ZeroOptimizer(model, adamw(model), stage=stage, **tiers) as optimizer:
-        assert train(model, optimizer, 2) == train(plain, adamw(plain), 2)
-        assert same_entries(model, optimizer) and torch.equal(computed(model), computed(plain))
-
-
-@pytest.mark.parametrize("how", ("free", "packed", "held", "on the drive", "not quantized yet"))
-def test_a_model_in_memory_takes_codes_and_scales(how: str, tmp_path: Path) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    base_in(tmp_path)
-    files, want = published("nf4 in files", tmp_path), quantized("nf4 in files", tmp_path)
-    model = quantized("nf4 in files", tmp_path)
-    for param in model.parameters():
-        if hasattr(param, "quant_state"):
-            param.data ^= 255
-            param.quant_state.absmax.sub_(3)
-            param.quant_state.offset *= 2
-            if how == "packed":  # by an evaluation, on some CPUs
-                param.data, param.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(param.data, param.quant_state)
-    if how == "not quantized yet":
-        for layer in model.model.layers:  # type: ignore[union-attr]
-            layer.mlp.up_proj = bitsandbytes.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    tiers = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": tmp_path} if how == "on the drive" else {"stage": 2}
-    optimizer = zk.ZeroOptimizer(model, adamw(model), **tiers) if how in ("held", "on the drive") else None
-    assert how in ("packed", "not quantized yet") or not torch.equal(computed(model), computed(want))
-    zk.load_pretrained(model, files)
-    assert torch.equal(computed(model), computed(want))
-    assert train(model.train(), optimizer or adamw(model), 2) == train(want.train(), adamw(want), 2)
-    if optimizer is not None:
-        optimizer.close(gather=True)
-    state = want.state_dict()
-    assert model.state_dict().keys() == state.keys() and all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def without(*parts: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: [tensors.pop(f"{PROJ}.{part}") for part in parts]
-
-
-MISFITS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object], str]] = {  # of the files, and what is said
-    "without a state": ({}, without("quant_state.bitsandbytes__nf4"), f"{PROJ} has no whole quant_state beside it .Expected packed"),
-    "without scales": ({}, without("absmax"), f"{PROJ} has no whole quant_state beside it .'absmax'"),
-    "without scales of scales": ({}, without("nested_absmax"), f"{PROJ} has nested_absmax 0 instead of 1"),
-    "without a map of scales": ({}, without("nested_quant_map"), f"{PROJ} has no whole quant_state beside it .'nested_quant_map'"),
-    "with two states": (
-        {},
-        lambda tensors: tensors.update({f"{PROJ}.quant_state.bitsandbytes__fp4": torch.zeros(1, dtype=torch.uint8)}),
-        f"{PROJ} has no whole quant_state beside it .There should be exactly one",
-    ),
-    "fewer scales": (
-        {},
-        lambda tensors: tensors.update({f"{PROJ}.absmax": tensors[f"{PROJ}.absmax"][1:].clone()}),
-        rf"{PROJ} has absmax \(127, torch.uint8\) instead of \(128, torch.uint8\)",
-    ),
-    "fewer codes": (
-        {},
-        lambda tensors: tensors.update({PROJ: tensors[PROJ][1:].clone()}),
-        rf"{PROJ} has codes \(4095, 1\) instead of \(4096, 1\)",
-    ),
-    "another kind": ({"bnb_4bit_quant_type": "fp4"}, len, "q_proj.weight has quant_type fp4 instead of nf4[,;]"),
-    "once": ({"bnb_4bit_use_double_quant": False}, len, r"absmax \(64, torch.float32\) instead of \(64, torch.uint8\), nested_absmax 0 instead of 1"),
-    "other storage": ({"bnb_4bit_quant_storage": torch.bfloat16}, len, "has quant_storage torch.bfloat16 instead of torch.uint8, codes"),
-}
-
-
-@pytest.mark.parametrize("what", (*MISFITS, "another shape", "other blocks", "in full", "a plain model", "inside of PEFT"))
-def test_codes_that_do_not_fit_are_refused_by_name(what: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    base_in(tmp_path)
-    right = saved_in_4_bits(tmp_path, "right", "1GB")
-    options, change, says = MISFITS.get(what, ({}, len, ""))
-    files = edited(saved_in_4_bits(tmp_path, "other", "1GB", **options), tmp_path / "files", change)
-    model = without_memory(right)
-    if what == "another shape":
-        config = transformers.AutoConfig.from_pretrained(right)
-        config.update({"intermediate_size": 192})
-        config.save_pretrained(right)
-        model, says = without_memory(right), r"gate_proj.weight has shape \(128, 64\) instead of \(192, 64\), codes"
-    elif what == "other blocks":
-        model.get_parameter(PROJ).blocksize = 128  # type: ignore[attr-defined]
-        says = f"{PROJ} has blocksize 64 instead of 128, absmax"
-    elif what == "in full":
-        files, says = tmp_path / "base", "q_proj.weight has no whole quant_state beside it"
-    elif what == "a plain model":
+    files, coded = base_in(tmp_path), quantized("nf4", tmp_path)
+    model = coded
+    if what == "files":
+        files = tmp_path / "nf4"
+        coded.save_pretrained(files)  # type: ignore[operator]
         with zk.deferred_init():
-            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(right))
-        says = r"other shapes: .*; bitsandbytes has quantized these: AutoHfQuantizer.from_config\(config.quantization_config\) gives"
-    elif what == "inside of PEFT":
-        with zk.deferred_init():
-            model = wrapped(model)
-        says = "load a base before PEFT wraps it"
-    before = {name: (param.shape, param.dtype, getattr(param, "quant_state", None)) for name, param in model.named_parameters()}
-    for strict in (True, False) if what != "inside of PEFT" else (True,):
-        with pytest.raises(ValueError, match=f"does not fit the model; .*{says}"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path / "base"))
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"reads no weights in 4 bits.*from_pretrained of transformers"):
             zk.load_pretrained(model, files, strict=strict)
-    assert before == {name: (param.shape, param.dtype, getattr(param, "quant_state", None)) for name, param in model.named_parameters()}
-    if what not in ("another shape", "other blocks", "a plain model", "inside of PEFT"):
-        zk.load_pretrained(model, right)
-
-
-def test_what_files_lack_or_have_beside_codes_is_left_where_it_is_asked_for(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    base_in(tmp_path)
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        del tensors["model.norm.weight"]
-        tensors["more"] = torch.zeros(1)
-
-    files = edited(saved_in_4_bits(tmp_path, "right", "1GB"), tmp_path / "files", change)
-    model = without_memory(files)
-    with pytest.raises(ValueError, match=r"missing: model.norm.weight; unexpected: more \(strict=False ignores these\)"):
-        zk.load_pretrained(model, files)
-    zk.load_pretrained(model, files, strict=False)
-    with on_drive(model, tmp_path):
-        want = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "right", device_map="cpu")
-        assert torch.equal(computed(model), computed(want))  # whose norm is one, as it is in the files

@@ -16,7 +16,6 @@ from zk.core.hooks import Hook, weakly
 from zk.core.memory import trim
 from zk.core.store import UnitStore
 from zk.core.units import Unit, find_units
-from zk.nn.prequantized import scales_of
 from zk.parallel.comm import together
 from zk.parallel.released import own_grad
 
@@ -39,7 +38,7 @@ def agree(optimizer: Any, numbered: Sequence[tuple[int, Unit]]) -> None:
         names[number : number + 1] = [unit.name]
     params = {
         f"parameter {name!r}": f"{tuple(param.shape)} in memory format {unit.orders.get(index, 'contiguous')}, "
-        f"{unit.dtype}{', as fp32' * unit.is_widened}, in unit {unit.name!r}{scales_of(param)}"
+        f"{unit.dtype}{', as fp32' * unit.is_widened}, in unit {unit.name!r}"
         for _, unit in numbered
         for index, (name, param) in enumerate(zip(unit.names, unit.params, strict=True))
     }

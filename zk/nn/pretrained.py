@@ -1,7 +1,7 @@
 """Loading of safetensors files into a model: now, or, where it has no memory yet, when its units are made.
 
 Of a frozen unit whose parameters lie in the files as they are kept, nothing is loaded on the nvme tier. ZeroOptimizer asks where they lie
-(``place``), and reads them from there in every step. So it does with the codes of weights that bitsandbytes has saved in 4 bits.
+(``place``), and reads them from there in every step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from zk.checkpoint.folders import find
 from zk.core.owners import inner_tensors, owner_of
 from zk.core.store import UnitStore
 from zk.nn.deferred import compute_device, promise
-from zk.nn.prequantized import PACKED, PARTS, restore, state_of, takes_codes
 from zk.nn.tiles import Piece, pieces_of
 from zk.offload.nvme import Excerpt, Identity, identity_of
 from zk.parallel.comm import together
@@ -56,7 +54,6 @@ class _FromFile:
     in_place: bool  # they may be read from there whenever they are needed
     piece: tuple[slice, ...] | None = None  # the place in what is in the file; None for all of it
     version: int = 0  # of the tensor that waits for the values
-    state: Any = None  # of codes in 4 bits
 
     def place(self, dtype: torch.dtype) -> Excerpt | None:
         """The bytes of the values in the file, if they lie there in ``dtype``, one after the other.
@@ -131,13 +128,11 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True, 
             format); others are copied. The files are opened for reading only, must stay as they are until the optimizer is closed, and should be
             on a drive that is as fast. False copies all of them.
 
-    Of weights that bitsandbytes has saved in 4 bits, the scales beside them are read at once, and belong to the parameter from then on. The model
-    has its layers, built for that quantization; PEFT wraps them later.
-
     What is written to such a unit, or unfrozen, moves to ``nvme_path`` first: the files are never changed.
 
     Raises:
-        ValueError: before anything is changed, with the names that are missing, unexpected, of another shape, or quantized otherwise.
+        ValueError: before anything is changed, with the names that are missing, unexpected or of another shape, and for
+            weights in 4 bits, in the files or in the model.
         FileNotFoundError: if a file is not there.
     """
     owner = next(filter(None, map(owner_of, model.parameters())), None)
@@ -148,8 +143,6 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True, 
 
 def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -> dict[Tensor, _FromFile]:
     """The places of the values of parameters and buffers, after checking that they fit."""
-    from safetensors import safe_open
-
     entries = _files(Path(path))
     pieces = {**pieces_of_dtensors(model), **pieces_of(model)}
     names: dict[Tensor, list[str]] = {}  # in the files
@@ -164,37 +157,32 @@ def _sources(model: nn.Module, path: str | Path, strict: bool, in_place: bool) -
             if name not in module._non_persistent_buffers_set:
                 names.setdefault(buffer, []).append(f"{module_path}.{name}" if module_path else name)
     chosen = {tensor: next((name for name in aliases if name in entries), None) for tensor, aliases in names.items()}
-    device, states, unfit = compute_device(model), dict[Tensor, Any](), list[str]()
-    opened: Callable[[Path], Any] = functools.cache(lambda file: safe_open(file, framework="pt"))
-    codes = {tensor: key for tensor, key in chosen.items() if key is not None and takes_codes(tensor)}
-    for tensor, key in codes.items():
-        found = {part: opened(entries[name].path).get_tensor(name).clone() for part in PARTS if (name := f"{key}.{part}") in entries}
-        try:
-            states[tensor] = state_of(tensor, entries[key].shape, entries[key].dtype, found, device)
-        except ValueError as error:
-            unfit.append(f"{key} {error}")
-    known = {name for aliases in names.values() for name in aliases} | {f"{key}.{part}" for key in codes.values() for part in PARTS}
+    known = {name for aliases in names.values() for name in aliases}
+    coded = [name for name in entries if ".quant_state." in name]
+    coded += [key for tensor, key in chosen.items() if key and hasattr(tensor, "quant_state")]
+    if coded:
+        raise ValueError(
+            f"load_pretrained reads no weights in 4 bits, and {path} or the model has some: {some(coded, 3)}. "
+            "Load this model with from_pretrained of transformers, then make the optimizer"
+        )
     missing = list(dict.fromkeys(names[tensor][0] for tensor, key in chosen.items() if key is None))
     shapes = {tensor: parts[tensor].shape if tensor in parts else tuple(tensor.shape) for tensor in names}
     unexpected = sorted(set(entries) - known)
     wrong = {
         f"{key} is {entries[key].shape}, the model's {shapes[tensor]}": None  # once for each
         for tensor, key in chosen.items()
-        if key is not None and tensor not in codes and entries[key].shape != shapes[tensor]
+        if key is not None and entries[key].shape != shapes[tensor]
     }
-    unlike = {"other shapes:": list(wrong), "in 4 bits, and not as the model was built:": unfit}
+    unlike = {"other shapes:": list(wrong)}
     unlike |= {"missing:": missing, "unexpected:": unexpected} if strict else {}
     if problems := [f"{what} {some(those, 5)}" for what, those in unlike.items() if those]:
-        hint = "" if wrong or unfit else " (strict=False ignores these)"
-        if unfit:
-            hint = "; build 4-bit layers as the quantization_config of the files says, or quantize and save the weights anew"
-        elif any(".base_layer." in name for name in missing):
+        hint = "" if wrong else " (strict=False ignores these)"
+        if any(".base_layer." in name for name in missing):
             hint = "; load a base before PEFT wraps it"
-        elif any(PACKED in name for name in unexpected):
-            hint = "; bitsandbytes has quantized these: AutoHfQuantizer.from_config(config.quantization_config) gives the model its layers"
         raise ValueError(f"{path} does not fit the model; {'; '.join(problems)}{hint}")
+    device = compute_device(model)
     return {
-        tensor: _FromFile(entries[key], key, device, in_place, parts[tensor].place if tensor in parts else None, state=states.get(tensor))
+        tensor: _FromFile(entries[key], key, device, in_place, parts[tensor].place if tensor in parts else None)
         for tensor, key in chosen.items()
         if key is not None
     }
@@ -210,7 +198,6 @@ def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
             held, index = owner.units[tensor]  # type: ignore[index]
             units.setdefault(id(held), (owner, held, {}))[2][index] = source
         elif tensor.is_meta:
-            restore(tensor, source.state, source.entry.shape)
             promise(tensor, dataclasses.replace(source, version=tensor._version))
         else:
             of_nobody[tensor] = source
@@ -221,9 +208,6 @@ def _load(sources: dict[Tensor, _FromFile], path: str | Path) -> None:
         for owner, held, of_unit in units.values():
             with together(owner.comm, f"reading {path}"):  # of one unit at a time; before ranks exchange anything
                 values = {index: source.make(held.unit.params[index]) for index, source in of_unit.items()}
-            for index, source in of_unit.items():
-                restore(held.unit.params[index], source.state, source.entry.shape)
             held.overwrite({index: functools.partial(values.pop, index) for index in list(values)})
         for tensor, source in of_nobody.items():
-            restore(tensor, source.state, source.entry.shape)
             tensor.copy_(source.make(tensor))
