@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from tests.programs import run
-from zk.tools.cli import app
+from zk.tools.cli import Commands, app
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -104,17 +104,19 @@ def test_what_a_comment_excepts_is_not_run_and_says_why() -> None:
 
 
 def check_zk(arguments: str) -> None:
-    """Parse what comes after `python -m zk`, without running it. Files need not be there, and a sentence may leave arguments out."""
+    """Parse what comes after `zk`, without running it. Files need not be there, and a sentence may leave arguments out."""
     words = shlex.split(arguments, comments=True)
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert not words or words[0] in {*commands, "--help"}, f"there is no command {words[0]!r}"
-    if len(words) < 2 or words[-1] == "--help":
-        return  # a command that is spoken of
+    if not words or words[0] in ("--help", "--version"):
+        return
+    group = typer.main.get_command(app)
+    assert isinstance(group, Commands)
     try:
-        commands[words[0]].make_context(words[0], words[1:])
+        name, command, rest = group.resolve_command(group.context_class(group), words)
+        if rest and rest[-1] != "--help":  # else a command that is spoken of
+            command.make_context(name, rest)
     except Exception as error:
         may_be = ("does not exist", "Missing parameter")
-        assert any(reason in str(error) for reason in may_be), f"python -m zk {arguments}: {error}"
+        assert any(reason in str(error) for reason in may_be), f"zk {arguments}: {error}"
 
 
 def commands_in(text: str) -> Iterator[str]:
@@ -139,7 +141,7 @@ def test_a_command_that_is_not_there_is_noticed(wrong: str) -> None:
 def test_every_command_is_on_the_page_of_commands() -> None:
     text = (ROOT / "docs" / "reference" / "command_line.md").read_text()
     for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
-        assert f"`python -m zk {name}" in text, f"{name} is not on the page"
+        assert f"`zk {name}" in text, f"{name} is not on the page"
 
 
 def test_targets_of_make_exist() -> None:

@@ -1,5 +1,5 @@
 """`python -m zk`."""
 
-from zk.tools.cli import app
+from zk.tools.cli import main
 
-app(prog_name="python -m zk")
+main()
