@@ -194,8 +194,6 @@ class _Finder(ast.NodeVisitor):
         call = node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _WAITS:
             inner = call.func.value
-            if self._source(inner) == "numa":  # whose join() waits for nothing: it is about where a thread runs
-                return
             if call.func.attr == "wait" and isinstance(inner, ast.Call):
                 self._add(node, self._source(inner), f"{self._source(node)} -> without the wait")
             elif call.func.attr == "follow":

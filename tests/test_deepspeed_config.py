@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,13 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import zk
-from tests.data.deepspeed.make import CASES as DEEPSPEED_CASES
-from tests.data.deepspeed.make import HERE, Tiny, adamw_of
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.plain import train_plain
 from tests.world import free_port, run_world
-from zk.checkpoint import deepspeed
-from zk.checkpoint.deepspeed import import_deepspeed
 from zk.checkpoint.files import CheckpointError
 from zk.integrations.deepspeed_config import Settings, batch_sizes, make_optimizer, make_scheduler, read_object
 from zk.integrations.deepspeed_table import ALIASES, KEYS, Key, Kind, markdown
@@ -889,39 +884,13 @@ def test_states_give_their_memory_back_and_take_it_again(tmp_path: Path) -> None
     on_drive.destroy()
 
 
-def test_a_checkpoint_of_deepspeeds_is_to_be_imported_and_then_goes_on(tmp_path: Path) -> None:
-    name = "zero2-bf16"
-    model = Tiny()
-    engine, optimizer, _, _ = zk.initialize(model, adamw_of(model), config={**CLIPPED, "train_batch_size": 2, **DEEPSPEED_CASES[name]})
-    with pytest.raises(ValueError, match=r"was written by DeepSpeed; .* python -m zk import-deepspeed"):
-        engine.load_checkpoint(HERE / name)
-    import_deepspeed(HERE / name, tmp_path)
-    engine.load_checkpoint(tmp_path)
-    expected = json.loads((HERE / name / "expected.json").read_text())
-    assert optimizer.counters["steps"] == expected["steps"] == engine.global_steps
-    engine.destroy()
-
-
-def test_a_torch_scheduler_goes_on_where_deepspeed_had_it(tmp_path: Path) -> None:
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4], 0.1)
-
-    name = "zero2-bf16"
-    shutil.copytree(HERE / name, tmp_path / "theirs")
-    (path,) = (tmp_path / "theirs").glob("*/mp_rank_00_model_states.pt")
-    there = schedule(adamw_of(Tiny()))
-    there.last_epoch = 3
-    torch.save({**deepspeed._load(path), "lr_scheduler": there.state_dict()}, path.with_suffix(".new"))
-    path.with_suffix(".new").rename(path)
-    import_deepspeed(tmp_path / "theirs", tmp_path / "saved")
-    model = Tiny()
-    config = {**CLIPPED, "train_batch_size": 2, **DEEPSPEED_CASES[name]}
-    engine, _, _, scheduler = zk.initialize(model, adamw_of(model), lr_scheduler=schedule, config=config)
-    engine.load_checkpoint(tmp_path / "saved")
-    rates = engine.get_lr()
-    scheduler.step()
-    assert engine.get_lr() == pytest.approx([0.1 * rate for rate in rates])
-    assert scheduler.state_dict()["milestones"] == there.state_dict()["milestones"]
+def test_a_checkpoint_of_deepspeed_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step4")
+    engine = make({})
+    with pytest.raises(ValueError, match=r"was written by DeepSpeed, .* with zero_to_fp32.py of DeepSpeed, then .*zk.load_pretrained"):
+        engine.load_checkpoint(tmp_path)
     engine.destroy()
 
 

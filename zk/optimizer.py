@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zk import kernels, numa
+from zk import kernels
 from zk.accumulation.micro_batch import MicroBatch
 from zk.accumulation.schedule import accumulate
 from zk.checkpoint import load, save, state_dicts
@@ -130,7 +130,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for one in (*self.inners[1:], self):
                     shared.update(getattr(one, hooks))
                     setattr(one, hooks, shared)
-            self.asked = False  # torch.distributed.checkpoint has looked whether there is state
             self.stored = self._checked()
 
             self.device = torch.device(self.config.device or compute_device(model))
@@ -143,7 +142,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         self.everyone = self.parts.everyone
         self.apart = self.everyone is not self.comm and self.comm.world > 1  # some wait in what this part does, others in what all do
-        numa.bind(numa.find(self.device))
         self.num_threads = self.config.num_threads or default_threads()
         self.held: list[UnitStore] = []
         self.handles: list[RemovableHandle] = []
@@ -678,7 +676,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         One process, or stages 0-2: whole tensors in the parameter's shape, which plain torch optimizers load (they ignore
         ``master``); with several ranks at stages 1 and 2 a collective, so call it on all ranks. Stage 3 with several ranks: this rank's
-        own slices, as ``zk.checkpoint.dcp.Part``. Before the first step there is no state, and nothing is collective.
+        own elements, flat. Before the first step there is no state, and nothing is collective.
         """
         return state_dicts.export(self)
 

@@ -64,7 +64,6 @@ class Training(Protocol):
     claim: Claim
     integrity: Any
     updates: Any
-    asked: bool
 
     @property
     def rules(self) -> list[Rule]: ...

@@ -30,9 +30,9 @@ class StateOf(MutableMapping[str, Any]):
 
     def _names(self) -> tuple[str, ...]:
         held, index = self.owner.units[self.param]
-        if held.shard is None or not (index in held.steps or self.owner.asked):
+        if held.shard is None or index not in held.steps:
             return ()
-        return *held.number_names, *held.state_names(index), *(("master",) if self.owner.asked and held.shard.has_master else ())
+        return *held.number_names, *held.state_names(index)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
@@ -64,19 +64,11 @@ class StateOf(MutableMapping[str, Any]):
 
 
 class Shown(defaultdict[Any, Any]):
-    """The state of all parameters that were updated.
-
-    torch.distributed.checkpoint makes a step with zero gradients and lr=0 to fill a state that is false. Having asked, it expects ``state_dict()``
-    to hold something to load into, before the first step too; and of ``state[param]`` the names.
-    """
+    """The state of all parameters that were updated."""
 
     def __init__(self, owner: Training) -> None:
         super().__init__(dict)
         self.owner = owner
-
-    def __bool__(self) -> bool:
-        self.owner.asked = True
-        return True
 
     def __iter__(self) -> Iterator[Any]:
         return iter([param for param, (held, index) in self.owner.units.items() if index in held.steps and held.unit.user(index) is param])

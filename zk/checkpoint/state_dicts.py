@@ -30,9 +30,6 @@ def export(optimizer: Any) -> dict[str, Any]:
     else:
         optimizer.updates.settle()
     optimizer._keep_state()
-    if optimizer.asked:
-        for held in optimizer._trained:
-            held.steps = {**dict.fromkeys(range(len(held.unit.params)), 0), **held.steps}
     shown, optimizer.state = optimizer.state, defaultdict(dict)
     # what user code has is not to change while an update goes on beside it
     own_part, copies = optimizer.config.stage == 3 and optimizer.comm.shards > 1, bool(optimizer.config.overlap_step)
@@ -113,8 +110,8 @@ def _saved_params(optimizer: Any, state_dict: dict[str, Any]) -> dict[int, nn.Pa
         raise ValueError(f"a state_dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, state_dict))}")
     if not state_dict["state"] and state_dict.get("zk", {"counters": {"steps": 0}})["counters"]["steps"]:
         raise ValueError(
-            f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's. If it comes from "
-            "torch.distributed.checkpoint: that loads only what there is before; give it get_optimizer_state_dict(model, optimizer)"
+            f"the state is of an optimizer after {state_dict['zk']['counters']['steps']} steps, and has no parameter's; load what state_dict() "
+            "returned after these steps"
         )
     if "zk" in state_dict:
         check_scale_and_counters(state_dict["zk"], "the state")

@@ -24,8 +24,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from zk import numa
-
 _HUGE = 2 << 20
 _OWN = weakref.WeakValueDictionary[int, mmap.mmap]()  # regions that forked processes do not get, by address
 
@@ -38,7 +36,6 @@ def _map(nbytes: int, inherited: bool) -> mmap.mmap:
             _OWN[ctypes.addressof(ctypes.c_char.from_buffer(region))] = region
         if nbytes >= _HUGE:
             region.madvise(mmap.MADV_HUGEPAGE)
-    numa.prefer(region)
     return region
 
 

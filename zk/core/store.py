@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zk.core.events import COMPLETED, Awaited, Event
 from zk.core.memory import Lease, bequeath, widen_, zeros
-from zk.core.owners import Gradients, fit, hold, is_dtensor
+from zk.core.owners import Gradients, fit, hold, is_dtensor, local_of
 from zk.core.timeline import phase
 from zk.core.units import Layout, Unit, overlap, strides_of
 from zk.offload.packing import EVERYTHING, PACKED, Kept, flattened, wrapped
@@ -652,19 +652,18 @@ class UnitStore:
         shard, state = self.shard, {index: self._counts(index) for index in sorted(self.steps)}
         if shard is None:
             return {}
-        if own_part:
-            from zk.checkpoint.dcp import part_of, part_of_kept  # with all of DTensor
         for name in (*shard.names, *(("master",) if shard.has_master else ())):
             read = functools.partial(shard.get_state, name, copies=copies)
             full = self.whole_of(read) if not own_part or self.unit.around else None
             for index, its in state.items():
                 is_part = full is None or (own_part and index not in self.unit.around)
-                its[name] = part_of(self, index, read) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
+                its[name] = _apart(read(self.mine(index))) if is_part else self.unit.shown(index, full[self.layout.whole(index)])  # type: ignore[index]
         values, numbers = self.kept_states(own_part), shard.rule.numbers
         for index, its in state.items():
             kept, mine = self.kept_of(index), values.get(index, {})
             if own_part:
-                its |= {name: part_of_kept(self, index, one, mine.get(name)) for name, one in kept.items()}
+                none = {name: torch.empty(0, dtype=one.dtype) for name, one in kept.items()}
+                its |= {name: mine[name].cpu().reshape(-1).clone() if name in mine else nothing for name, nothing in none.items()}
             else:
                 its |= wrapped({name: numbers[name](value.item()) if name in numbers else value for name, value in mine.items()}, kept)
         return {self.unit.user(index): its for index, its in state.items()}
@@ -737,8 +736,7 @@ class UnitStore:
 
     def replace_state(self, index: int, name: str, value: Any) -> None:
         """The state ``name`` of one parameter becomes what ``value`` is until ``keep_state``."""
-        if name != "master" or self.shard is None or not self.shard.has_master:  # (which is shown once torch has asked if there is state)
-            self.check_state_names(index, (name,))
+        self.check_state_names(index, (name,))
         if value is None:  # torch's SGD begins so
             self.forget_state(index)
             return
@@ -813,9 +811,8 @@ class UnitStore:
             if value is None:
                 raise ValueError(f"the state of {name!r} has no {key!r}; it has {sorted(saved)}")
             if hasattr(value, "full_tensor"):  # a DTensor
-                from zk.checkpoint.dcp import values_of
-
-                value = values_of(value, self, index, kept.get(key))
+                user = self.unit.user(index)
+                value = local_of(value, user) if is_dtensor(user) and value.shape == user.shape else value.full_tensor()
             if key in kept:
                 value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else kept[key].dtype)
                 here = kept[key].numel if shard.packing is None or index in shard.packing.offsets else 0  # elements on this rank
@@ -838,3 +835,8 @@ class UnitStore:
                 )
             writes.append(functools.partial(shard.set_state, key, mine, value))
         return writes
+
+
+def _apart(values: Tensor) -> Tensor:
+    """``values`` (n,) fp32 in host memory, as a storage of their own: torch.save writes the whole storage of a tensor."""
+    return torch.from_numpy(values.cpu().numpy())

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zk.checkpoint import folders, load
+from zk.checkpoint import folders
 from zk.checkpoint.files import write_durably
-from zk.checkpoint.manifest import Manifest
 from zk.config import ZeroConfig
 from zk.core.logs import log
 from zk.core.options import parse_device
@@ -296,7 +295,7 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the checkpoint of ``tag``, or the latest one; returns its folder and the ``client_state``. On all ranks.
 
-        (None, None), and a warning, where there is none and no tag was given. What ``python -m zk import-deepspeed`` wrote goes on too.
+        (None, None), and a warning, where there is none and no tag was given.
         """
         if not (load_module_strict and load_optimizer_states and load_lr_scheduler_states) or load_module_only or custom_load_fn is not None:
             raise ValueError(
@@ -312,10 +311,7 @@ class Engine(nn.Module):
         if folder is None:
             log.warning("%s has no checkpoint; nothing was loaded", load_dir)
             return None, None
-        imported = ((Manifest.read(load.find(folder)).head["extra"] or {}).get("deepspeed") or {}).get("lr_scheduler")
-        extra = self.optimizer.load_checkpoint(folder, scheduler=self.lr_scheduler if imported is None else None) or {}
-        if imported is not None:
-            load.set_scheduler(self.lr_scheduler, imported)
+        extra = self.optimizer.load_checkpoint(folder, scheduler=self.lr_scheduler) or {}
         self.micro_steps = self.global_steps * self._sizes.accumulation
         return str(folder), extra.get("client_state", {})
 
@@ -439,5 +435,8 @@ def _folder_of(root: Path, tag: Any) -> Path | None:
         tag = None if named.startswith("step-") else named or None
     folder = root if tag is None else root / str(tag)
     if any(folder.glob("*_states.pt")):
-        raise ValueError(f"{folder} was written by DeepSpeed; turn it into a zk checkpoint first: python -m zk import-deepspeed {root} OUT")
+        raise ValueError(
+            f"{folder} was written by DeepSpeed, and zk does not read its checkpoints; make weights of it with zero_to_fp32.py of DeepSpeed, "
+            "then load them with zk.load_pretrained(model, folder)"
+        )
     return None if tag is None and folders.find(root) is None else folder

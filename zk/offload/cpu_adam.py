@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zk import kernels, numa
+from zk import kernels
 from zk.core.options import is_count
 from zk.kernels import codec, reference
 from zk.kernels.eight_bit import CODES
@@ -47,12 +47,10 @@ def default_engine() -> Engine:
 
 
 def default_threads() -> int:
-    """Cores this process may use, or of its device's node, shared with the other ranks that torchrun started on this machine.
+    """Cores this process may use, shared with the other ranks that torchrun started on this machine.
 
     Where the launcher has bound each rank, its own are those of all ranks together.
     """
-    if numa.bound is not None:
-        return numa.bound.num_threads
     mine, ranks = os.sched_getaffinity(0), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
         shared = mine | os.sched_getaffinity(os.getppid())

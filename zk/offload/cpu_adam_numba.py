@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,11 +23,9 @@ from numba import prange, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from zk import numa
 from zk.core.cache import cache_folder
 from zk.kernels import eight_bit
 from zk.kernels.step import AdamStep
-from zk.offload.worker import Worker
 
 F32, U8, U16, U32 = np.float32, np.uint8, np.uint16, np.uint32
 # elements handled by one thread at a time: big enough to amortize the hand-over, small enough to balance
@@ -344,27 +340,13 @@ def _threads(num_threads: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-@functools.cache
-def _team(pid: int) -> Worker:
-    """A thread of zk's for this process: those that numba starts for it are on its node, as it is."""
-    return Worker("zk cores")
-
-
 def _launch(alone: Callable[..., None], parallel: Callable[..., None], num_threads: int, first: np.ndarray, *arguments: Any) -> None:
-    """Call one of two functions over (n,) arrays: on threads of the device's node, where zk's are bound; on this one for a few elements."""
-    few = first.size <= 2 * BLOCK  # starting threads would take longer
-
-    def call() -> None:
-        if few or num_threads == 1:
-            alone(first, *arguments)
-            return
-        with _threads(num_threads):
-            parallel(first, *arguments)
-
-    if few or numa.bound is None or numa.is_own(threading.current_thread()):
-        call()
-    else:
-        _team(os.getpid()).submit(call).wait()
+    """Call one of two functions over (n,) arrays: on one thread for a few elements."""
+    if num_threads == 1 or first.size <= 2 * BLOCK:  # starting threads would take longer
+        alone(first, *arguments)
+        return
+    with _threads(num_threads):
+        parallel(first, *arguments)
 
 
 def _wait_turn(function: Any, signature: tuple[Any, ...], say: Callable[[], None], turn: contextlib.ExitStack) -> None:

@@ -43,7 +43,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zk import numa
 from zk.core.events import Ticket
 from zk.core.logs import rank_log
 from zk.core.memory import aligned
@@ -190,7 +189,6 @@ class Engine:
             return 0
 
     def _run(self) -> None:
-        numa.join()
         bounce = aligned(self.block_nbytes).numpy().data
         while (job := self.jobs.get()) is not None:
             request, move = job

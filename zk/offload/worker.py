@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from zk import numa
 from zk.core.events import Ticket
 from zk.core.timeline import in_background
 
@@ -57,7 +56,6 @@ class Worker:
 
 
 def _run(jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]) -> None:
-    numa.join()
     in_background()
     with torch.no_grad():  # gradients are switched on thread by thread
         while (entry := jobs.get()) is not None:

@@ -1,5 +1,5 @@
-"""Collectives over flat buffers, announced by the name of their unit, checked and in order. Beside checkpoint/dcp.py
-the only importer of torch.distributed.
+"""Collectives over flat buffers, announced by the name of their unit, checked and in order. The only importer of
+torch.distributed.
 
 Every collective is announced first: ranks exchange what they are about to do (operation, unit, count, a value), 32 bytes each. A rank that
 goes another way, because its inputs took another branch or a unit was skipped, is then an error that names both units, where a

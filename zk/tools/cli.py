@@ -336,29 +336,6 @@ def export(
         )
 
 
-@app.command("import-deepspeed")
-def import_deepspeed(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="What DeepSpeed's save_checkpoint was given, or one tag in it (global_stepN).",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder for the zk checkpoint, as given to save_checkpoint; made if it is not there."
-        ),
-    ],
-) -> None:
-    """Turn a DeepSpeed ZeRO checkpoint into one that ZeroOptimizer.load_checkpoint(OUT) goes on from, at any stage, tier and world size."""
-    from zk.checkpoint.deepspeed import import_deepspeed as run
-
-    with mendable("import-deepspeed"):
-        typer.echo(run(directory, out))
-
-
 @app.command()
 def doctor(
     path: Annotated[

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from zk import numa
 from zk.core.memory import host_memory, ranks_here
 from zk.core.placement import Place
 from zk.tools.monitor import measured
@@ -173,7 +172,7 @@ def summary_of(optimizer: Any) -> Summary:
     sizes = sizes_of(optimizer, placed)
     nbytes, traffic = rows_of(optimizer, sizes), traffic_of(optimizer, placed, sizes)
     capacity = _capacity(optimizer, {tier for row in nbytes.values() for tier in row})
-    return Summary(_heading(optimizer), capacity, nbytes, (*_notes(optimizer, traffic), *_sides(optimizer, placed), *_node(optimizer)), traffic)
+    return Summary(_heading(optimizer), capacity, nbytes, (*_notes(optimizer, traffic), *_sides(optimizer, placed)), traffic)
 
 
 def _sides(optimizer: Any, placed: Sequence[Place]) -> Iterator[str]:
@@ -184,14 +183,6 @@ def _sides(optimizer: Any, placed: Sequence[Place]) -> Iterator[str]:
     if counts[True]:
         rest = f", and {optimizer.num_threads} threads update the rest" if counts[False] else ""
         yield f"the GPU updates {counts[True] / counts.total():.0%} of the optimizer state that is not in its memory, which streams through it{rest}"
-
-
-def _node(optimizer: Any) -> Iterator[str]:
-    """A line for a machine with several NUMA nodes."""
-    here = numa.bound
-    if here is not None and optimizer.device.type == "cuda":
-        ranks = f" for {here.num_ranks} ranks" if here.num_ranks > 1 else ""
-        yield f"threads and host memory are on NUMA node {here.node} of {here.num_nodes}, the GPU's: {len(here.cores)} cores{ranks}"
 
 
 def _heading(optimizer: Any) -> str:
