@@ -126,7 +126,7 @@ def commands_in(text: str) -> Iterator[str]:
             yield found[1] or ""
 
 
-@pytest.mark.parametrize("page", ALL, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in ALL if page.name != "what_left.md"], ids=name_of)
 def test_commands_and_their_options_exist(page: Path) -> None:
     for arguments in commands_in(page.read_text()):
         check_zk(arguments)
