@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # programs that tests start find zk compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-long bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -103,12 +103,6 @@ bench-accumulation: $(READY)
 bench-tiled: $(READY)
 	mkdir -p $(NVME)
 	$(BIN)/python benchmarks/tiled_memory.py $(NVME) $(ARGS)
-
-# memory and time of a step at 4K to 64K tokens, with zk.long_context and without, and in tiles of the sequence that rest on the drive
-bench-long: $(READY)
-	mkdir -p $(NVME)
-	$(BIN)/python benchmarks/long_sequence.py $(ARGS)
-	$(BIN)/python benchmarks/long_sequence.py --modes "tiles 1024" "tiles 2048" --folder $(NVME) $(ARGS)
 
 # what `zk plan` says against the peak memory of real runs (3 GiB of drive)
 bench-plan: $(READY)

@@ -1,12 +1,11 @@
 """Bytes that a step fetches from the drive, and gathers from other ranks, against those of the experts that it uses.
 
-    python benchmarks/experts.py [FOLDER] [--steps 12] [--kind modules|tiled|resting]
+    python benchmarks/experts.py [FOLDER] [--steps 12]
     torchrun --nproc_per_node 2 benchmarks/experts.py ...
 
 A model of two blocks, each with so many experts of 131,712 parameters of which every token uses the best of four that are drawn for each step.
-Experts are modules of a ModuleList, or rows of one parameter in tiles of one expert each. What is needed: for each element in use its parameter
-for forward, for backward and for the update, two moments and the gradient, in fp32. The update of rows of one parameter takes those that are not in
-use too, unless they rest. Over ranks each one draws experts of its own; what any rank uses counts for all, and is gathered for forward and backward.
+What is needed: for each element in use its parameter for forward, for backward and for the update, two moments and the gradient, in fp32. Over
+ranks each one draws experts of its own; what any rank uses counts for all, and is gathered for forward and backward.
 """
 
 from __future__ import annotations
@@ -24,36 +23,15 @@ from zk.parallel.comm import Group
 
 WIDTH, OPEN, LAYERS = 128, 4, 2
 BYTES = 4 * 3 + 8 + 4  # of each element: parameters three times, moments, gradient
-UPDATE = 4 + 8 + 4  # of each that only the update takes
-
-
-class Fused(nn.Module):
-    """Experts in one parameter."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.num_experts = experts
-        for name, rows, columns in (("up", 4 * WIDTH, WIDTH), ("down", WIDTH, 4 * WIDTH)):
-            self.register_parameter(name, nn.Parameter(torch.randn(experts, rows, columns) / columns**0.5))
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(experts, rows)))
-
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            token, slot = torch.where(chosen == number)
-            inner = nn.functional.gelu(nn.functional.linear(x[token], self.up[number], self.up_bias[number]))
-            values = nn.functional.linear(inner, self.down[number], self.down_bias[number])
-            out.index_add_(0, token, values * weights[token, slot, None])
-        return out
 
 
 class Block(nn.Module):
     """Each token goes to one expert, of those that are open."""
 
-    def __init__(self, experts: int, fused: bool = False) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, experts)
-        self.experts = Fused(experts) if fused else nn.ModuleList(
+        self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(experts)
         )
         self.open = list(range(experts))
@@ -62,8 +40,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.gate(x)[:, self.open].softmax(-1).max(-1)
         self.used = {self.open[place] for place in chosen.unique().tolist()}
-        if not isinstance(self.experts, nn.ModuleList):
-            return x + self.experts(x, torch.tensor(self.open)[chosen][:, None], weight[:, None])
         out = torch.zeros_like(x)
         for place in chosen.unique().tolist():
             rows = (chosen == place).nonzero().flatten()
@@ -84,14 +60,12 @@ class Gathered:
         Group.all_gather = counting  # type: ignore[method-assign,assignment]
 
 
-def measured(experts: int, steps: int, folder: str, kind: str, gathered: Gathered) -> tuple[float, float, float, float]:
+def measured(experts: int, steps: int, folder: str, gathered: Gathered) -> tuple[float, float, float, float]:
     """Bytes that all ranks fetch in a step, that are needed, and of a model that fetches every expert; bytes gathered, over twice those in use."""
     torch.manual_seed(0)
     draw = random.Random(int(os.environ.get("RANK", "0")))
-    model = nn.Sequential(*(Block(experts, kind != "modules") for _ in range(LAYERS)))
+    model = nn.Sequential(*(Block(experts) for _ in range(LAYERS)))
     expert = 8 * WIDTH * WIDTH + 5 * WIDTH
-    if kind != "modules":
-        zk.tile_experts(model, 4 * expert, rest=kind == "resting")
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     total = sum(param.numel() for param in model.parameters())
     needed = in_use = 0
@@ -112,8 +86,7 @@ def measured(experts: int, steps: int, folder: str, kind: str, gathered: Gathere
                 optimizer.comm.all_reduce(everywhere)
                 used = int(everywhere.count_nonzero())
                 in_use += total - LAYERS * experts * expert + used * expert
-                others = LAYERS * experts * expert - used * expert
-                needed += BYTES * (total - others) + (UPDATE * others if kind == "tiled" else 0)
+                needed += BYTES * (total - LAYERS * experts * expert + used * expert)
         optimizer.synchronize()
         fetched = torch.tensor([float(optimizer.metrics()["fetched_nbytes"] - before)])
         optimizer.comm.all_reduce(fetched)
@@ -124,14 +97,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir(), help="on the drive")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--kind", choices=("modules", "tiled", "resting"), default="modules")
     given = parser.parse_args()
     ranks, counter = int(os.environ.get("WORLD_SIZE", "1")), Gathered()
     heads = ["experts in a block", "parameters", "fetched in a step", "needed", "fetched / needed", "all of the model"]
     heads += ["gathered / in use"] * (ranks > 1)
     rows = [f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads)]
     for count in (8, 32, 128):
-        got, want, every, share = measured(count, given.steps, given.folder, given.kind, counter)
+        got, want, every, share = measured(count, given.steps, given.folder, counter)
         rows.append(f"| {count} | {every / BYTES / 1e6:.1f}M | {got / 1e6:.1f} MB | {want / 1e6:.1f} MB | {got / want:.3f} | {every / 1e6:.1f} MB |")
         rows[-1] += f" {share:.3f} |" if ranks > 1 else ""
     if os.environ.get("RANK", "0") == "0":

@@ -20,8 +20,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zk.kernels.adam import _adam_kernel
-from zk.kernels.cross_entropy import BLOCK as COLUMNS
-from zk.kernels.cross_entropy import _cross_entropy_kernel
 from zk.kernels.flatten import _move_kernel
 from zk.kernels.launch import BLOCK
 from zk.kernels.reduce import _reduce_kernel
@@ -57,18 +55,6 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         constants = {"FROM_GRAD": False, "L2": False, "SPLIT": master == "*i16", "CODED": moments == "u8", "BLOCK": BLOCK}
         name = f"adam {param}, gradient {grad}, master {master}, moments {moments}"
         found.append((name, _adam_kernel, {**types, "numel": "i64"}, constants, {"num_warps": 8}))
-    strides = {"columns": "i32", "logits_stride": "i32", "grad_stride": "i32", "state_stride": "i32", "first": "i32", "ignored": "i32"}
-    for grad, bias, scale, measure, gradient in (
-        ("fp32", None, None, True, True),
-        ("bf16", "*fp32", None, True, True),
-        ("bf16", "*fp32", "*fp32", False, True),
-        ("fp32", "*fp32", None, True, False),
-    ):
-        types = {"logits": "*fp32", "targets": "*i64", "state": "*fp32", "grad": f"*{grad}", "bias": bias, "scale": scale, **strides}
-        types |= dict.fromkeys(("softcap", "confidence", "spread", "z_loss"), "fp32")
-        constants = {"MEASURE": measure, "GRADIENT": gradient, "CARRY": not gradient, "SPREAD": bool(bias), "CAP": bool(bias), "BLOCK": COLUMNS}
-        name = f"cross_entropy{', measure' * measure}{f', gradient to {grad}' * gradient}{', bias' if bias else ''}{', scale' if scale else ''}"
-        found.append((name, _cross_entropy_kernel, types, constants, {"num_warps": 8}))
     for a, out, plus, bias, transposed in (
         ("bf16", "fp32", "*fp32", None, False),
         ("bf16", "bf16", "*fp32", "*bf16", False),

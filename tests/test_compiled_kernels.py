@@ -30,7 +30,7 @@ def of(kind: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ("cast", "flatten", "unflatten", "adam", "tiled_matmul", "cross_entropy"))
+@pytest.mark.parametrize("kind", ("cast", "flatten", "unflatten", "adam", "tiled_matmul"))
 def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(kind):
     assert {one["architecture"] for one in of(kind)} == set(ARCHITECTURES)
     for one in of(kind):

@@ -19,14 +19,12 @@ from zk import kernels
 from zk.kernels import reference
 from zk.kernels.adam import _launch as launch_adam
 from zk.kernels.codec import split_
-from zk.kernels.cross_entropy import launch as launch_cross_entropy
 from zk.kernels.launch import BLOCK, cdiv
 from zk.kernels.reduce import launch as launch_reduce
 from zk.kernels.step import AdamStep
 from zk.kernels.tiled_matmul import _launch as launch_matmul
 from zk.offload.cpu_adam import adam_
 
-cross_entropy = importlib.import_module("zk.kernels.cross_entropy")
 flatten_module = importlib.import_module("zk.kernels.flatten")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (0, 1, 1009, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
@@ -451,87 +449,14 @@ def test_tiled_matmul_refuses_what_does_not_fit(change, error, says):
         kernels.tiled_matmul(given.pop("a"), given.pop("b"), given.pop("out"), **given)
 
 
-# ---- cross_entropy -----------------------------------------------------------------------------------------------------------
+# ---- the package -------------------------------------------------------------------------------------------------------------
 
 
-def rows_of_logits(rows: int, columns: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, in rows with gaps, some of them -inf; targets, one row of which does not count; a bias."""
-    draws = torch.Generator().manual_seed(rows * columns)
-    logits = poisoned(rows, stride)[:, :columns]
-    logits.copy_(4 * torch.randn(rows, columns, generator=draws))
-    targets = torch.randint(0, columns, (rows,), generator=draws)
-    targets[1::5] = -100
-    if columns > 2 and rows:
-        logits[0, : columns - 1] = float("-inf")
-        targets[0] = columns - 1
-    return logits, targets.to(DEVICE), torch.randn(columns, generator=draws).to(DEVICE)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 31), (6, cross_entropy.BLOCK + 5), (0, 7)])
-@pytest.mark.parametrize("smoothing, softcap, z_loss, with_bias", [(0.0, 0.0, 0.0, False), (0.1, 3.0, 1e-2, True)])
-@pytest.mark.parametrize("dtype", (F32, BF16))
-def test_cross_entropy_writes_the_gradient_of_each_row_over_its_logits(rows, columns, smoothing, softcap, z_loss, with_bias, dtype):
-    logits, targets, bias = rows_of_logits(rows, columns, columns + 3)
-    if with_bias:
-        logits[logits == float("-inf")] = -20.0  # minus infinity within tanh is finite
-    bias = bias if with_bias else None
-    scale = torch.rand(rows, device=DEVICE) if with_bias else None
-    options = (0, columns, -100, smoothing, softcap, z_loss)
-    want_state, want = poisoned(4, rows), poisoned(rows, columns)
-    reference.cross_entropy(logits.clone(), targets, want_state, want, bias, scale, *options, True, True)
-    z = (logits if bias is None else logits + bias).double().cpu().requires_grad_()
-    capped = softcap * torch.tanh(z / softcap) if softcap else z
-    losses = torch.nn.functional.cross_entropy(capped, targets.cpu(), reduction="none", label_smoothing=smoothing)
-    losses = losses + z_loss * capped.logsumexp(1).square() * (targets.cpu() != -100)
-    (exact,) = torch.autograd.grad(losses, z, torch.ones(rows) if scale is None else scale.cpu())
-    state, grad = poisoned(4, rows), None if dtype == F32 else poisoned(rows, columns, dtype=dtype)
-    launch_cross_entropy(logits, targets, state, grad, bias, scale, *options, True, True)
-    tolerance = 2e-6 if dtype == F32 else 2**-8
-    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-4)
-    for made in (logits if grad is None else grad, want):
-        torch.testing.assert_close(made.double().cpu(), exact, rtol=tolerance, atol=tolerance)
-
-
-def test_cross_entropy_in_host_memory_is_in_fp32_whatever_the_default_dtype():
-    logits, targets, state = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), torch.zeros(4, 2)
-    torch.set_default_dtype(BF16)
-    try:
-        kernels.cross_entropy(logits, targets, state)
-    finally:
-        torch.set_default_dtype(F32)
-    assert torch.allclose(logits[0], torch.tensor([-0.8, 0.2, 0.2, 0.2, 0.2]))
-
-
-@pytest.mark.parametrize("tiles", (2, 3))
-def test_cross_entropy_over_tiles_of_the_vocabulary_has_the_bits_of_all_of_it(tiles):
-    columns = 2 * cross_entropy.BLOCK + 7
-    logits, targets, bias = rows_of_logits(3, columns, columns)
-    options = (columns, -100, 0.1, 0.0, 1e-3)
-    whole, state = logits.clone(), poisoned(4, 3)
-    launch_cross_entropy(whole, targets, state, None, bias, None, 0, *options, True, True)
-    again = poisoned(4, 3)
-    edges = [*range(0, tiles * cross_entropy.BLOCK, cross_entropy.BLOCK), columns]
-    for measure in (True, False):
-        for start, stop in itertools.pairwise(edges):
-            launch_cross_entropy(logits[:, start:stop], targets, again, None, bias[start:stop], None, start, *options, measure, not measure)
-    assert torch.equal(again, state) and torch.equal(logits, whole)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, "targets must be"),
-        ({"targets": torch.zeros(2, dtype=torch.int32)}, ValueError, "int64"),
-        ({"state": torch.zeros(2, 4)}, ValueError, "state must be"),
-        ({"logits": torch.zeros(5, 2).t()}, ValueError, "rows that are contiguous"),
-        ({"grad": torch.zeros(2, 5, dtype=torch.float64)}, TypeError, "grad must be"),
-        ({"bias": torch.zeros(5, device="meta")}, ValueError, "bias must be"),
-    ],
-)
-def test_cross_entropy_refuses_what_does_not_fit(change, error, says):
-    given = {"logits": torch.zeros(2, 5), "targets": torch.zeros(2, dtype=torch.int64), "state": torch.zeros(4, 2), **change}
-    with pytest.raises(error, match=says):
-        kernels.cross_entropy(**given)
+def test_the_package_lists_its_kernels_and_nothing_that_it_imports():
+    public = [name for name in dir(kernels) if not name.startswith("_")]
+    assert public == sorted(kernels.__all__)
+    assert all(callable(getattr(kernels, name)) for name in public)
+    assert not hasattr(kernels, "softmax")
 
 
 # ---- ops ---------------------------------------------------------------------------------------------------------------------
@@ -582,8 +507,6 @@ with FakeTensorMode():
     a, b = torch.empty(4, 6, device="cuda", dtype=torch.bfloat16), torch.empty(6, 8, device="cuda", dtype=torch.bfloat16)
     kernels.tiled_matmul(a, b, out, plus=out, bias=torch.empty(8, device="cuda"), activation="gelu")
     low = torch.empty(300, dtype=torch.int16, device="cuda")
-    logits, targets = torch.empty(4, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
-    kernels.cross_entropy(logits, targets, torch.empty(4, 4, device="cuda"))
     kernels.adam(fake.bfloat16(), fake, low, torch.zeros_like(fake), torch.zeros_like(fake), kernels.AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1))
 
 def some(x):

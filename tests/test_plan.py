@@ -30,7 +30,7 @@ from zk.core.units import Layout, find_units
 from zk.offload.streams import Link
 from zk.tools.cli import app
 from zk.tools.plan import picture, report
-from zk.tools.plan.choose import as_dict, as_given, as_python, consider, footprint, largest, plan, shown
+from zk.tools.plan.choose import as_dict, as_python, consider, footprint, largest, plan, shown
 from zk.tools.plan.footprint import Footprint
 from zk.tools.plan.picture import draw
 from zk.tools.plan.shape import Decoder, Shape, Units, decoder_of, gpt_decoder, shape_of, shape_of_module
@@ -726,50 +726,6 @@ def test_frozen_units_have_parameters_only() -> None:
     found = footprint(Shape("x", (Units((64,), 2, trained=False), Units((640,), 1)), 1, 1, 0), config, machine())
     sizes = {kind: nbytes for (tier, kind), nbytes in found.sizes.items() if tier == "device"}
     assert sizes == {"param": 2 * 768, "fresh": 1280, "grad": 1280, "master": 1280, "moments": 5120} and len(found.sizes) == 5
-
-
-def test_long_sequences_take_a_tile_and_a_block_of_logits_and_checkpoints_in_host_memory() -> None:
-    shape = shape_of("gpt:layers=24,width=2048")
-    tokens, config = 1 << 17, zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host")
-    short, long = (footprint(dataclasses.replace(shape, sequence=n), config, machine(), tokens).sizes for n in (0, tokens))
-    checkpoints = tokens * 2 * shape.width * shape.layers
-    assert long["host", "activations"] == checkpoints - (512 << 20)
-    inside = 10 * tokens * 2 * shape.width + 6 * 4096 * 2 * shape.ffn
-    head = 1024 * shape.vocab * 6 + 4 * shape.vocab * shape.width
-    assert long["device", "activations"] == (512 << 20) + inside + head < short["device", "activations"] / 2
-    times = [step_of(dataclasses.replace(shape, sequence=n), Footprint(False), config, machine(), tokens).busy["compute"] for n in (0, 1, tokens)]
-    assert times[0] < times[1] < times[2] / 2  # attention is most of it
-    done = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "24GiB", "--sequence", "65536", "--accumulate", "2"], env={"COLUMNS": "160"})
-    assert done.exit_code == 0 and "131,072 tokens a step and rank, in sequences of 65,536" in done.stdout
-    done = CliRunner().invoke(app, ["plan", "gpt:1b", "--gpu", "24GiB", "--sequence", "65536", "--tokens", "65537"])
-    assert done.exit_code != 0 and "--tokens must be whole sequences" in done.output
-
-
-def test_sequences_in_tiles_take_a_tile_on_the_device_and_keys_and_values_over_the_link() -> None:
-    shape, tokens, tile = shape_of("gpt:layers=24,width=2048"), 1 << 17, 1 << 13
-    config, where = zk.ZeroConfig(stage=3, dtype="bf16", param_tier="host", optimizer_tier="host"), machine(gpu_nbytes=80 * GIB)
-    whole = dataclasses.replace(shape, sequence=tokens)
-    tiled, pieces = dataclasses.replace(whole, tile=tile), tokens // tile
-    sizes = footprint(tiled, config, where, tokens, pieces).sizes
-    resting = tokens * 2 * shape.width * (4 * shape.layers + 4)  # inputs, attention's output, keys and values; sums of one block in fp32
-    assert sizes["host", "activations"] == resting - (512 << 20)
-    head = 1024 * shape.vocab * 6 + 4 * shape.vocab * shape.width
-    inside = 10 * tile * 2 * shape.width + 6 * 4096 * 2 * shape.ffn + tile * shape.width * (2 * 2 * 2 + 8 + 4)
-    assert sizes["device", "activations"] == (512 << 20) + head + inside
-    option = as_given(tiled, dataclasses.replace(config, overlap_step=False), where, tokens, pieces)
-    assert option is not None and option.vertical and option.other is None  # there is no other order
-    moved = [step_of(one, Footprint(False), config, where, tokens, micro_batches=pieces, vertical=True).moved["link"] for one in (whole, tiled)]
-    pairs = (pieces - 1) * shape.width * shape.layers * tokens  # each of n tiles looks at keys and values of (n - 1) / 2 others
-    assert moved[1] - moved[0] == pairs * (2 + 2 + 4)
-    asked = ["plan", "gpt:1b", "--gpu", "24GiB", "--sequence", "65536", "--sequence-tiles"]
-    done = CliRunner().invoke(app, [*asked, "4096"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0 and "in sequences of 65,536 (zk.long_context), in tiles of 4,096 (zk.sequence_tiles)" in done.stdout
-    done = CliRunner().invoke(app, [*asked, "4096", "--json"])
-    found = json.loads(done.stdout)
-    assert (found["sequence"], found["sequence_tiles"], found["micro_batches"]) == (65536, 4096, 16)
-    for wrong in ([*asked, "4000"], ["plan", "gpt:1b", "--gpu", "24GiB", "--sequence-tiles", "4096"]):
-        done = CliRunner().invoke(app, wrong)
-        assert done.exit_code != 0 and "--sequence-tiles must divide --sequence" in " ".join(done.output.split())
 
 
 def test_without_an_accelerator_the_device_is_the_host() -> None:

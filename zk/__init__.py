@@ -1,19 +1,14 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: train models larger than the accelerator's memory."""
 
-from zk.accumulation.sequence import sequence_tiles
 from zk.config import ZeroConfig
 from zk.core.precision import DynamicLossScale
 from zk.integrations.deepspeed_engine import initialize
-from zk.linear_cross_entropy import linear_cross_entropy
-from zk.long_context import long_context
 from zk.nn.activations import offload_activations
 from zk.nn.deferred import deferred_init
 from zk.nn.pretrained import load_pretrained
 from zk.nn.tiled_linear import TiledLinear, tile_linears
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.gather import gather
-from zk.tile_sequence import tile_sequence, untile_sequence
-from zk.tiled_experts import tile_experts
 from zk.tools.monitor.profile import profile
 from zk.tools.monitor.progress import Progress
 
@@ -27,14 +22,8 @@ __all__ = [
     "deferred_init",
     "gather",
     "initialize",
-    "linear_cross_entropy",
     "load_pretrained",
-    "long_context",
     "offload_activations",
     "profile",
-    "sequence_tiles",
-    "tile_experts",
     "tile_linears",
-    "tile_sequence",
-    "untile_sequence",
 ]

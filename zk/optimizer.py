@@ -360,7 +360,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``m`` draws from ``torch.Generator().manual_seed(s)``, its ``s`` from ``torch.randint(2**62, ())`` as this is called, in order.
 
         Args:
-            batches: what ``loss_fn`` is called with, once for each; at least one. Also ``zk.sequence_tiles`` of long sequences.
+            batches: what ``loss_fn`` is called with, once for each; at least one.
             loss_fn: of the model and one batch; returns a scalar, divided by the number of micro-batches if a mean is wanted. Or it calls
                 ``optimizer.backward(loss)``, and returns anything. It runs in a thread of its own, stopped at each block while others run.
             keep_activations: bytes (or "4GiB") of what blocks save for backward that are kept instead of computed again, from the second call on.

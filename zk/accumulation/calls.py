@@ -15,8 +15,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zk.accumulation.micro_batch import Changes, Edge
-from zk.accumulation.resting import Resting, fetch_ahead, rest, value_of
-from zk.accumulation.sequence import TileAttention
 from zk.nn.tiled_linear import autocast_as, autocast_now
 
 NO_CACHE = "transformers: model.config.use_cache = False"
@@ -127,7 +125,6 @@ class Call:
         self.error: BaseException | None = None
         self.shapes: list[torch.Size] = []  # of the outputs that can have gradients
         self.grads: list[Tensor | None] = []  # of these
-        self.attention: TileAttention | None = None  # of a tile of a sequence
         self.kept: tuple[list[Tensor], dict[Edge, Tensor]] | None = None  # these with their graph, and the inputs at its other end
 
     def make(self, arguments: tuple[Any, Any], depths: Any) -> Any:
@@ -138,12 +135,7 @@ class Call:
         (args, kwargs), before, depths.depth = arguments, depths.depth, self.depth
         try:
             with autocast_as(self.autocast):
-                if self.attention is None:
-                    return self.context.run(self.block.call, *args, **kwargs)
-                with self.attention:
-                    result = self.context.run(self.block.call, *args, **kwargs)
-                self.attention.check()
-                return result
+                return self.context.run(self.block.call, *args, **kwargs)
         finally:
             depths.depth = before
 
@@ -158,17 +150,17 @@ class Call:
 
     def plain(self) -> list[Any]:
         """The inputs, without a graph."""
-        return [leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in map(value_of, self.flat)]
+        return [leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in self.flat]
 
     def leaves(self) -> tuple[list[Any], dict[Edge, Tensor]]:
         """The inputs with the graph cut, and those of them that get gradients, by where these go."""
         self.check("after the call")
         cut: dict[Edge, Tensor] = {}
-        flat = [leaf if place in self.edges else value_of(leaf) for place, leaf in enumerate(self.flat)]
+        flat = list(self.flat)
         for place, edge in self.edges.items():
             key = key_of(edge)
             if key not in cut:
-                tensor = self.hooks[1](self.packed[place]) if place in self.packed else value_of(flat[place])
+                tensor = self.hooks[1](self.packed[place]) if place in self.packed else flat[place]
                 cut[key] = tensor.detach().requires_grad_()
             flat[place] = cut[key]
         self.packed.clear()
@@ -179,19 +171,8 @@ class Call:
         if self.has_graph and self.kept is None:
             self.check("after the call")
             for place in self.edges if self.hooks is not None else ():
-                if type(self.flat[place]) is Resting:
-                    continue
                 self.packed[place] = self.hooks[0](self.flat[place].detach())
                 self.flat[place] = None
-
-    def fetch_ahead(self) -> None:
-        """Start to bring back what rests of its inputs, and of the gradients of its outputs."""
-        fetch_ahead((*self.flat, *self.grads))
-
-    def rest(self) -> None:
-        """Let the gradients of its outputs rest until its turn comes."""
-        if self.attention is not None:
-            self.grads = [None if grad is None else rest(grad, self.attention.offload) for grad in self.grads]
 
     @contextlib.contextmanager
     def buffers_then(self) -> Iterator[None]:
@@ -229,7 +210,7 @@ class Boundary(torch.autograd.Function):
         held = ctx.call.grads
         for place, grad in enumerate(grads):
             if grad is not None:
-                held[place] = grad if held[place] is None else value_of(held[place]) + grad
+                held[place] = grad if held[place] is None else held[place] + grad
         return None, None, None, None
 
 

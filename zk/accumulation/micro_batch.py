@@ -156,7 +156,6 @@ class MicroBatch(threading.Thread):
         self.progress: dict[str, Any] = {}  # of Partition
         self.attributes: Changes = {}
         self.settings: list[Any] = []
-        self.outside: Any = None  # of a tile of a sequence: the context of what is computed between blocks
         self.result: Any = None  # of loss_fn
         self.loss: Tensor | None = None  # that it has asked backward of
         self.error: BaseException | None = None

@@ -6,25 +6,20 @@ import contextlib
 import functools
 import gc
 import inspect
-import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from zk.accumulation.calls import NO_CACHE, Block, Boundary, Call, contents, differentiable, key_of, nodes, split
 from zk.accumulation.micro_batch import Attributes, Changes, MicroBatch, Random, settings_of
-from zk.accumulation.resting import rest, value_of
-from zk.accumulation.sequence import Outside, Sequences, SequenceTile, TileAttention, elsewhere
-from zk.core.hooks import Hook
-from zk.core.memory import trim
 from zk.core.store import UnitStore
-from zk.nn.activations import no_hooks, offload_around, saved_nbytes
+from zk.nn.activations import no_hooks, saved_nbytes
 from zk.nn.tiled_linear import autocast_as, autocast_now
 from zk.nn.tiles import Tile
 from zk.parallel.partitioned import is_of_checkpoint
@@ -52,7 +47,6 @@ class Accumulation:
         self.optimizer, self.loss_fn, self.partition, self.depths = optimizer, loss_fn, optimizer.partition, optimizer.calls
         self.keep_nbytes, self.ahead = keep_nbytes, optimizer.config.prefetch
         self.blocks = [Block(module, name, position) for position, (name, module) in enumerate(_outermost(optimizer))]
-        self.sequences = Sequences(batches, optimizer.model)
         self.random = Random(optimizer.device)
         seeds = [int(torch.randint(2**62, ())) for _ in batches]
         self.lanes = [
@@ -86,14 +80,11 @@ class Accumulation:
                     if _CHECKPOINT in own:  # inside of the block, which is computed again in any case
                         stack.callback(own.__setitem__, _CHECKPOINT, own[_CHECKPOINT])
                         own[_CHECKPOINT] = operator.call  # no more than a call
-            for module in _between(self.optimizer.model, {block.module for block in self.blocks}) if self.sequences else ():
-                stack.callback(module.register_forward_hook(Hook(self._computed)).remove)
             self.attributes = Attributes(self.optimizer.model)
             stack.enter_context(self.attributes.watched())
             stack.callback(self._stop)
             self._forward()
             self._backward()
-            self.sequences.check()
         return self.losses
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
@@ -111,10 +102,6 @@ class Accumulation:
             for pack, unpack in reversed(self.hooks):
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(autocast_as(self.autocast, keeps_casts=None))
-            if isinstance(batch, SequenceTile):
-                batch, lane = batch.to(self.optimizer.device), self._lane()
-                assert lane is not None
-                lane.outside = stack.enter_context(Outside(batch))
             return self.loss_fn(self.optimizer.model, batch)
 
     def _called(self, block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -132,9 +119,6 @@ class Accumulation:
         hooks = None if is_of_checkpoint(hooks) else hooks  # this is a checkpoint itself
         call = Call(block, len(lane.calls), lane.turn, args, kwargs, hooks, self.depths.depth, self.optimizer.device)
         del args, kwargs
-        if lane.outside is not None:
-            lane.outside.see(call.flat)
-            call.attention = TileAttention(self.sequences, self.lanes.index(lane), call.number, block.name, call.has_graph, offload_around())
         if call.has_graph:
             lane.calls.append(call)
             for edge in call.edges.values():
@@ -150,8 +134,6 @@ class Accumulation:
 
         There the block saves nothing for backward, as in forward: it goes back through its own call.
         """
-        if self.sequences:
-            raise RuntimeError(elsewhere(f"once more in backward, by a checkpoint around block {block.name!r} and more"))
         inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         has_graph = torch.is_grad_enabled() and (block.is_trained or any(tensor.requires_grad for tensor in inputs))
         self.attributes.put(attributes)
@@ -174,17 +156,7 @@ class Accumulation:
         plain = [output.detach().clone() if self.partition._stores_of(output) else output.detach() for output in outputs]
         with_graph = Boundary.apply(self.dummy, call, self._expect, plain)  # type: ignore[no-untyped-call]
         found = {id(output): new for output, new in zip(outputs, with_graph, strict=True)}
-        if call is not None and call.attention is not None and block is not self.blocks[-1]:  # after which the micro-batch goes on to its end
-            found = {key: rest(output, call.attention.offload) for key, output in found.items()}
         return together([found.get(id(leaf), leaf) for leaf in leaves])
-
-    def _computed(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        """A module between blocks has computed something, which rests while its tile of a sequence waits at blocks."""
-        lane = self._lane()
-        if lane is None or lane.outside is None or lane.turn[1] == len(self.blocks) - 1:
-            return output
-        offload = offload_around()
-        return tree_map(lambda leaf: rest(leaf, offload) if isinstance(leaf, Tensor) else leaf, output)
 
     def _expect(self) -> None:
         if not self.in_backward:
@@ -222,7 +194,6 @@ class Accumulation:
             for kept in (lane.calls, lane.first_use, lane.pending):  # the graph goes now, and not when the collector comes
                 kept.clear()
         self.lanes.clear()
-        self.sequences.layers.clear()
 
     # ---- parameters ----------------------------------------------------------------------------------------------------------
 
@@ -281,18 +252,13 @@ class Accumulation:
             turn = min(call.turn for call in waiting)
             block, calls = self.blocks[turn[1]], []
             is_last = block is self.blocks[-1]  # with which backward begins
-            with_graph = is_last and not self.sequences  # whose backward begins with the last tile
             with self._gathered(block, self.blocks[-2::-1] if is_last else self.blocks[turn[1] + 1 :], stays=is_last):
                 for number, lane in enumerate(self.lanes):
                     call = lane.waiting
                     if call is not None and call.turn == turn:
                         calls.append(call)
                         is_kept = (block, number) in kept
-                        for following in self.lanes[number + 1 : number + 2]:
-                            if following.waiting is not None:
-                                following.waiting.fetch_ahead()
-                        self._call(lane, call, call.has_graph and (is_kept or with_graph))
-                        self._trim()
+                        self._call(lane, call, call.has_graph and (is_kept or is_last))
                         self._resume(lane)
                         if call.kept is not None and not is_kept:
                             if lane.ended and len(self.losses) > number and lane.calls[-1] is call:  # backward of this one begins right here
@@ -385,8 +351,6 @@ class Accumulation:
                 raise RuntimeError(_kept_graph(call.block))
         below = nodes([edge.node for call in lane.calls for edge in call.edges.values()])
         self._autograd([scaled], [None], retain_graph=not below.isdisjoint(used))
-        for call in lane.calls[-1:]:
-            call.rest()
 
     def _backward(self) -> None:
         self._leave()
@@ -394,10 +358,7 @@ class Accumulation:
             turn = max(lane.calls[-1].turn for lane in self.lanes if lane.calls)
             with self._gathered(self.blocks[turn[1]], self.blocks[: turn[1]][::-1]):
                 lanes = [lane for lane in self.lanes if lane.calls and lane.calls[-1].turn == turn]
-                order = lanes[::-1] if self.sequences else lanes
-                for lane, following in itertools.zip_longest(order, order[1:]):
-                    if following is not None:
-                        following.calls[-1].fetch_ahead()
+                for lane in lanes:
                     self._back(lane, lane.calls.pop())
                 self._leave()
 
@@ -413,31 +374,18 @@ class Accumulation:
 
     def _back(self, lane: MicroBatch, call: Call) -> None:
         """Go back through a call, and on through what the model did before it."""
-        if call.attention is not None or any(grad is not None for grad in call.grads):  # (later tiles may have gradients for its keys and values)
+        if any(grad is not None for grad in call.grads):
             self._through(lane, call)
         entries = [lane.pending.pop(key) for key in list(lane.pending) if lane.first_use[key] == call.number]
         call.edges, call.flat = {}, []
         if entries:
-            self._autograd([edge for edge, _ in entries], [value_of(grad) for _, grad in entries], retain_graph=True)
-        del entries
-        for following in lane.calls[-1:]:
-            following.rest()
-            for key, (edge, grad) in lane.pending.items() if following.attention is not None else ():
-                lane.pending[key] = edge, rest(grad, following.attention.offload)
-        self._trim()
-
-    def _trim(self) -> None:
-        """Give back what malloc keeps between small things of other tiles: it would grow with their number, as it cannot reuse most of it."""
-        if self.sequences and self.optimizer.device.type == "cpu":
-            trim()
+            self._autograd([edge for edge, _ in entries], [grad for _, grad in entries], retain_graph=True)
 
     def _through(self, lane: MicroBatch, call: Call) -> None:
         with call.buffers_then() if call.kept is None else contextlib.nullcontext():
             outputs, leaves = call.kept or self._call_again(call)
             call.kept = None
             alive = [weakref.ref(tensor) for tensor in (*(output for output in outputs if not output.is_leaf), *leaves.values())]
-            if call.attention is not None:
-                call.grads = [torch.zeros_like(output) if grad is None else value_of(grad) for output, grad in zip(outputs, call.grads, strict=True)]
             pairs = [(output, grad) for output, grad in zip(outputs, call.grads, strict=True) if grad is not None and output.requires_grad]
             call.grads = []
             del outputs
@@ -448,7 +396,7 @@ class Accumulation:
         while leaves:
             key, leaf = leaves.popitem()
             if leaf.grad is not None:
-                grad = leaf.grad if key not in lane.pending else value_of(lane.pending[key][1]) + leaf.grad
+                grad = leaf.grad if key not in lane.pending else lane.pending[key][1] + leaf.grad
                 lane.pending[key] = edges[key], grad
                 leaf.grad = None
             del leaf
@@ -520,15 +468,6 @@ def _outermost(optimizer: Any) -> Iterator[tuple[str, nn.Module]]:
                 yield from [(path + name, child)] if child in anchors else inside(child, f"{path}{name}.")
 
     return inside(optimizer.model, "")
-
-
-def _between(module: nn.Module, blocks: Set[nn.Module]) -> Iterator[nn.Module]:
-    """The outermost modules that are no block, and have none inside."""
-    for child in module.children():
-        if blocks.isdisjoint(child.modules()):
-            yield child
-        elif child not in blocks:
-            yield from _between(child, blocks)
 
 
 def _restore(block: Block) -> None:

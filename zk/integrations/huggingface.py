@@ -17,8 +17,6 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from zk.accumulation.schedule import is_vertical
-from zk.accumulation.sequence import check_tokens
-from zk.accumulation.sequence import sequence_tiles as cut
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig
 from zk.core.logs import log
@@ -26,7 +24,6 @@ from zk.core.memory import host_memory
 from zk.core.options import check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed_auto import for_trainer, is_deepspeed
-from zk.long_context import long_context as make_long
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
 from zk.tools.monitor.profile import profile
@@ -72,10 +69,6 @@ class ZeroTrainerMixin:
             other; "vertical", all of them block by block, which moves each parameter and gradient once for all (``ZeroOptimizer.accumulate``:
             blocks are computed again in backward, and random numbers are each micro-batch's own); "auto", vertical where parameters or
             gradients rest away from where they are computed.
-        long_context: True, or options of ``zk.long_context`` as a dict: loss without logits, MLPs and norms tile by tile of tokens, checkpoints away
-            from the device.
-        sequence_tiles: tokens of a tile, in which sequences go through the model block by block (``zk.sequence_tiles``), those of all
-            ``gradient_accumulation_steps`` together; None: sequences as they are.
         args, kwargs: the Trainer's.
 
     Everything else stays: ``max_grad_norm``, accumulation, schedulers, evaluation, generation, ``optim`` (the AdamW kinds of torch, or SGD).
@@ -100,13 +93,8 @@ class ZeroTrainerMixin:
         *args: Any,
         zero: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         accumulation: str = "horizontal",
-        long_context: bool | Mapping[str, Any] = False,
-        sequence_tiles: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if sequence_tiles is not None:
-            check_tokens(sequence_tiles, "sequence_tiles")
-        self.sequence_tiles = sequence_tiles
         self.accumulation = check_order(accumulation, "accumulation")
         self._samples: list[Any] = []  # of the step, for all micro-batches at once
         self._losses: list[Any] = []  # theirs, not handed out yet
@@ -128,23 +116,8 @@ class ZeroTrainerMixin:
                 f"clip_grad_norm={config.clip_grad_norm} has no effect beside TrainingArguments(max_grad_norm={self.args.max_grad_norm}), by "
                 "which the Trainer clips; leave it out, and set max_grad_norm"
             )
-        if long_context is not False:
-            self._make_long(dict(long_context) if isinstance(long_context, Mapping) else {})
         if self.args.n_gpu > 1:
             raise ValueError(f"one process sees {self.args.n_gpu} GPUs; start one for each, with torchrun --nproc_per_node {self.args.n_gpu}")
-
-    def _make_long(self, options: dict[str, Any]) -> None:
-        """Apply ``zk.long_context`` to the model that there is."""
-        if self.args.label_smoothing_factor:
-            raise ValueError(
-                f"TrainingArguments(label_smoothing_factor={self.args.label_smoothing_factor}) computes the Trainer's own loss of all logits, which "
-                "long_context=True is to do without; leave it out, or pass compute_loss_func, with F.cross_entropy(..., label_smoothing=)"
-            )
-        if getattr(self, "model_init", None) is not None:
-            raise ValueError(
-                "long_context=True changes a model in place, and model_init makes others; pass model=, or call zk.long_context in model_init"
-            )
-        make_long(self.model, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -180,16 +153,12 @@ class ZeroTrainerMixin:
         if self._rates is not None and isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), torch.Tensor):
             self._rates.tokens += inputs["input_ids"].numel() * self.args.world_size
         if not self._losses:
-            tokens = self.sequence_tiles
-            if self.zero is None or (tokens is None and not is_vertical(self.zero, self.accumulation, len(self._samples))):
+            if self.zero is None or not is_vertical(self.zero, self.accumulation, len(self._samples)):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             one = super().training_step  # type: ignore[misc]
             samples, self._samples = self._samples, []
-            tiles = [] if tokens is None else cut(samples, tokens)
             with _without_cache(self.model):
-                losses = self.zero.accumulate(tiles or samples, lambda _, batch: one(model, dict(batch) if tiles else batch, num_items_in_batch))
-            starts = [number for number, tile in enumerate(tiles) if not tile.number]
-            self._losses = [sum(losses[start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)] if tiles else losses
+                self._losses = self.zero.accumulate(samples, lambda _, batch: one(model, batch, num_items_in_batch))
         return self._losses.pop(0)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

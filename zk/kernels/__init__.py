@@ -1,4 +1,4 @@
-"""Triton kernels, usable alone: flattening, reduction, casts, Adam, tiled matrix products, cross entropy.
+"""Triton kernels, usable alone: flattening, reduction, casts, Adam, tiled matrix products.
 
 In host memory each runs its plain PyTorch reference.
 
@@ -16,12 +16,11 @@ from zk.kernels.step import AdamStep
 
 if TYPE_CHECKING:
     from zk.kernels.adam import adam
-    from zk.kernels.cross_entropy import cross_entropy
     from zk.kernels.flatten import flatten, unflatten
     from zk.kernels.reduce import cast, reduce
     from zk.kernels.tiled_matmul import tiled_matmul
 
-__all__ = ["AdamStep", "adam", "cast", "cross_entropy", "flatten", "reduce", "tiled_matmul", "unflatten"]
+__all__ = ["AdamStep", "adam", "cast", "flatten", "reduce", "tiled_matmul", "unflatten"]
 _FILES = {name: {"cast": "reduce", "unflatten": "flatten"}.get(name, name) for name in __all__[1:]}
 
 
@@ -40,6 +39,9 @@ class _Kernels(ModuleType):
         function = getattr(importlib.import_module(f"{self.__name__}.{_FILES[name]}"), name)
         setattr(self, name, function)
         return function
+
+    def __dir__(self) -> list[str]:
+        return [*__all__, *(name for name in vars(self) if name.startswith("__"))]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Importing a file puts it here under its name: the function stays what is found."""

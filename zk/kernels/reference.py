@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from zk.kernels.step import AdamStep
 
 # elements worked on at once: six fp32 arrays of it fit in a core's L2 cache
 CHUNK = 1 << 16
-# columns of logits worked on at once
-COLUMNS = 4096
 
 
 def unchecked(name: str, device: torch.device) -> Callable[..., None]:
@@ -137,67 +134,6 @@ def tiled_matmul(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None, bias: T
     if activation:
         result = ACTIVATIONS[activation](result)
     out.copy_(result)
-
-
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    state: Tensor,
-    grad: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    first: int,
-    vocab: int,
-    ignored: int,
-    smoothing: float,
-    softcap: float,
-    z_loss: float,
-    measure: bool,
-    gradient: bool,
-) -> None:
-    """Measure rows of a tile of logits into ``state``, from which the gradient of each row's loss is made; block by block, as the kernel."""
-    largest, total, picked, summed = state
-    scratch = logits.new_empty(len(logits), min(COLUMNS, logits.shape[1]))
-
-    def blocks() -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Pieces of the columns, their z, the column of each row's target, and if that is inside."""
-        for start in range(0, logits.shape[1], COLUMNS):
-            piece = slice(start, start + COLUMNS)
-            z = logits[:, piece] if bias is None else logits[:, piece] + bias[piece]
-            at = (targets - first - start)[:, None]
-            inside = (at >= 0) & (at < z.shape[1])
-            yield piece, softcap * torch.tanh(z / softcap) if softcap else z, at.masked_fill(~inside, 0), inside
-
-    if measure and first == 0:
-        largest.fill_(-math.inf)
-        state[1:] = 0
-    for _, z, at, inside in blocks() if measure else ():
-        highest = torch.maximum(largest, z.amax(1))
-        origin = highest.masked_fill(highest == -math.inf, 0)
-        total.mul_((largest - origin).exp_()).add_(torch.sub(z, origin[:, None], out=scratch[:, : z.shape[1]]).exp_().sum(1))
-        largest.copy_(highest)
-        picked += z.gather(1, at).masked_fill(~inside, 0)[:, 0]
-        if smoothing:
-            summed += z.sum(1)
-    if not gradient:
-        return
-    lse = (largest + total.log())[:, None]
-    passed_over = (targets == ignored).nonzero()[:, 0]
-    for piece, z, at, inside in blocks():
-        into = (logits if grad is None else grad)[:, piece]
-        d = torch.sub(z, lse, out=into if into.dtype == z.dtype and not softcap else None).exp_()
-        if z_loss:
-            d *= 1 + 2 * z_loss * lse
-        if smoothing:
-            d -= smoothing / vocab
-        d.scatter_add_(1, at, inside.to(d.dtype) * (smoothing - 1.0))
-        if softcap:
-            d *= 1 - (z / softcap).square_()
-        if scale is not None:
-            d *= scale[:, None]
-        d.index_fill_(0, passed_over, 0)
-        if d is not into:
-            into.copy_(d)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -131,13 +131,6 @@ def no_hooks() -> Iterator[list[Any]]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def offload_around() -> ActivationOffload | None:
-    """The innermost context that this thread is in."""
-    with no_hooks() as hooks:
-        owners = [getattr(getattr(pack, "func", None), "__self__", None) for pack, _ in hooks]
-        return next((owner for owner in owners if isinstance(owner, ActivationOffload)), None)
-
-
 def _check_version(witness: Tensor, version: int, shape: torch.Size) -> None:
     """torch's own check, which hooks on saved tensors switch off."""
     if witness._version != version:
@@ -246,10 +239,8 @@ class ActivationOffload:
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
-    def may_move(self, tensor: Tensor) -> bool:
+    def _may_move(self, tensor: Tensor) -> bool:
         """Tell if it is a tensor, large enough, that computes where this does, and no parameter."""
-        if not self.moves:
-            return False
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.link.device:
             return False
         if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
@@ -261,13 +252,13 @@ class ActivationOffload:
         return storage.nbytes() >= max(self.min_nbytes, 1) and storage._cdata not in self.stays
 
     def _pack(self, below: Hooks | None, tensor: Tensor) -> Any:
-        saved = self.rest(tensor) if self.may_move(tensor) else None
+        saved = self._save(tensor) if self._may_move(tensor) else None
         if saved is not None:
             return saved
         return (below[1], below[0](tensor)) if below is not None else (_kept, _keep(tensor))
 
-    def rest(self, tensor: Tensor) -> _Saved | None:
-        """Save a tensor that ``may_move``; None if it stays where it is, as a small part of its storage. It is forgotten with what is returned."""
+    def _save(self, tensor: Tensor) -> _Saved | None:
+        """Save a tensor; None if it stays where it is, as a small part of its storage."""
         with self._alone():
             block = self._block(tensor)
             if block is None:
@@ -374,26 +365,6 @@ class ActivationOffload:
             except OSError:
                 self._forget_reads()
                 raise
-
-    def fetch(self, saved: _Saved) -> Tensor:
-        """The tensor that ``rest`` was given. For whoever knows the order of use: nothing else is started, and what came before it is let go."""
-        with self._alone():
-            try:
-                tensor, block = self._bring_back(saved)
-            except OSError:
-                self._forget_reads()
-                raise
-            for other in list(self.here):
-                if other.used and other is not block:
-                    self._let_go(other)
-            return tensor
-
-    def prefetch(self, saved: _Saved) -> None:
-        """Start to bring what ``fetch`` will be asked for next."""
-        with self._alone():
-            block = self.blocks[saved.number]
-            if block.device is None:
-                self._bring(block)
 
     def _bring_back(self, saved: _Saved) -> tuple[Tensor, _Block]:
         """The tensor as it was, and its block."""

@@ -8,31 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from zk.core.owners import holder_of, inner_tensors, owner_of
-from zk.core.store import State, UnitStore
-
-
-@contextlib.contextmanager
-def keep_gathered(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context within a backward: ``params`` are gathered as in any use, and stay so through backward passes inside of it.
-
-    So do ``others`` that are gathered.
-    """
-    wanted, there = (
-        dict.fromkeys(store for param in given for _, tensor in inner_tensors(param) if (store := holder_of(tensor)) is not None)
-        for given in (params, others)
-    )
-    for store in wanted:
-        if store.state is not State.GATHERED:
-            store.use()
-    kept = [store for store in wanted | there if store.state is State.GATHERED]
-    for store in kept:
-        store.pins += 1
-    try:
-        yield
-    finally:
-        for store in kept:
-            store.pins -= 1
+from zk.core.owners import inner_tensors, owner_of
+from zk.core.store import UnitStore
 
 
 @contextlib.contextmanager

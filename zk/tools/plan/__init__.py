@@ -20,13 +20,7 @@ def plan(
     per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks that share a machine's RAM, CPU and drive. Default: up to 8.")] = None,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks, of which each has its part of every block; neighbours.")] = 1,
     replicate: Annotated[int, typer.Option(min=1, help="Replicas of the states, each over --world / --tensor / --replicate ranks.")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a rank computes in a step. Default: 8192, or --sequence.")] = None,
-    sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one sequence, trained with zk.long_context: no logits, tiles, checkpoints in host memory.")
-    ] = None,
-    sequence_tiles: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a tile: sequences go through the model tile by tile (zk.sequence_tiles). Divides --sequence.")
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a rank computes in a step. Default: 8192.")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that the tokens of a step come in.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     compute_dtype: Annotated[str | None, typer.Option(help="fp32: parameters rest in --dtype, and are gathered and computed with in fp32.")] = None,
@@ -109,16 +103,11 @@ def plan(
         tensor=tensor,
         replicas=replicate,
     )
-    tokens = tokens or (sequence * accumulate if sequence else 8192)
-    if sequence and tokens % (sequence * accumulate):
-        raise ValueError(f"--tokens must be whole sequences in each micro-batch, of --sequence {sequence}; got {tokens} in {accumulate}")
-    if sequence_tiles and (not sequence or sequence % sequence_tiles):
-        raise ValueError(f"--sequence-tiles must divide --sequence, which it cuts; got {sequence_tiles} and {sequence or 'no --sequence'}")
+    tokens = tokens or 8192
     shape, path = adapted(shape_of(model), adapters, base, dtype), nvme_path or "/path/on/the/drive"
-    shape = dataclasses.replace(shape, sequence=sequence or 0, tile=sequence_tiles or 0, optimizer=optimizer.lower())
+    shape = dataclasses.replace(shape, optimizer=optimizer.lower())
     side: str | float = float(update_on) if update_on.replace(".", "", 1).isdecimal() else update_on
-    pieces = accumulate * (sequence // sequence_tiles if sequence and sequence_tiles else 1)
-    found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, pieces, side, compute_dtype)
+    found = choose.plan(shape, machine, tokens, dtype, state_dtype, path, accumulate, side, compute_dtype)
     if as_json:
         typer.echo(json.dumps(choose.as_dict(found), indent=1))
     else:

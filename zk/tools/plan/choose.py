@@ -13,9 +13,7 @@ from torch import nn
 from zk.config import ZeroConfig
 from zk.core.units import Unit
 from zk.kernels.codec import state_fields
-from zk.linear_loss import PIECE, PIECE_ON_DEVICE
 from zk.offload.streamed import best_share
-from zk.token_tiles import TOKENS, TOKENS_ON_DEVICE
 from zk.tools.plan.check import changes
 from zk.tools.plan.footprint import CPU, Footprint, footprint_of
 from zk.tools.plan.optimizers import check_optimizer, has_kernel, rules_of, shape_of_numel
@@ -31,7 +29,6 @@ _LIMIT = 1e6
 # an update in the background must be worth this much of the step to be recommended
 _WORTH = 0.95
 # how often budgets are made smaller, and by how much at least
-_KEPT = 256 << 20  # keep_last of offload_activations
 _TRIES = 8
 _SLACK = 1 << 20
 
@@ -105,10 +102,7 @@ def footprint(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int = 
     found.sizes = +found.sizes
     if tokens:
         size = config.computes.itemsize
-        if shape.sequence:
-            found.sizes.update(long_activations(shape, tokens, machine.joined, size, micro_batches))
-        else:
-            found.sizes["device", "activations"] = activations_nbytes(shape, tokens, size, micro_batches)
+        found.sizes["device", "activations"] = activations_nbytes(shape, tokens, size, micro_batches)
     return found
 
 
@@ -121,27 +115,6 @@ def activations_nbytes(shape: Shape, tokens: int, size: int = 2, micro_batches: 
     """
     block = 8 * shape.width + 3 * shape.ffn
     return tokens * size * shape.width * shape.layers + -(-tokens // micro_batches) * (size * block + (size + 12) * shape.vocab)
-
-
-def long_activations(shape: Shape, tokens: int, joined: bool, size: int = 2, micro_batches: int = 1) -> dict[tuple[str, str], int]:
-    """Estimate activations with zk.long_context, by tier and kind: inputs of blocks leave the device, of which twice 256 MiB stay there.
-
-    On the device are ten tensors as wide as the model, for all tokens of a micro-batch: attention's four, the gradients of these, its layers' input,
-    and a gradient around the block; a tile of an MLP, and the gradients there; logits of a block of tokens, their gradient, and the head's in fp32.
-
-    Where sequences go in tiles, micro-batches are tiles. Beside one of them the device has keys and values of two others, the gradients of one
-    pair in fp32, and a part of attention in fp32. Attention's output, keys and values rest as inputs do, and gradients of one block's keys and
-    values in fp32; all are taken to be as wide as the model.
-    """
-    mlp, logits = (TOKENS, PIECE) if joined else (TOKENS_ON_DEVICE, PIECE_ON_DEVICE)
-    one, inputs = -(-tokens // micro_batches), tokens * size * shape.width * shape.layers
-    inside = 10 * one * size * shape.width + 6 * min(one, mlp) * size * shape.ffn
-    if shape.tile:
-        inputs = 4 * inputs + 8 * tokens * shape.width
-        inside += (4 * size + 12) * one * shape.width
-    head = min(one, logits[0]) * shape.vocab * (4 + size % 4) + 4 * shape.vocab * shape.width
-    kept = inputs if joined else min(inputs, 2 * _KEPT)
-    return {("device", "activations"): inside + head + kept, ("host", "activations"): inputs - kept}
 
 
 def configs(
@@ -229,7 +202,7 @@ def as_given(shape: Shape, config: ZeroConfig, machine: Machine, tokens: int, mi
                 chosen = other
         return chosen
 
-    orders = [best(vertical) for vertical in ((True,) if shape.tile else (False, True) if micro_batches > 1 else (False,))]
+    orders = [best(vertical) for vertical in ((False, True) if micro_batches > 1 else (False,))]
     first, *slower = sorted(orders, key=lambda order: order.step.seconds)
     return dataclasses.replace(first, other=slower[0].step if slower else None)
 
@@ -408,8 +381,6 @@ def as_dict(found: Plan) -> dict[str, Any]:
         "machine": dataclasses.asdict(found.machine),
         "tokens": found.tokens,
         "micro_batches": found.micro_batches,
-        "sequence": found.shape.sequence,
-        "sequence_tiles": found.shape.tile,
         "options": [option(one) for one in found.options],
         "recommended": found.best and {**option(found.best), "python": as_python(found.best.config)},
         "largest": {tier: {**model(shape), "config": shown(config)} for tier, (shape, config) in found.largest.items()},

@@ -106,7 +106,7 @@ def _stages(stages: Sequence[int], best: int | None) -> str:
 
 
 def _machine(plan: Plan) -> str:
-    machine, sequence, tile = plan.machine, plan.shape.sequence, plan.shape.tile
+    machine = plan.machine
     gpu = "no accelerator" if machine.joined else f"{size(machine.gpu_nbytes or 0)} of GPU"
     meshes = {"replicate": machine.replicas, "shard": machine.shards, "tensor": machine.tensor}
     mesh = f" ({', '.join(f'{name} {extent}' for name, extent in meshes.items() if extent > 1)})" if machine.shards < machine.world else ""
@@ -117,11 +117,9 @@ def _machine(plan: Plan) -> str:
     names = zip(("GPU", "RAM", "drive"), USABLE.values(), there, strict=True)
     use = ", ".join(f"{share:.0%} of {what}" for what, share, is_there in names if is_there)
     drive = f"{size(machine.nvme_nbytes)} of drive" if machine.nvme_nbytes else "no drive"
-    tiles = f", in tiles of {tile:,} (zk.sequence_tiles)" if tile else ""
-    length = f", in sequences of {sequence:,} (zk.long_context){tiles}" if sequence else ""
     return (
         f"{ranks}{gpu}, {size(machine.ram_nbytes)} of RAM, {drive} ({use} to be used); {plan.tokens:,} tokens "
-        f"a step and rank{length}\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
+        f"a step and rank\n{machine.tflops:g} TFLOP/s, link {machine.link_gbps:g} GB/s each way, CPU Adam {machine.cpu_adam:.3g}e9 "
         f"parameters/s{memory}, drive {machine.disk_gbps:.3g} GB/s, between ranks {machine.fabric_gbps:g} GB/s{network}"
     )
 

@@ -163,8 +163,6 @@ class Shape:
     vocab: int
     decoder: Decoder | None = None
     divided: Callable[[Decoder], tuple[Units, ...]] = whole  # a decoder into units
-    sequence: int = 0  # tokens of one sequence that zk.long_context trains on; 0: sequences are short, and nothing is tiled
-    tile: int = 0  # tokens of a tile, in which sequences go through the model block by block; 0: they go whole
     optimizer: str = "adamw"  # a name of zk.tools.plan.optimizers
 
     @classmethod
@@ -198,7 +196,7 @@ class Shape:
 
     def _of(self, decoder: Decoder) -> Shape:
         """The same of another decoder."""
-        return dataclasses.replace(Shape.of(decoder, self.name, self.divided), sequence=self.sequence, tile=self.tile, optimizer=self.optimizer)
+        return dataclasses.replace(Shape.of(decoder, self.name, self.divided), optimizer=self.optimizer)
 
     def grown(self, factor: float) -> Shape:
         """A larger or smaller model: a decoder in width and depth, a module in the number of its blocks."""

@@ -116,7 +116,7 @@ def step_of(
 ) -> Step:
     """The model of docs/guides/overlap.md: in each phase the slowest resource decides.
 
-    The device's own arithmetic in the update, attention beyond its matrix products (unless sequences are long: ``shape.sequence``), and waits for
+    The device's own arithmetic in the update, attention beyond its matrix products, and waits for
     a cold cache are not counted. Compute waits for each sum over tensor parallel ranks: two of a block's activations in forward, two in
     backward, two where forward is computed again, and one at either end.
 
@@ -168,21 +168,17 @@ def step_of(
 
     sent = {"within": 0, "between": 0}
     operations = shape.num_active * tokens
-    # of scores and their products with values, which long sequences alone make large: half of them, as attention is causal
-    attention = 2 * shape.sequence * shape.width * shape.layers * tokens
-    # elements of keys and values of earlier tiles: half of a pair for each tile of a sequence but one, as tokens look back
-    looked = (not machine.joined) * (shape.sequence // shape.tile - 1) * shape.width * shape.layers * tokens if shape.tile else 0
     # operations of forward: 2 for each parameter and token. Of backward: 2, 2 for each that is trained, and forward again (checkpointing)
     forward = Counter(
-        compute=2 * operations + attention,
-        up=passes * uploaded + looked * activation,
+        compute=2 * operations,
+        up=passes * uploaded,
         disk=passes * drive,
         **exchanged(passes * (stage == 3), 0, False, 2 * shape.layers + 1),
     )
     backward = Counter(
-        compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params + 3 * attention,
-        up=passes * uploaded + looked * (activation + 4),
-        down=away * early * (wide if vertical else passes) + looked * 4,  # sums of their gradients, in fp32
+        compute=4 * operations + 2 * operations * shape.num_trained // shape.num_params,
+        up=passes * uploaded,
+        down=away * early * (wide if vertical else passes),
         disk=passes * drive + written * early * (2 * passes - 1),  # what is added to is read before
         **exchanged(passes * (stage == 3), (early + (stage == 0)) * (wide if vertical else passes), early, 4 * shape.layers + 1),
     )
