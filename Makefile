@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # programs that tests start find zk compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint docs site clean
+.PHONY: train test test-host test-device coverage mutate soak simulate bench bench-peers bench-nvme bench-experts bench-accumulation bench-tiled bench-overlap bench-save bench-plan gpu lint site clean
 
 train: $(READY)
 	$(BIN)/python -m zk train $(ARGS)
@@ -56,10 +56,6 @@ bench: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-
-# docs/deepspeed_config.md, from the table in the code
-docs: $(READY)
-	$(BIN)/python -c "from zk.integrations.deepspeed_table import markdown; print(markdown())" > docs/deepspeed_config.md
 
 # the documentation as pages in site/; a broken link, an unknown reference or a page that nobody finds is an error
 site: $(READY)

@@ -25,7 +25,7 @@ IN_PART = (
     "test_benchmarks_gpu.py",
     "test_compute_dtype.py",
     "test_delay.py",
-    "test_deepspeed_config.py",
+    "test_deepspeed.py",
     "test_doctor.py",
     "test_model_parallel.py",
     "test_model_parallel_dtensor.py",

@@ -8,7 +8,6 @@ import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,13 +161,13 @@ def test_ranks_train_as_one_process_where_the_link_is_late() -> None:
 
 
 def train_engine(_: int) -> list[float]:
-    """Losses of DeepSpeed's engine, with Megatron's unit of groups."""
+    """Losses of DeepSpeed's engine, with the groups of a mesh."""
     mesh = mesh_of("cpu", (2, 2), "data", "tensor")
-    mpu = SimpleNamespace(get_data_parallel_group=lambda: mesh.get_group("data"), get_model_parallel_group=lambda: mesh.get_group("tensor"))
     model = cut_model(mesh.get_group("tensor"))
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = zk.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    groups = {"process_group": mesh.get_group("data"), "model_parallel_group": mesh.get_group("tensor")}
+    engine, *_ = zk.initialize(model=model, optimizer=optimizer, config=config, **groups)
     losses = []
     for step in range(STEPS):
         loss = loss_of(engine, batch(step, mesh.get_local_rank("data")))

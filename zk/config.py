@@ -273,14 +273,15 @@ class ZeroConfig:
             auto: values for what the config says is "auto", by dotted key: ``{"bf16.enabled": True}``.
             overrides: fields that win over the config.
 
-        What becomes of each key: docs/deepspeed_config.md. Optimizer, scheduler and batch sizes are for ``zk.initialize``.
+        Optimizer, scheduler and batch sizes are for ``zk.initialize``. One warning names the keys
+        that are not used.
 
         Raises:
-            ValueError: for unknown keys, for what zk does not do (with the reason and a remedy), and for what is not JSON (with line and column).
+            ValueError: for unknown keys, for what zk does not do, and for what is not JSON.
         """
-        from zk.integrations.deepspeed_config import from_deepspeed
+        from zk.integrations.deepspeed import from_deepspeed
 
-        return from_deepspeed(cls, config, auto, overrides)
+        return from_deepspeed(config, auto or {}, overrides)
 
     def _repr_html_(self) -> str:
         """The fields that differ from their defaults, as a table for notebooks."""

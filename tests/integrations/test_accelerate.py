@@ -201,51 +201,10 @@ def test_rates_go_to_the_trackers_of_accelerate(tmp_path: Path) -> None:
     assert tracker.lines[0]["loss"] == 1.0 and tracker.lines[0]["step"] == 4 and tracker.lines[0]["zk/step_s"] > 0
 
 
-LAUNCHED = {  # what `accelerate launch` sets from a config with distributed_type: DEEPSPEED
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-    "ACCELERATE_GRADIENT_CLIPPING": "none",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-}
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, more: dict[str, str], **options: Any) -> ZeroAccelerator:
-    for name, value in {"ZK_ACCELERATE_USE_DEEPSPEED": "false", **LAUNCHED, **more}.items():
-        monkeypatch.setenv(name, value)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    return ZeroAccelerator(cpu=DEVICE.type == "cpu", **options)
-
-
-def test_what_accelerate_launch_says_of_deepspeed_is_done_by_zk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    accelerator = launched(monkeypatch, {})
-    zero = accelerator.zero
-    assert zero is not None and "ACCELERATE_USE_DEEPSPEED" not in os.environ
-    assert (zero.stage, zero.optimizer_tier, zero.param_tier, zero.dtype, zero.clip_grad_norm) == (3, "host", "device", torch.bfloat16, None)
-    assert accelerator.gradient_accumulation_steps == 4
-    loop(accelerator, tmp_path, stop=1)
-    drive = {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": str(tmp_path)}
-    zero = launched(monkeypatch, {**drive, "ACCELERATE_GRADIENT_CLIPPING": "0.5"}).zero
-    assert zero is not None and (zero.param_tier, zero.nvme_path, zero.clip_grad_norm) == ("nvme", (str(tmp_path),), 0.5)
-
-
-def test_deepspeeds_json_is_read_wherever_accelerate_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+def test_deepspeeds_json_is_read_with_auto_from_the_precision(tmp_path: Path, caplog: Any) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "gradient_accumulation_steps": 2}')
-    accelerator = launched(monkeypatch, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)})
-    assert accelerator.zero is not None and (accelerator.zero.stage, accelerator.zero.dtype) == (1, torch.bfloat16)
-    assert accelerator.gradient_accumulation_steps == 2
-    second = ZeroAccelerator(cpu=DEVICE.type == "cpu")
-    assert second.zero == accelerator.zero and second.gradient_accumulation_steps == 2
-    with pytest.raises(ValueError, match="'gradient_accumulation_steps' is 2, and the Accelerator was given 3; give it once"):
-        launched(monkeypatch, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}, gradient_accumulation_steps=3)
-    accelerator = launched(monkeypatch, {}, zero={"stage": 2})
-    assert accelerator.zero is not None and accelerator.zero.stage == 2 and "are not used, as zero= is given" in caplog.text
-    for name in ("ZK_ACCELERATE_USE_DEEPSPEED", *LAUNCHED):
-        monkeypatch.delenv(name, raising=False)
-    accelerator = made(str(file), gradient_accumulation_steps=2)  # type: ignore[arg-type]
-    assert accelerator.zero.stage == 1 and accelerator.zero.dtype is None
+    accelerator = made(str(file), mixed_precision="bf16")  # type: ignore[arg-type]
+    assert accelerator.zero is not None
+    assert (accelerator.zero.stage, accelerator.zero.dtype) == (1, torch.bfloat16)
+    assert "set by your loop" in caplog.text and "gradient_accumulation_steps" in caplog.text

@@ -445,7 +445,7 @@ def test_deepspeeds_json_is_taken_as_it_is_with_auto_from_the_arguments(tmp_path
     ours.train()
     config = ours.zero.config
     assert (config.stage, config.param_tier, config.optimizer_tier, config.dtype, config.clip_grad_norm) == (3, "host", "host", None, None)
-    assert "scheduler (the Trainer's own, lr_scheduler_type='cosine', whose warmup is linear)" in caplog.text
+    assert "set by TrainingArguments:\n    optimizer\n    scheduler" in caplog.text
     same = made(ZeroTrainer, "gpt2", tmp_path, more=more, zero={"stage": 3, **HOST})
     same.train()
     assert history(ours) == history(same)
@@ -470,17 +470,10 @@ def test_a_script_that_takes_deepspeeds_json_keeps_its_command_line(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changed", "message"),
     (
-        ({"gradient_accumulation_steps": 3}, "'gradient_accumulation_steps' is 3, and gradient_accumulation_steps of TrainingArguments 2"),
-        ({"gradient_clipping": 0.5}, "'gradient_clipping' is 0.5, and max_grad_norm of TrainingArguments 1.0; make them the same"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "'optimizer.params.lr' is 1.0, and learning_rate of TrainingArguments 0.01"),
-        ({"optimizer": {"type": "SGD"}}, "'optimizer.type' is 'SGD', and the Trainer makes its own: use optim="),
-        ({"scheduler": {"type": "WarmupLR"}}, "lr_scheduler_type 'cosine'; write lr_scheduler_type='constant_with_warmup', or remove"),
-        ({"scheduler": {"type": "OneCycle"}}, "write one of the Trainer's own, by lr_scheduler_type=, or remove the section"),
-        ({"bf16": {"enabled": True}}, "'bf16.enabled' is True, and bf16 of TrainingArguments False"),
-        ({"zero_optimisation": {}}, "the closest one is 'zero_optimization'"),
+        ({"zero_optimisation": {"stage": 3}}, "write 'zero_optimization', or remove it"),
     ),
 )
-def test_a_json_that_says_something_else_than_the_arguments_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_json_with_an_unknown_key_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         made(ZeroTrainer, "gpt2", tmp_path, zero={**DEEPSPEED, **changed})
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zk.config import ZeroConfig
 from zk.core.owners import owner_of
-from zk.integrations.deepspeed_auto import for_accelerate, is_deepspeed, of_launcher
+from zk.integrations.deepspeed import is_deepspeed
 from zk.optimizer import ZeroOptimizer
 from zk.tools.monitor.rates import loggable
 
@@ -75,8 +75,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     Args:
         zero: a ZeroConfig, its fields as a dict, or DeepSpeed's JSON, as a path or a dict: ``prepare(model, optimizer, ...)`` wraps the torch
-            optimizer accordingly. None: what ``accelerate launch`` says of DeepSpeed, or ``deepspeed_plugin=``; without these only a
-            ZeroOptimizer that you made yourself is treated as one.
+            optimizer accordingly. None: only a ZeroOptimizer that you made yourself is treated as one.
         kwargs: accelerate's own. ``mixed_precision="bf16"`` means bf16 parameters with fp32 masters, without autocast; with
             ``zero={"dtype": "fp32"}`` it is accelerate's autocast over fp32 parameters.
 
@@ -91,11 +90,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     _load_model_state_pre_hook: Any
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        launched = of_launcher(kwargs, zero is not None)
-        if is_deepspeed(zero):
-            zero = for_accelerate(zero, kwargs)  # type: ignore[arg-type]
         super().__init__(*args, **kwargs)
-        self.adopt(launched if zero is None else zero)  # type: ignore[arg-type]
+        if is_deepspeed(zero):
+            auto = {f"{name}.enabled": self.mixed_precision == name for name in ("bf16", "fp16")}
+            zero = ZeroConfig.from_deepspeed(zero, auto={"gradient_clipping": 0, **auto})  # type: ignore[arg-type]
+        self.adopt(zero)  # type: ignore[arg-type]
 
     def adopt(self, zero: ZeroConfig | Mapping[str, Any] | None) -> None:
         """Take precision over from accelerate."""

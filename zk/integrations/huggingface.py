@@ -23,7 +23,7 @@ from zk.core.logs import log
 from zk.core.memory import host_memory
 from zk.core.options import check_order
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
-from zk.integrations.deepspeed_auto import for_trainer, is_deepspeed
+from zk.integrations.deepspeed import for_trainer, is_deepspeed
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
 from zk.tools.monitor.profile import profile

@@ -1,0 +1,381 @@
+"""DeepSpeed's JSON and its calls: every key is used, named or refused, and a script that changes
+two lines trains what plain PyTorch trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zk
+from tests.models import DEVICE, GPT, batch, loss_of
+from tests.plain import train_plain
+from tests.world import run_world
+from zk.checkpoint.files import CheckpointError
+
+CLIPPED = {"gradient_clipping": 1.0}  # so that its absence is not warned of
+ZERO = "zero_optimization"
+
+
+def fields_of(config: dict[str, Any], **more: Any) -> zk.ZeroConfig:
+    return zk.ZeroConfig.from_deepspeed({**CLIPPED, **config}, **more)
+
+
+# ---- the JSON --------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_not_json_is_named_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  "zero_optimization": {"stage": 2}\n  "gradient_clipping": 1.0\n}')
+    with pytest.raises(ValueError, match=r"ds_config.json must be JSON: .* line 3 column 3"):
+        zk.ZeroConfig.from_deepspeed(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"the config must be an object, \{...\}; got \[1\]"):
+        zk.ZeroConfig.from_deepspeed(path)
+    with pytest.raises(FileNotFoundError):
+        zk.ZeroConfig.from_deepspeed(tmp_path / "none.json")
+
+
+SCALE = zk.DynamicLossScale
+CPU = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme", "nvme_path": "/scratch"}
+DRIVE = {"param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": ("/scratch",)}
+FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50, "min_loss_scale": 2}
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"stage": 0, "clip_grad_norm": 1.0, "dtype": None}),
+    ({"gradient_clipping": 0}, {"clip_grad_norm": None}),
+    ({"bf16": {"enabled": True}}, {"dtype": torch.bfloat16, "loss_scale": "auto"}),
+    ({"bfloat16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+    ({"fp16": {"enabled": True}}, {"dtype": torch.float16, "loss_scale": SCALE(init=2.0**16)}),
+    ({"fp16": {"enabled": True, "loss_scale": 128}}, {"loss_scale": 128.0}),
+    ({"fp16": FP16}, {"loss_scale": SCALE(init=256.0, window=50, minimum=2.0)}),
+    ({ZERO: {"stage": 2, "offload_optimizer": CPU}}, {"stage": 2, "optimizer_tier": "host"}),
+    ({ZERO: {"stage": 3, "offload_param": CPU}}, {"param_tier": "host"}),
+    ({ZERO: {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}}, DRIVE),
+    ({ZERO: {"offload_optimizer": {**NVME, "device": "cpu"}}}, {"nvme_path": None}),
+]
+
+
+@pytest.mark.parametrize(("config", "fields"), FIELDS)
+def test_a_key_becomes_a_field(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    found = fields_of(config, num_threads=3)  # overrides win
+    assert {name: getattr(found, name) for name in fields} == fields and found.num_threads == 3
+
+
+def test_keys_that_are_not_used_are_in_one_warning_a_line_each(caplog: Any) -> None:
+    zero = {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 1, "offload_param": CPU}
+    monitors = {"steps_per_print": 10, "wall_clock_breakdown": False, "wandb": {"enabled": False}}
+    found = fields_of({ZERO: zero, **monitors, "optimizer": {"type": "X"}})
+    assert found == zk.ZeroConfig(stage=3, param_tier="host", clip_grad_norm=1.0)
+    assert caplog.records[0].message == """zk: DeepSpeed's config has settings that are not used:
+  no effect on results:
+    steps_per_print
+    zero_optimization.
+      max_live_parameters
+      overlap_comm
+    zero_optimization.offload_param.
+      pin_memory
+  set by your loop, or zk.initialize:
+    optimizer"""
+    assert len(caplog.records) == 1
+
+
+def test_clipping_that_is_not_set_is_deepspeeds_and_is_said(caplog: Any) -> None:
+    assert zk.ZeroConfig.from_deepspeed({}).clip_grad_norm == 1.0
+    assert "gradient_clipping is not set: zk clips to 1.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'.* write 'zero_optimization'"),
+        ({ZERO: {"stages": 2}}, "'zero_optimization.stages'; got 2: write 'stage'"),
+        ({ZERO: {"offload_optimizer": {"devices": "cpu"}}}, "offload_optimizer.devices'.*'device'"),
+        ({"train_batchsize": 2}, "write 'train_batch_size'"),
+        ({"xyzzy": 3}, "there is no setting 'xyzzy'; got 3: remove it"),
+        ({ZERO: {"stage": 2, "offload_param": CPU}}, "param_tier='host' needs stage=3"),
+        ({ZERO: {"offload_optimizer": {"device": "gpu"}}}, "'none', 'cpu' or 'nvme'; got 'gpu'"),
+        ({ZERO: 3}, "zero_optimization must be an object"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 must be"),
+        ({"bf16": {"enabled": "false"}}, "bf16 and fp16 must be true or false"),
+        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled is "auto", and nothing says what that is'),
+    ],
+)
+def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fields_of(config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [
+        ((32, 4, None), 4, (32, 4, 2)),
+        ((32, None, 2), 4, (32, 4, 2)),
+        ((None, 4, None), 4, (16, 4, 1)),
+        (("auto", 4, 2), 4, (32, 4, 2)),
+        ((32, 4, 3), 4, "32 is not 4 x 3 x 4; write two of them"),
+        (("auto", "auto", "auto"), 1, "train_batch_size must be"),
+    ],
+)
+def test_batch_sizes(sizes: Any, world: int, expected: Any, monkeypatch: Any) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    monkeypatch.setattr("zk.integrations.deepspeed.world_to_join", lambda group: world)
+    config = {**CLIPPED, **dict(zip(names, sizes, strict=True))}
+    refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else None
+    with refused or contextlib.nullcontext():
+        engine, optimizer, _, _ = zk.initialize(nn.Linear(2, 2), adamw, config=config)
+        optimizer.close()
+        assert tuple(getattr(engine, name)() for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        ({"type": "Adam"}, {"decoupled_weight_decay": True, "lr": 1e-3, "weight_decay": 0.0}),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, {"decoupled_weight_decay": False}),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, {"lr": 0.5, "weight_decay": 0.0}),
+        ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, {"betas": (0.8, 0.9)}),
+        ({"type": "SGD", "params": {"momentum": 0.5}}, {"momentum": 0.5}),
+    ],
+)
+def test_the_optimizer_of_the_config(section: Any, options: dict[str, Any]) -> None:
+    config = {**CLIPPED, "train_batch_size": 2, "optimizer": section, "bf16": {"enabled": "auto"}}
+    _, optimizer, loader, scheduler = zk.initialize(
+        nn.Linear(3, 2).bfloat16(), config=config, auto={"optimizer.params.lr": 0.5}
+    )
+    group = optimizer.param_groups[0]
+    assert {name: group[name] for name in options} == options and loader is scheduler is None
+    assert optimizer.config.dtype is torch.bfloat16
+    optimizer.close()
+
+
+def test_initialize_refuses_what_it_cannot_take() -> None:
+    model, config = nn.Linear(2, 2), {"train_batch_size": 2, **CLIPPED}
+    scheduled = {**config, "scheduler": {"type": "WarmupLR"}}
+    for error, message, wrong in (
+        (TypeError, "model must be a module", lambda: zk.initialize("args", config=config)),
+        (TypeError, "config= a path or dict; got .*None", lambda: zk.initialize(model)),
+        (ValueError, "type must be Adam", lambda: zk.initialize(model, config=config)),
+        (TypeError, "stages", lambda: zk.initialize(model, adamw, config=config, stages=2)),
+        (ValueError, "pass lr_scheduler=", lambda: zk.initialize(model, adamw, config=scheduled)),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
+    zk.ZeroOptimizer(model, adamw(model.parameters()), stage=0).close()  # the model is untouched
+
+
+# ---- the engine ------------------------------------------------------------------------------
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def make(config: dict[str, Any], **given: Any) -> Any:
+    torch.manual_seed(3)
+    config = {**CLIPPED, "train_micro_batch_size_per_gpu": 2, **config}
+    return zk.initialize(GPT(), adamw, config=config, **given)[0]
+
+
+SCRIPT = """
+import argparse
+import torch
+import deepspeed
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+deepspeed.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+engine, optimizer, _, _ = deepspeed.initialize(
+    args=args, model=model, optimizer=optimizer, lr_scheduler=schedule
+)
+for index in range(24):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index)).to(engine.device)
+    loss = (engine(x) - x.sum(1, keepdim=True)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    if engine.global_rank == torch.distributed.get_rank() == 0:
+        print(loss.item(), engine.get_global_grad_norm(), engine.get_lr()[0])
+"""
+
+
+def plain_script() -> list[tuple[float, float, float]]:
+    """What the script prints, by plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    lines, norm = [], float("nan")
+    for index in range(24):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        (loss / 4).backward()
+        if index % 4 == 3:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.02 * 0.5 ** ((index + 1) // 8)
+        lines.append((loss.item(), norm, optimizer.param_groups[0]["lr"]))
+    return lines
+
+
+def test_a_script_with_one_import_changed_trains_what_plain_pytorch_trains(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    config |= {"gradient_clipping": 0.5, ZERO: {"stage": 2}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(SCRIPT.replace("import deepspeed", "import zk as deepspeed"))
+    command = [sys.executable, "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [[float(part) for part in line.split()] for line in done.stdout.splitlines()[-24:]]
+    for found, expected in zip(lines, plain_script(), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("stage", (0, pytest.param(2, marks=pytest.mark.device)))
+def test_accumulation_with_clipping_is_plain_pytorchs(stage: int, torch_engine: Any) -> None:
+    torch.manual_seed(3)
+    model = GPT()
+    want, _, masters, _ = train_plain(
+        model, adamw, dtype=torch.bfloat16, accumulation=4, steps=3, clip=0.05,
+        forward=lambda m, ids, step: loss_of(m, ids) / 4,
+    )  # fmt: skip
+    place = {"stage": stage, **({"offload_optimizer": CPU} if stage else {})}
+    more = {"gradient_clipping": 0.05, "gradient_accumulation_steps": 4}
+    engine = make({ZERO: place, "bf16": {"enabled": True}, **more})
+    losses, boundaries = [], []
+    for index in range(12):
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        ids = batch(1000 * (index // 4) + 10 * (index % 4))
+        losses.append(engine.backward(loss_of(engine, ids)).item())
+        engine.step()
+        assert engine.global_steps == (index + 1) // 4
+    assert losses == want and boundaries == [False, False, False, True] * 3
+    found = engine.optimizer.consolidated_state_dict("fp32")
+    for (name, _), master in zip(model.named_parameters(), masters, strict=True):
+        assert torch.equal(found[name], master.cpu())
+    assert engine.get_global_grad_norm() > 0.05 and engine.train_batch_size() == 8
+    engine.optimizer.close()
+
+
+def test_an_fp16_step_that_overflows_leaves_the_schedule_where_it_is() -> None:
+    engine = make(
+        {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}},
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    for step in range(30):
+        engine.backward(loss_of(engine, batch(step)))
+        engine.step()
+        assert engine.get_lr() == [1e-2 * 0.5 ** engine.optimizer.counters["steps"]]
+    assert 5 < engine.optimizer.counters["skipped_steps"] < 30 == engine.global_steps
+    engine.optimizer.close()
+
+
+def schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize("tag", (None, pytest.param("best", marks=pytest.mark.device)))
+def test_a_run_resumes_from_its_checkpoint(tag: str | None, tmp_path: Path, caplog: Any) -> None:
+    config = {ZERO: {"stage": 3, "offload_optimizer": CPU}, "gradient_accumulation_steps": 2}
+
+    def train(engine: Any, first: int) -> list[float]:
+        losses = []
+        for index in range(first, first + 6):
+            losses.append(engine.backward(loss_of(engine, batch(index))).item())
+            engine.step()
+        return losses
+
+    engine = make(config, lr_scheduler=schedule)
+    assert engine.load_checkpoint(tmp_path / "ck") == (None, None)
+    assert "has no checkpoint; nothing was loaded" in caplog.text
+    train(engine, 0)
+    engine.save_checkpoint(tmp_path / "ck", tag, client_state={"epoch": 3})
+    want, rates = train(engine, 6), engine.get_lr()
+    engine.optimizer.close()
+    engine = make(config, lr_scheduler=schedule)
+    folder, client = engine.load_checkpoint(tmp_path / "ck")
+    assert folder == str(tmp_path / "ck" / (tag or "global_step3")) and client == {"epoch": 3}
+    assert engine.global_steps == 3 and engine.micro_steps == 6
+    assert train(engine, 6) == want and engine.get_lr() == rates
+    engine.optimizer.close()
+    without = make(config)
+    with pytest.raises(CheckpointError, match="has a scheduler, and none was given"):
+        without.load_checkpoint(tmp_path / "ck", tag)
+    without.optimizer.close()
+
+
+@pytest.mark.device
+def test_the_engine_is_the_model_where_it_is_nothing_of_its_own() -> None:
+    engine = make({})
+    model = engine.module
+    assert engine.variant == "plain" and engine.blocks is model.blocks
+    assert engine.eval() is engine and not model.training and engine.train().training
+    assert engine.device.type == DEVICE.type and engine.get_lr() == [1e-2]
+    with pytest.raises(AttributeError, match=r"GPT.*nothing_like_it"):
+        engine.nothing_like_it  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no 'timers'; zk.profile"):
+        engine.timers  # noqa: B018
+    engine.optimizer.close()
+
+
+def test_names_of_deepspeed_say_what_to_write() -> None:
+    assert "initialize" in dir(zk) and zk.init_distributed is zk.init_distributed
+    for name, words in (("zero", "zero.Init is zk.deferred_init"), ("comm", "torch.distributed")):
+        with pytest.raises(AttributeError, match=words):
+            getattr(zk, name)
+    done = "import sys, zk; print('zk.integrations.deepspeed' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", done], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"  # import zk does not pay for it
+
+
+def run_two_ranks(stage: int, root: str) -> list[Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
+    engine, optimizer, _, _ = zk.initialize(model, adamw, config={**config, ZERO: {"stage": stage}})
+    rank = optimizer.comm.rank  # there is no LOCAL_RANK: it is the device that the program chose
+    assert engine.device.index == (rank if DEVICE.type == "cuda" else None)
+    for index in range(6):
+        x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index))[rank]
+        x = x.to(engine.device)
+        engine.backward(F.mse_loss(engine(x), x.sum(1, keepdim=True)))
+        engine.step()
+    engine.save_checkpoint(root)  # all ranks see it at once
+    assert engine.load_checkpoint(root)[0] == str(Path(root, "global_step3"))
+    with pytest.raises(RuntimeError, match="ranks see different checkpoints in"):
+        engine.load_checkpoint(root + f"/{rank}" * rank)
+    found = [value.tolist() for value in optimizer.consolidated_state_dict().values()]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.device
+def test_two_ranks_train_on_the_mean_of_their_gradients(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    optimizer = adamw(model.parameters())
+    for index in range(6):
+        for x in torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(index)):
+            (F.mse_loss(model(x), x.sum(1, keepdim=True)) / 4).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    run_stage = functools.partial(run_two_ranks, root=str(tmp_path))
+    for ranks in run_world(2, run_stage, [1, 3]):
+        for found in ranks:
+            assert not isinstance(found, Exception), found
+            for mine, plain in zip(found, model.parameters(), strict=True):
+                torch.testing.assert_close(torch.tensor(mine), plain.detach(), rtol=1e-5, atol=1e-6)
