@@ -113,7 +113,7 @@ class CudaLink(Link):
         except ImportError as error:
             version = (torch.version.cuda or "13").split(".")[0]
             raise ImportError(
-                f"copies between {device} and the host go through cupy, which is not installed; pip install 'zk-offload[cuda{version}]'"
+                f"copies between {device} and the host go through cupy, which is not installed; pip install cupy-cuda{version}x"
             ) from error
         super().__init__(device)
         self.cupy = cupy
