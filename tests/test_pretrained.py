@@ -1,4 +1,4 @@
-"""Frozen weights that are read in place, from the files that they were saved in: the same training as over copies, and nothing is written."""
+"""Weights from files: read as ``from_pretrained`` reads them; frozen ones in place, with the same training as over copies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zk
-from tests.adversary import adversarial_drive
 from tests.alive import drive_without_delay
 from tests.models import GPT, batch, loss_of, train
 from tests.plain import train_plain
 from tests.world import run_world
 from zk.checkpoint.files import DTYPE_OF
-from zk.offload import nvme, spill
-from zk.offload.tiers import NVMeTier
-from zk.tools.plan import check
+from zk.offload import nvme
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
 STEPS = 3
@@ -111,10 +109,6 @@ def digest(path: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() + str(file.stat().st_mtime_ns).encode() for file in files)).hexdigest()
 
 
-def scratch_nbytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("state*.bin"))
-
-
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     with zk.gather(model.parameters()):
         return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
@@ -140,14 +134,12 @@ def only_read(path: Path) -> Iterator[None]:
 
 
 def both_ways(case: tuple[str, str, Path]) -> tuple[list[float], list[str]]:
-    """Losses over a base in place, and what is not as it is over a copy, on this rank. Reads are counted for the plain model."""
+    """Losses over a base in place, and what is not as it is over a copy, on this rank."""
     variant, dtype, folder = case
     world, rank = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if torch.distributed.is_initialized() else (1, 0)
-    files, found, results = folder / "base", list[str](), {}
+    found, results = list[str](), {}
     for in_place in (False, True):
-        model, optimizer = over(files, folder / f"scratch-{in_place}", in_place, lambda: built(variant), dtype=dtype)
-        (mine,) = (folder / f"scratch-{in_place}").glob(f"*-rank{rank}")
-        written = [optimizer.metrics()["evicted_nbytes"]]
+        model, optimizer = over(folder / "base", folder / f"scratch-{in_place}", in_place, lambda: built(variant), dtype=dtype)
         losses = []
         for step in range(STEPS):
             loss = loss_of(model, batch(1000 * step + rank))
@@ -155,10 +147,7 @@ def both_ways(case: tuple[str, str, Path]) -> tuple[list[float], list[str]]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        metrics = optimizer.metrics()
-        written.append(metrics["evicted_nbytes"] - written[0])
-        values = values_of(model)
-        results[in_place] = losses, values, metrics, written, scratch_nbytes(mine)
+        results[in_place] = losses, values_of(model), optimizer.metrics()
         optimizer.close()
     copied, in_place = results[False], results[True]
     base = in_place[2]["nvme_in_place_nbytes"]
@@ -166,12 +155,8 @@ def both_ways(case: tuple[str, str, Path]) -> tuple[list[float], list[str]]:
     found += ["other losses"] * (copied[0] != in_place[0])
     found += [name for name, value in copied[1].items() if not torch.equal(value, in_place[1][name])]
     found += [f"{base} bytes are in place of {frozen}"] * (not frozen / world <= base <= 1.2 * frozen / world + 8192)
-    if copied[2]["nvme_param_nbytes"] != base + in_place[2]["nvme_param_nbytes"]:
-        found.append("bytes of parameters")
-    found += ["the base was written"] * (copied[3][0] - in_place[3][0] < base or copied[3][1] != in_place[3][1])
-    found += ["the base has room in scratch files"] * (copied[4] - in_place[4] < base)
-    # (a piece that is copied is read in whole pages)
-    found += ["more is read"] * (variant == "plain" and in_place[2]["fetched_nbytes"] > copied[2]["fetched_nbytes"])
+    found += ["bytes of parameters"] * (copied[2]["nvme_param_nbytes"] != base + in_place[2]["nvme_param_nbytes"])
+    found += ["the base was written"] * (copied[2]["evicted_nbytes"] - in_place[2]["evicted_nbytes"] < base)
     return in_place[0], found
 
 
@@ -262,9 +247,7 @@ def test_what_does_not_lie_in_the_file_as_it_is_kept_is_copied(why: str, tmp_pat
             assert torch.equal(found[name], value), name
 
 
-def test_codes_of_one_byte_and_halves_of_tiles_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "CHUNK_NUMEL", 2048)  # whose chunks of codes end within a page
-
+def test_codes_of_one_byte_and_halves_of_tiles_are_read_in_place(tmp_path: Path) -> None:
     class Quantized(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -300,7 +283,7 @@ def test_a_base_on_another_file_system_is_told_of(tmp_path: Path, caplog: pytest
     def elsewhere(status: os.stat_result, real: Callable[..., nvme.Identity] = nvme.identity_of) -> nvme.Identity:
         return -1, *real(status)[1:]
 
-    with mock.patch("zk.nn.pretrained.identity_of", elsewhere), mock.patch.object(nvme, "identity_of", elsewhere):
+    with mock.patch("zk.nn.conversion.identity_of", elsewhere), mock.patch.object(nvme, "identity_of", elsewhere):
         over(path, tmp_path / "scratch")[1].close()
     assert "another file system than nvme_path" in caplog.text and "in_place=False" in caplog.text
 
@@ -371,40 +354,6 @@ def test_a_file_that_changes_in_training_is_noticed_or_read_on_as_it_was(change:
     optimizer.close()
 
 
-def test_a_drive_without_o_direct_and_short_reads_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(tmp_path / "base" / "model.safetensors", weights_of("plain", torch.float32), odd=True)
-    model, optimizer = over(path, tmp_path / "scratch")
-    want = train(model, optimizer, 2)
-    optimizer.close()
-    monkeypatch.setattr(nvme, "_past_cache", lambda path: -1)
-    monkeypatch.setattr(nvme.SYSTEM, "preadv", lambda descriptor, buffers, offset: os.preadv(descriptor, [buffers[0][:1000]], offset), raising=False)
-    monkeypatch.setattr(nvme, "can_bypass_cache", lambda directory: False)
-    model, optimizer = over(path, tmp_path / "scratch")
-    assert train(model, optimizer, 2) == want
-    optimizer.close()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_drive_that_answers_late_and_out_of_order_gives_the_same(seed: int, tmp_path: Path) -> None:
-    """Memory holds NaN until it is filled, and gaps between parameters are zero."""
-    files = in_shards(tmp_path / "base", weights_of("tied", torch.float32))
-    make = functools.partial(built, "tied")
-    model, optimizer = over(files, tmp_path / "scratch", make=make)
-    want = train(model, optimizer, 2)
-    optimizer.close()
-    with adversarial_drive(seed):
-        model, optimizer = over(files, tmp_path / "scratch", make=make)
-        assert train(model, optimizer, 2) == want
-        for store in optimizer.held:
-            if not store.unit.trained:
-                whole = store.home.whole().clone()
-                for index in range(len(store.unit.params)):
-                    whole[store.layout.whole(index)] = 0
-                assert not whole.any()
-                store.home.release()
-        optimizer.close()
-
-
 # ---- writes --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -450,17 +399,6 @@ def test_what_is_written_gets_room_of_its_own_and_the_file_stays(write: Callable
             assert moved == after["nvme_param_nbytes"] - before["nvme_param_nbytes"] > 0  # frozen parts of blocks
             assert after["nvme_in_place_nbytes"] > 0  # what else is frozen stays
     assert results[0][0] == results[1][0] and all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
-
-
-def test_values_that_are_the_same_are_not_written(tmp_path: Path) -> None:
-    path = saved(tmp_path / "base" / "model.safetensors", weights_of("plain", torch.float32))
-    model, optimizer = over(path, tmp_path / "scratch")
-    before = optimizer.metrics()["nvme_in_place_nbytes"]
-    zk.load_pretrained(model, path)
-    with zk.gather(model.parameters(), write=True):
-        model.blocks[0].qkv.weight.data.mul_(1)
-    assert optimizer.metrics()["nvme_in_place_nbytes"] == before
-    optimizer.close()
 
 
 def test_a_drive_without_room_for_what_is_written_says_so_and_goes_on(tmp_path: Path) -> None:
@@ -548,25 +486,101 @@ def test_a_unit_in_place_that_is_unfrozen_trains_on_the_drive(by: str, tmp_path:
     assert losses == results
 
 
-def test_a_base_in_place_needs_no_room_on_the_drive(tmp_path: Path) -> None:
-    path = saved(tmp_path / "base" / "model.safetensors", weights_of("plain", torch.float32))
-    _, optimizer = over(path, tmp_path / "scratch")
-    room = scratch_nbytes(tmp_path / "scratch")
-    optimizer.close()
-    with mock.patch.object(check, "free_memory", lambda *_: {"host": 1 << 40, "nvme": room}):
-        over(path, tmp_path / "scratch")[1].close()
-        with pytest.raises(MemoryError, match=r"drive .* too few"):
-            over(path, tmp_path / "scratch", in_place=False)
-    with mock.patch.object(check, "free_memory", lambda *_: {"host": 1 << 40, "nvme": room - 1}), pytest.raises(MemoryError):
-        over(path, tmp_path / "scratch")
+# ---- as from_pretrained reads them -------------------------------------------------------------------------------------------
 
 
-def test_checksums_can_be_left_out(tmp_path: Path) -> None:
-    path = saved(tmp_path / "base" / "model.safetensors", weights_of("plain", torch.float32))
-    model, optimizer = over(path, tmp_path / "scratch", nvme_checksum=False, prefetch=0)
-    train(model, optimizer, 1)
-    in_silence(path)
-    train(model, optimizer, 1)  # only they would tell
-    tier = optimizer.tiers["nvme"]
-    assert isinstance(tier, NVMeTier) and all(file.checksums is None for _, file in tier.spill.files)
-    optimizer.close()
+def read_as_transformers_does(case: tuple[str, str, Path]) -> list[str]:
+    """The names of what has other values than from_pretrained gives, made at stage 3 and read again into what is held."""
+    families = pytest.importorskip("tests.integrations.families")
+    kind, tier, folder = case
+    with zk.deferred_init():
+        model = families.FOLDERS[kind][1]()
+    want = type(model).from_pretrained(folder / "published", config=model.config).state_dict()
+    options = {"param_tier": tier, "optimizer_tier": tier, "nvme_path": folder if tier == "nvme" else None}
+    zk.load_pretrained(model, folder / "published")
+    optimizer = zk.ZeroOptimizer(model, adamw(model.parameters()), stage=3, **options)
+    values = [dict(optimizer.consolidated_state_dict())]
+    with zk.gather(model.parameters(), write=True), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    zk.load_pretrained(model, folder / "published")
+    values.append(dict(optimizer.consolidated_state_dict()))
+    optimizer.close(gather=True)
+    if not torch.distributed.is_initialized():
+        model.save_pretrained(folder / "saved")
+        values.append(type(model).from_pretrained(folder / "saved", config=model.config).state_dict())
+    return [name for found in values if found for name in want if not torch.equal(found[name], want[name])]
+
+
+FOLDERS = ("mixtral", "qwen3-moe", "llava", "qwen2-vl", "a base into a tied head", "a head into a base", "tied")
+
+
+def published(kind: str, folder: Path) -> Path:
+    families = pytest.importorskip("tests.integrations.families")
+    torch.manual_seed(0)
+    families.FOLDERS[kind][0]().save_pretrained(folder / "published")
+    return folder / "published"
+
+
+@pytest.mark.parametrize("tier", ("host", "nvme"))
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_of_transformers_is_read_as_from_pretrained_reads_it(kind: str, tier: str, tmp_path: Path) -> None:
+    published(kind, tmp_path)
+    assert read_as_transformers_does((kind, tier, tmp_path)) == []
+
+
+def test_over_ranks_folders_are_read_as_from_pretrained_reads_them(tmp_path: Path) -> None:
+    cases = [(kind, tier, tmp_path / kind) for kind in FOLDERS for tier in ("host", "nvme")]
+    for kind, _, folder in cases[::2]:
+        published(kind, folder)
+    assert run_world(2, read_as_transformers_does, cases) == [[[], []] for _ in cases]
+
+
+@pytest.mark.parametrize("kind", ("llava", "mixtral"))
+def test_a_renamed_base_is_read_in_place_and_a_converted_one_copied(kind: str, tmp_path: Path) -> None:
+    families = pytest.importorskip("tests.integrations.families")
+    files = published(kind, tmp_path)
+
+    def make() -> nn.Module:
+        model = families.FOLDERS[kind][1]().requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        return model
+
+    with only_read(files):
+        model, optimizer = over(files, tmp_path / "scratch", make=make)
+        want = type(model).from_pretrained(files).state_dict()
+        assert all(torch.equal(value, want[name]) for name, value in values_of(model).items())
+        frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+        in_place = optimizer.metrics()["nvme_in_place_nbytes"]
+        assert in_place >= frozen if kind == "llava" else 0 < in_place < frozen / 10
+        optimizer.close()
+
+
+def test_what_does_not_fit_a_model_of_transformers_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = pytest.importorskip("tests.integrations.families")
+    weights = load_file(published("mixtral", tmp_path) / "model.safetensors")
+    layer = "model.layers.1.block_sparse_moe.experts."
+
+    def refused(says: str, tensors: dict[str, Tensor], make: Callable[[], nn.Module] = families.mixtral) -> None:
+        files = saved(tmp_path / "changed.safetensors", tensors)
+        with pytest.raises(ValueError, match=says):
+            zk.load_pretrained(make(), files)
+
+    refused(r"experts\.0\.w1\.weight cannot be converted", {name: value for name, value in weights.items() if name != f"{layer}3.w1.weight"})
+    renamed = {name.replace("model.norm", "model.norms"): value for name, value in weights.items()}
+    refused(r"missing: model\.norm\.weight \(closest: model\.norms\.weight\)", renamed)
+    lacking = {name: value for name, value in weights.items() if not name.startswith(layer)}
+    refused(r"missing: model\.layers\.1\.mlp\.experts\.gate_up_proj, .* \(strict=False ignores", lacking)
+    zk.load_pretrained(families.mixtral(), saved(tmp_path / "lacking.safetensors", lacking), strict=False)
+    assert "trained parameters keep the values" in caplog.text and "model.layers.1.mlp.experts.down_proj" in caplog.text
+    tied = load_file(published("tied", tmp_path) / "model.safetensors")
+    refused("one tensor where .* differ: shared.weight and lm_head.weight", tied | {"lm_head.weight": tied["shared.weight"] + 1}, families.t5)
+    pickled = (tmp_path / "published" / "model.safetensors").rename(tmp_path / "published" / "pytorch_model.bin")
+    for path in (pickled, pickled.parent):
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle; convert it once"):
+            zk.load_pretrained(families.t5(), path)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)  # as before 5.0
+    zk.load_pretrained(families.t5(), saved(tmp_path / "same.safetensors", tied))
+    refused(r"transformers >= 5\.0 converts them", weights)

@@ -40,6 +40,40 @@ def vit() -> nn.Module:
     return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **sizes))
 
 
+def moe() -> nn.Module:
+    """Twelve experts to a layer: numbers of two digits, which are sorted as numbers."""
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(num_experts=12, num_experts_per_tok=2, head_dim=8, **sizes, **_TEXT))
+
+
+def llava() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = tf.CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
+    return tf.LlavaForConditionalGeneration(tf.LlavaConfig(vision_config=vision, text_config=tf.LlamaConfig(**sizes, **_TEXT), image_token_index=60))
+
+
+def qwen2vl() -> nn.Module:
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, **_TEXT}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+    return tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(text_config=text, vision_config=vision))
+
+
+def gpt2_base() -> nn.Module:
+    return tf.GPT2Model(gpt2().config)
+
+
+# a model that is saved, and one that is read from its folder
+FOLDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "mixtral": (mixtral, mixtral),
+    "qwen3-moe": (moe, moe),
+    "llava": (llava, llava),
+    "qwen2-vl": (qwen2vl, qwen2vl),
+    "a base into a tied head": (gpt2_base, gpt2),
+    "a head into a base": (llama, lambda: tf.LlamaModel(llama().config)),
+    "tied": (t5, t5),
+}
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "mixtral": mixtral, "vit": vit}
 
 
