@@ -252,24 +252,20 @@ class ActivationOffload:
         return storage.nbytes() >= max(self.min_nbytes, 1) and storage._cdata not in self.stays
 
     def _pack(self, below: Hooks | None, tensor: Tensor) -> Any:
-        saved = self._save(tensor) if self._may_move(tensor) else None
+        saved = None
+        if self._may_move(tensor):
+            with self._alone():
+                block = self._block(tensor)
+                if block is not None:
+                    saved = _Saved(self, self.count, tensor)
+                    self.blocks[self.count] = block
+                    self.numbers.append(self.count)
+                    self.count += 1
+                    block.users += 1
+                    self._push_out()
         if saved is not None:
             return saved
         return (below[1], below[0](tensor)) if below is not None else (_kept, _keep(tensor))
-
-    def _save(self, tensor: Tensor) -> _Saved | None:
-        """Save a tensor; None if it stays where it is, as a small part of its storage."""
-        with self._alone():
-            block = self._block(tensor)
-            if block is None:
-                return None
-            saved = _Saved(self, self.count, tensor)
-            self.blocks[self.count] = block
-            self.numbers.append(self.count)
-            self.count += 1
-            block.users += 1
-            self._push_out()
-        return saved
 
     def _block(self, tensor: Tensor) -> _Block | None:
         """The block of the tensor's storage, a new one if it is not saved as it is now. None: it is to stay where it is.
@@ -359,15 +355,13 @@ class ActivationOffload:
         with self._alone():
             self.clock += 1
             try:
-                tensor, block = self._bring_back(packed)
-                self._bring_ahead(packed.number, block)
-                return tensor
+                return self._bring_back(packed)
             except OSError:
                 self._forget_reads()
                 raise
 
-    def _bring_back(self, saved: _Saved) -> tuple[Tensor, _Block]:
-        """The tensor as it was, and its block."""
+    def _bring_back(self, saved: _Saved) -> Tensor:
+        """The tensor as it was; those saved before it are on their way."""
         block = self.blocks[saved.number]
         if block.device is None:
             self._bring(block, needed=True)
@@ -380,7 +374,8 @@ class ActivationOffload:
         assert block.device is not None
         storage = block.device.untyped_storage()
         tensor = torch.empty(0, dtype=saved.dtype, device=self.link.device).set_(storage, saved.offset, saved.shape, saved.stride)
-        return tensor, block
+        self._bring_ahead(saved.number, block)
+        return tensor
 
     def _forget_reads(self) -> None:
         """A drive has refused: what is needed again, is read again."""

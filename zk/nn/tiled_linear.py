@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from zk import kernels
 from zk.core.options import is_count
-from zk.core.owners import is_dtensor
+from zk.core.owners import is_dtensor, owner_of
 from zk.kernels.launch import FLOATS
-from zk.nn.tiles import Piece, Tile, Tiled, Whole, check_call, check_untied, joined, replace, users_of
+from zk.nn.tiles import Piece, Tile, Tiled, Whole, joined, replace, users_of
 
 # tiles begin at multiples of this many features where the layer is large enough: 128 bytes in 16 bits
 _GRAIN = 64
@@ -48,7 +48,7 @@ class LinearTile(Tile):
         self.rows, self.columns = rows, columns
 
     def forward(self, link: Tensor, run: _Run) -> Tensor:
-        return run.step(link, self.weight, self.rows, self.columns)
+        return _Step.apply(link, self.weight, run, self.rows, self.columns)  # type: ignore[no-untyped-call, no-any-return]
 
     def extra_repr(self) -> str:
         return f"rows {self.rows.start}:{self.rows.stop}, columns {self.columns.start}:{self.columns.stop}"
@@ -72,10 +72,6 @@ class _Run:
         self.outputs = [x.new_empty(x.shape[0], width) for width in widths]
         # backward only
         self.grads: Sequence[Tensor] = ()  # of the outputs
-
-    def step(self, link: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:
-        """One node of the chain."""
-        return _Step.apply(link, weight, self, rows, columns)  # type: ignore[no-untyped-call, no-any-return]
 
     def output_rows(self, tensors: Sequence[Tensor], rows: slice) -> Tensor:
         """The part of ``rows`` of the weight in ``tensors``, the outputs or their gradients: (m, rows)."""
@@ -344,7 +340,10 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     Raises:
         ValueError: before anything is changed, for a weight that is tied to another parameter, or a model that a ZeroOptimizer holds.
     """
-    check_call(model, "tile_linears", "max_tile_nbytes", max_tile_nbytes)
+    if not is_count(max_tile_nbytes):
+        raise ValueError(f"max_tile_nbytes must be a number of bytes, at least 1; got {max_tile_nbytes!r}")
+    if any(map(owner_of, model.parameters())):
+        raise ValueError("this model is held by a ZeroOptimizer, which would not see the tiles; call tile_linears before the optimizer is made")
     users = users_of(model)
     chosen: dict[nn.Linear, str] = {}
     for path, module in model.named_modules():
@@ -358,7 +357,11 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
                     f"the weight of {path!r} is a DTensor, of which each rank has a part, and no tiles are made of parts; leave the layer out of "
                     "parallelize_module's plan, or raise max_tile_nbytes above its size"
                 )
-            check_untied(users, "weight", path, module.weight, "max_tile_nbytes")
+            if len(users[module.weight]) > 1:
+                raise ValueError(
+                    f"the weight of {path!r} is tied ({', '.join(sorted(users[module.weight]))}), and its tiles could not be; untie it, or raise "
+                    "max_tile_nbytes above its size"
+                )
             chosen[module] = path
     for linear in chosen:
         replace(model, linear, TiledLinear.from_linear(linear, *_splits(linear, max_tile_nbytes)))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zk.core.options import is_count
 from zk.core.owners import owner_of
 
 
@@ -204,14 +203,6 @@ def pieces_of(model: nn.Module) -> dict[str, Piece]:
     return found
 
 
-def check_call(model: nn.Module, function: str, limit: str, nbytes: int) -> None:
-    """Check what ``function`` was called with: a limit in bytes, and a model that nobody holds."""
-    if not is_count(nbytes):
-        raise ValueError(f"{limit} must be a number of bytes, at least 1; got {nbytes!r}")
-    if any(map(owner_of, model.parameters())):
-        raise ValueError(f"this model is held by a ZeroOptimizer, which would not see the tiles; call {function} before the optimizer is made")
-
-
 def users_of(model: nn.Module) -> dict[Tensor, set[str]]:
     """The names that each parameter has."""
     users: dict[Tensor, set[str]] = collections.defaultdict(set)
@@ -220,15 +211,6 @@ def users_of(model: nn.Module) -> dict[Tensor, set[str]]:
             if param is not None:
                 users[param].add(f"{path}.{name}" if path else name)
     return users
-
-
-def check_untied(users: Mapping[Tensor, set[str]], name: str, path: str, param: Tensor, limit: str) -> None:
-    """Check that the parameter ``name`` of the module at ``path`` is no other module's too."""
-    if len(users[param]) > 1:
-        raise ValueError(
-            f"the {name} of {path!r} is tied ({', '.join(sorted(users[param]))}), and its tiles could not be; "
-            f"untie it, or raise {limit} above its size"
-        )
 
 
 def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
