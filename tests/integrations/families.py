@@ -1,13 +1,15 @@
-"""Tiny, randomly initialized models of several families of transformers, and data for them. No network."""
+"""Tiny, randomly initialized models of several families of transformers, data for them, and what trainers did. No network."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
-from torch import nn
+from torch import Tensor, nn
 
 transformers_is_quiet = tf.logging.set_verbosity_error()
 
@@ -18,9 +20,9 @@ def gpt2() -> nn.Module:
     return tf.GPT2LMHeadModel(tf.GPT2Config(n_positions=16, n_embd=16, n_layer=2, n_head=2, **_TEXT))
 
 
-def llama() -> nn.Module:
+def llama(**options: Any) -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return tf.LlamaForCausalLM(tf.LlamaConfig(max_position_embeddings=16, **sizes, **_TEXT))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{"max_position_embeddings": 16, **sizes, **_TEXT, **options}))
 
 
 def t5() -> nn.Module:
@@ -74,12 +76,23 @@ FOLDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "tied": (t5, t5),
 }
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "mixtral": mixtral, "vit": vit}
+FAMILIES: dict[str, Callable[..., nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "mixtral": mixtral, "vit": vit}
 
 
-def make(family: str, seed: int = 0) -> Any:
+def make(family: str, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
-    return FAMILIES[family]()
+    return FAMILIES[family](**options)
+
+
+def tokenizer() -> Any:
+    """Of words: w0 to w4."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"w{index}" for index in range(5))]
+    words_of = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    words_of.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=words_of, **special)
 
 
 def data(family: str, num: int = 64, seed: int = 1) -> list[dict[str, Any]]:
@@ -89,3 +102,22 @@ def data(family: str, num: int = 64, seed: int = 1) -> list[dict[str, Any]]:
         return [{"pixel_values": torch.randn(1, 8, 8, generator=draw), "labels": index % 5} for index in range(num)]
     texts = [torch.randint(3, 61, (12,), generator=draw) for _ in range(num)]
     return [{"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) >= 12 - index % 4, -100)} for index, ids in enumerate(texts)]
+
+
+def history(trainer: Any) -> dict[tuple[int, str], float]:
+    """What a Trainer has logged, by step and name, without times."""
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "reward")
+    return {(line["step"], name): line[name] for line in trainer.state.log_history for name in kept if name in line}
+
+
+def weights(folder: Path | str) -> dict[str, Tensor]:
+    """As from_pretrained would read them."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def as_rank() -> None:
+    """Set what torchrun would have set."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")

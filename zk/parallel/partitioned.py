@@ -88,6 +88,30 @@ def owned(model: nn.Module, stores: Collection[UnitStore]) -> dict[nn.Module, di
     return owners
 
 
+class Managed:
+    """True as a module's ``_is_fsdp_managed_module``, by which transformers asks if parameters are partitioned over ranks.
+
+    With it, ``generate`` runs on every rank until the last one has finished, and LayerDrop skips nothing. It is set on the modules
+    around units, not on units: torch.compile, which reads it too, would not compile those. False once removed, and in a copy.
+    """
+
+    def __init__(self, model: nn.Module, units: Collection[nn.Module]) -> None:
+        self.active = True
+        for module in model.modules():
+            if module is model or hasattr(module, "generate") or any(inner in units for inner in module.modules() if inner is not module):
+                module._is_fsdp_managed_module = self  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return self.active
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+    def remove(self) -> None:
+        """Answer False from now on."""
+        self.active = False
+
+
 class Prefetcher:
     """Follows the order of use seen last time and asks for the units that come next.
 
@@ -166,7 +190,7 @@ class Partition:
     """
 
     def __init__(self, model: nn.Module, ahead: int, written: Callable[[UnitStore, list[int]], None], comm: Comm) -> None:
-        self.model, self.ahead, self.written = model, ahead, written
+        self.model, self.ahead, self.written, self.comm = model, ahead, written, comm
         self.stores: dict[int, UnitStore] = {}  # by index
         self.by_storage: dict[int, UnitStore] = {}
         self.prefetcher = Prefetcher(self._ask, self._fetch, ahead)
@@ -224,6 +248,8 @@ class Partition:
                 module.register_load_state_dict_pre_hook(gather),
                 module.register_load_state_dict_post_hook(keep),
             )
+        if self.stores and self.comm.world > 1:
+            self.handles.append(Managed(self.model, by_module.keys()))  # type: ignore[arg-type]
         self.by_module, self.owners = by_module, owners
 
     @contextlib.contextmanager
@@ -432,9 +458,9 @@ class Partition:
             store.gather()
             return
         raise RuntimeError(
-            f"a parameter of unit {store.unit.name!r} ({', '.join(store.unit.names[:3])}{', ...' if len(store.unit.names) > 3 else ''}) is "
-            f"read while released: at stage 3 parameters are full only inside a forward or backward. Read or write them in "
-            f"`with zk.gather(params):`, on all ranks"
+            f"parameter {store.unit.names[0]!r} of unit {store.unit.name!r} is read while released: at stage 3 parameters are full only inside "
+            "a forward or backward. Read or write them in `with zk.gather(params):`, on all ranks; after training, close(gather=True) of the "
+            "optimizer leaves them full"
         )
 
     # ---- backward ------------------------------------------------------------------------------------------------------------
