@@ -165,7 +165,7 @@ class Session:
                 self.add(run, "outcome", outcome=f"not run: {found.refused}", seconds=0.0)
                 return
             zero = found.zero | ({"check_memory": False} if self.options.host and found.zero else {})
-            job = dataclasses.replace(run.job, zero=zero, timeline=self.options.timeline)
+            job = dataclasses.replace(run.job, zero=zero)
             command = [str(HERE / "gpu_step.py"), json.dumps(dataclasses.asdict(job)), *["--dry-run"] * self.dry]
         elif run.name in _PARTS:
             command += ["--nvme", str(self.options.nvme)]
@@ -264,7 +264,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="time for everything")
     parser.add_argument("--nvme", type=Path, default=ROOT / "runs" / "nvme", help="folder on the drive to measure")
     parser.add_argument("--host", help="host memory to count on, such as 120GiB; by default what the system reports")
-    parser.add_argument("--timeline", action="store_true", help="record one more step of each system, to see what compute hides")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also without a GPU")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():

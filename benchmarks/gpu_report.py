@@ -187,18 +187,6 @@ def kernels(rows: Sequence[Row]) -> list[str]:
     return ["## Kernels", "", *markdown(("kernel", "median ms", "rate", "of floor"), table), *_ends(rows, ("kernels",))]
 
 
-def timelines(rows: Sequence[Row]) -> list[str]:
-    """Time that compute hides, where it was recorded."""
-    lines: list[str] = []
-    for row in of(rows, "timeline"):
-        cells = [(r["resource"], f"{r['busy_ms']:.1f}", f"{r['hidden_ms']:.1f}", f"{r['busy_ms'] - r['hidden_ms']:.1f}") for r in row["overlap"]]
-        lines += [f"### {row['section']}/{row['name']}, {row['tokens']:,} tokens, one step of {row['whole_ms']:.0f} ms (recorded, so slower)", ""]
-        lines += markdown(("resource", "busy ms", "behind compute", "exposed"), cells)
-        spent = sorted(row["training_thread"].items(), key=lambda item: -item[1])
-        lines += ["Training thread: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in spent) + ".", ""]
-    return ["## Timelines", "", *lines] if lines else []
-
-
 def seconds(rows: Sequence[Row]) -> list[str]:
     """Seconds of each job, and host memory that it did not give back."""
     table = []
@@ -213,7 +201,7 @@ def seconds(rows: Sequence[Row]) -> list[str]:
 def report(rows: Sequence[Row], command: str) -> str:
     """The whole report."""
     lines = heading(rows, command)
-    parts: tuple[Callable[[Sequence[Row]], list[str]], ...] = (fits, floors, tests, steps, kernels, timelines, seconds)
+    parts: tuple[Callable[[Sequence[Row]], list[str]], ...] = (fits, floors, tests, steps, kernels, seconds)
     for part in parts:
         try:
             lines += part(rows)

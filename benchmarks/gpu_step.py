@@ -48,7 +48,6 @@ class Job:
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)  # ZeroConfig
     keep_last: int | None = None  # bytes of activations that stay on the device, the others are offloaded; None: all stay
     seconds: float = 20.0  # that measured steps of one number of tokens are to take
-    timeline: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,20 +189,6 @@ def measure(job: Job, size: Decoder, trained: Trained, num_tokens: int, context:
     )
 
 
-def timeline(size: Decoder, trained: Trained, num_tokens: int, context: int) -> None:
-    """Record one more step: how long each resource was busy, and how much of that was hidden behind compute."""
-    from zk.core.timeline import Recorder
-
-    ids, targets = batch(size, num_tokens, context, default_device())
-    with Recorder(default_device()) as recorder:
-        trained.model(ids, targets).backward()
-        trained.update()
-        wait_for_compute()
-    found = recorder.timeline
-    overlap = [dataclasses.asdict(row) for row in found.overlap()]
-    emit("timeline", tokens=num_tokens, whole_ms=(found.stop_ns - found.start_ns) / 1e6, overlap=overlap, training_thread=found.training_thread())
-
-
 def run(job: Job, dry: bool) -> None:
     """Build the system, train the common first step, and measure each number of tokens."""
     size = tiny(SIZES[job.model]) if dry else SIZES[job.model]
@@ -222,8 +207,6 @@ def run(job: Job, dry: bool) -> None:
         del loss
         for num_tokens in job.tokens:
             measure(job, size, trained, num_tokens, context)
-        if job.timeline:
-            timeline(size, trained, job.tokens[-1], context)
 
 
 def main() -> None:

@@ -6,8 +6,7 @@ fio must be installed. `make bench-nvme`
 Compute is the same step with host tiers, and for one that uses no drive the step itself. The drive's rate is measured before and after each run,
 as drives change theirs within minutes, on whole passes, reads and writes apart: once by fio, and once by zk.offload.nvme, whose buffers in huge
 pages make the same drive faster. Both floors assume that all I/O hides behind compute, which clipping forbids: no state may be updated before the
-last gradient is known. What can be had without breaking that is compute and then the update's bytes. The last columns are the share of the floor
-that zk prints while it trains, by the rates that training sees, and that by the share measured here (at most 100%, as what zk prints).
+last gradient is known. What can be had without breaking that is compute and then the update's bytes.
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ def main() -> None:
         f"Compute (the same step with host tiers): {compute:.2f} s. The drive, GB/s: fio reads {rate['fio read'] / 1e9:.2f} and writes "
         f"{rate['fio write'] / 1e9:.2f}, zk reads {rate['zk read'] / 1e9:.2f} and writes {rate['zk write'] / 1e9:.2f}.",
         "",
-        "| system | s/step | GB read | GB written | floor, fio's rates | times | floor, zk's rates | times | compute + I/O, zk's rates | times | "
-        "share that zk prints | by the share at zk's rates |",
-        f"|{'---|' * 12}",
+        "| system | s/step | GB read | GB written | floor, fio's rates | times | floor, zk's rates | times | compute + I/O, zk's rates | times |",
+        f"|{'---|' * 10}",
     ]
     for system in SYSTEMS:
         read = statistics.median(run["fetched_nbytes"] for run in runs[system])
@@ -93,9 +91,7 @@ def main() -> None:
         row = f"| {WHAT[system]} | {seconds[system]:.2f} | {read / 1e9:.2f} | {written / 1e9:.2f} "
         for floor in (max(working, moving["fio"]), max(working, moving["zk"]), working + moving["zk"]):
             row += f"| {floor:.2f} | {seconds[system] / floor:.2f} "
-        printed = statistics.median(run["floor_s"] / run["step_s"] for run in runs[system])
-        share = min(1.0, max(working, moving["zk"]) / seconds[system])
-        lines.append(f"{row}| {printed:.0%} | {printed / share:.2f} |")
+        lines.append(f"{row}|")
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:

@@ -34,10 +34,10 @@ from tests.world import run_world
 from zk.checkpoint import files, save
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
+from zk.checkpoint.interrupted import stopped
 from zk.checkpoint.manifest import _unpacked, random_state, set_random_state
 from zk.offload import nvme, spill
 from zk.offload.snapshot import Snapshot, Unread
-from zk.tools.monitor.stop import line
 
 ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -580,7 +580,7 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_and_no_older_one_take
         optimizer.load_checkpoint(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"manifest\.json is gone"):
         optimizer.load_checkpoint(newest)
-    assert "there is no checkpoint to resume from" in line(optimizer)  # which Ctrl-C prints
+    assert "there is no checkpoint to resume from" in stopped(optimizer)  # which Ctrl-C prints
     shutil.rmtree(newest)
     optimizer.load_checkpoint(tmp_path / "saved")
     assert optimizer.counters["steps"] == 1

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import threading
 import time
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from tests.programs import Program, run
 from zk.offload import nvme, scratch
-from zk.offload.nvme import ALIGN, DriveRate, Engine, Excerpt, Excerpts, File, aligned, identity_of
+from zk.offload.nvme import ALIGN, Engine, Excerpt, Excerpts, File, aligned, identity_of
 from zk.offload.scratch import Scratch, sweep
 
 ROOT = Path(__file__).parent.parent
@@ -621,78 +620,3 @@ def test_excerpts_say_which_bytes_of_which_file_have_changed(tmp_path: Path, eng
         (tmp_path / "a").write_bytes(b"")
         with pytest.raises(OSError, match=rf"has been changed since.*{tmp_path / 'a'}"):
             file.read(got[:ALIGN])
-
-
-# ---- rates -----------------------------------------------------------------------------------------------------------------------
-
-
-def test_rates_are_of_the_time_in_which_all_threads_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [5_000]
-    monkeypatch.setattr(nvme, "time", types.SimpleNamespace(perf_counter_ns=lambda: clock[0]))
-    monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 1_000)
-    monkeypatch.setattr(nvme, "_PAUSE", 3)
-    reads, writes = DriveRate(2), DriveRate(2)
-
-    def together(bps: float, first: DriveRate, second: DriveRate) -> None:
-        """Two transfers of 1,000 bytes, each alone for 20 ns, and both at once for as long as the drive takes for what is left."""
-        taken = round(1e9 * 2_000 / bps)
-        one = first.begin()
-        clock[0] += 20
-        other = second.begin()
-        clock[0] += taken
-        first.end(1_000, one)
-        clock[0] += 20
-        second.end(1_000, other)
-
-    together(1e9, reads, writes)
-    alone = reads.begin()
-    clock[0] += 1  # one thread alone
-    reads.end(10_000, alone)
-    assert reads.seen == writes.seen == reads.ns == writes.ns == 0
-    together(1e9, reads, reads)
-    together(1e9, reads, reads)
-    assert reads.seen == pytest.approx(1e9, rel=0.02) and writes.seen == 0
-    together(4e9, writes, writes)
-    together(4e9, writes, writes)
-    assert reads.seen == pytest.approx(1e9, rel=0.02) and writes.seen == pytest.approx(4e9, rel=0.05)
-    for _ in range(3 * nvme._WINDOWS):
-        together(5e8, reads, reads)
-    assert reads.seen == pytest.approx(5e8, rel=0.02)  # slower: after some windows
-    while sum(window > 1e9 for window in reads.windows) < nvme._WINDOWS // 4:
-        assert reads.seen == pytest.approx(5e8, rel=0.02)  # few may be too fast
-        together(2e9, reads, reads)
-    assert reads.seen == pytest.approx(2e9, rel=0.05) and reads.pause == 3 and writes.pause == 0
-    ns = reads.ns
-    for left in (2, 1, 0):  # of many, few are looked at
-        reads.end(1_000, reads.begin())
-        assert reads.pause == left and reads.ns == ns
-    together(2e9, reads, reads)
-    assert reads.ns > ns
-
-
-def test_files_count_their_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
-    monkeypatch.setattr(nvme, "_WINDOW_NBYTES", 32 * ALIGN)
-    engine = Engine(num_threads=1, block_nbytes=8 * ALIGN)  # which is always busy in whole
-    with File(tmp_path / "file", 64 * ALIGN, engine=engine) as file:
-        data = aligned(64 * ALIGN)
-        file.write(data)
-        reads, writes = file.rates.values()
-        assert len(writes.windows) == 2 and writes.seen > 0 == reads.seen == len(reads.windows)
-        file.read(data)
-        assert len(reads.windows) == len(writes.windows) == 2 and reads.active == writes.active == 0
-        faults.fail["preadv"] = [errno.EIO]
-        with pytest.raises(OSError, match="read"):
-            file.read(data)
-        assert reads.active == 0
-    engine.close()
-
-
-def test_threads_have_their_processor_time(tmp_path: Path) -> None:
-    engine = Engine(num_threads=2)
-    with File(tmp_path / "file", 32 << 20, checksum=True, engine=engine) as file:
-        before, start = engine.cpu_ns(), time.process_time_ns()
-        for _ in range(4):
-            file.write(aligned(32 << 20))
-        assert 0 < engine.cpu_ns() - before <= time.process_time_ns() - start + 50_000_000  # which the kernel counts by ticks
-    engine.close()
-    assert engine.cpu_ns() == 0

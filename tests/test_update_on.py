@@ -23,20 +23,21 @@ import zk
 from tests import softgpu
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
+from zk.core import probe
 from zk.core.assemble import Assembly
 from zk.core.events import COMPLETED
+from zk.core.nbytes import placed_of
 from zk.core.precision import DynamicLossScale
+from zk.core.words import seconds
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
 from zk.offload.tiers import _add_up
 from zk.offload.transfer import Arrival, Transfer
 from zk.tools.cli import app
-from zk.tools.monitor import measured
-from zk.tools.monitor.summary import placed_of, sizes_of, traffic_of
-from zk.tools.monitor.words import seconds
 from zk.tools.plan import choose
 from zk.tools.plan.shape import shape_of
 from zk.tools.plan.speed import Machine
+from zk.tools.summary import sizes_of
 
 STEPS = 4
 ROOT = Path(__file__).resolve().parent.parent
@@ -395,7 +396,7 @@ def test_bytes_are_those_of_the_summary_and_the_plan(options: dict[str, Any]) ->
         with optimizer_of(model, update_on="device", **options) as optimizer:
             placed = placed_of(optimizer)
             sizes = sizes_of(optimizer, placed)
-            expected, moved = traffic_of(optimizer, placed, sizes), []
+            moved = []
             for step in range(2):
                 before = optimizer.transfer.uploaded_nbytes, optimizer.transfer.offloaded_nbytes
                 optimizer.backward(loss_of(model, batch(step)))
@@ -407,18 +408,17 @@ def test_bytes_are_those_of_the_summary_and_the_plan(options: dict[str, Any]) ->
             if not options:
                 assert moved[1] == (12 * numel, 12 * numel), "split master, moments and gradient, and no parameter"
                 assert metrics["host_param_copy_nbytes"] == 0
-                assert moved[1] == (expected.uploaded, expected.offloaded)
             else:  # (of the two gathers of each unit, one may find the last one of forward still there)
-                assert 14 * numel <= moved[1][0] <= expected.uploaded and moved[1][1] == expected.offloaded == 14 * numel
+                assert 14 * numel <= moved[1][0] <= 18 * numel and moved[1][1] == 14 * numel
             assert metrics["device_buffer_nbytes"] == sizes["device", "buffer"] == optimizer.assembly.stream.nbytes  # type: ignore[union-attr]
             assert metrics["host_moments_nbytes"] == sizes["host", "moments"] and metrics["host_master_nbytes"] == sizes["host", "master"]
-            assert "the GPU updates 100% of the optimizer state" in optimizer.summary().text()
+            assert "the GPU updates 100% of the optimizer state" in str(optimizer.summary())
 
 
 def chosen(rates: tuple[float, ...]) -> float | str:
     """The side of the update on ranks whose threads update so many elements a second."""
     cpu = rates[dist.get_rank() if dist.is_initialized() else 0]
-    known = mock.patch.object(measured, "_known", return_value={"up": 5e10, "down": 5e10, "memory": 3e11, "cpu": cpu})
+    known = mock.patch.object(probe, "_known", return_value={"up": 5e10, "down": 5e10, "memory": 3e11, "cpu": cpu})
     with known, optimizer_of(GPT(), update_on="auto") as optimizer:
         return optimizer.config.update_on
 
@@ -432,7 +432,7 @@ def test_auto_is_a_share_by_measured_rates() -> None:
         assert optimizer.config.update_on == "host"
     with optimizer_of(GPT(), update_on=0.4) as optimizer:
         assert [place.streams for place in placed_of(optimizer)] == [False, True, False]
-        assert "of the optimizer state that is not in its memory, which streams through it, and" in optimizer.summary().text()
+        assert "of the optimizer state outside its memory" in str(optimizer.summary())
 
 
 def test_the_share_takes_the_time_of_the_slowest_resource_into_account() -> None:

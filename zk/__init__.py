@@ -10,8 +10,7 @@ from zk.nn.pretrained import load_pretrained
 from zk.nn.tiled_linear import TiledLinear, tile_linears
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.gather import gather
-from zk.tools.monitor.profile import profile
-from zk.tools.monitor.progress import Progress
+from zk.tools.profile import profile
 
 if TYPE_CHECKING:
     from zk.integrations.deepspeed import add_config_arguments, init_distributed, initialize
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DynamicLossScale",
-    "Progress",
     "TiledLinear",
     "ZeroConfig",
     "ZeroOptimizer",

@@ -46,10 +46,10 @@ from zk.core.parked import parked
 from zk.core.precision import DynamicLossScale, GradFactors, LossScaler, norm_of, stored_dtypes, warn_of_slow_products
 from zk.core.speculation import Speculation
 from zk.core.store import UnitStore
-from zk.core.timeline import Clock
+from zk.core.timeline import Clock, phase
 from zk.core.torch_calls import watch_pipelines, watch_torch
 from zk.core.units import Unit
-from zk.core.updates import Integrity, Updates, as_now, check_kernels, chosen, settled
+from zk.core.updates import Integrity, Updates, as_now, check_kernels, chosen, compile_updates, settled
 from zk.nn.deferred import compute_device
 from zk.offload.cpu_adam import default_threads
 from zk.offload.rules import Rule, as_number, rules_for
@@ -62,11 +62,9 @@ from zk.parallel.grads import Gradients, GradReducer
 from zk.parallel.model_parallel import connect_parts, show
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
-from zk.tools.monitor import stop
-from zk.tools.monitor.rates import Rates
-from zk.tools.monitor.start import begin
-from zk.tools.monitor.summary import Summary, metrics_of, summary_of
+from zk.tools.metrics import Rates, metrics_of
 from zk.tools.plan.check import Case, refuse_what_cannot_fit
+from zk.tools.summary import Summary, configured, show_once, summary_of
 
 # what torch's optimizers keep hooks in
 _HOOKS = tuple(f"_optimizer_{of}_{when}_hooks" for of, when in itertools.product(("step", "state_dict", "load_state_dict"), ("pre", "post")))
@@ -184,9 +182,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             inner.state = self.state
         if brought is not None:
             self.load_state_dict(brought)
-        begin(self)
+        compile_updates(self)
+        show_once(self)
         self.rates = Rates(self)
-        stop.watch(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -398,7 +396,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not see gradients that are partitioned; leave it out: dtype='fp16' turns a dynamic loss scale on, "
                 "and optimizer.backward(loss) applies it"
             )
-        with telling(self.everyone, "step()", self._fail if self.apart else None):
+        with phase("step", "optimizer"), telling(self.everyone, "step()", self._fail if self.apart else None):
             self.integrity.check("step()")
             loss = None
             if closure is not None:
@@ -744,7 +742,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.saver.finish()
             self.updates.join()
         self.saved_to, self.resume_from = Path(directory), None
-        return load.load(self, Path(directory), scheduler)
+        with self.clock.stopped():
+            extra = load.load(self, Path(directory), scheduler)
+        for rates in list(self.clock.rates):
+            rates.restart()
+        return extra
 
     @torch.no_grad()
     def consolidated_state_dict(
@@ -770,7 +772,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Counts, the last gradient norm, the loss scale, this rank's bytes by tier and kind, and rates since the last call that found a step.
 
-        The rates (``step_s``, ``wait_share``, ``wait_drive_share``, ``drive_gbps``, ``floor_share``, ...) are those of ``Rates``.
+        The rates (``step_s``, ``wait_share``, ``wait_drive_share``, ``drive_gbps``, ...) are those of ``Rates``.
 
         ``pinned_nbytes`` is what of the host tier is page-locked, for copies to and from the device; ``save_stall_ms`` the time that
         training has waited for saves beside it; ``nvme_in_place_nbytes`` what lies in files of the user's, and has never been written.
@@ -778,14 +780,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return metrics_of(self)
 
     def summary(self) -> Summary:
-        """Bytes of each kind of training state on each tier, and bytes that a step moves, of this rank: ``print(optimizer.summary())``."""
+        """Bytes of each kind of training state on each tier, of this rank, at the fullest point of a step."""
         return summary_of(self)
 
     def __repr__(self) -> str:
-        return self.summary().text() if self._built and not self.closed else "ZeroOptimizer, closed"
-
-    def _repr_html_(self) -> str:
-        return self.summary()._repr_html_() if self._built and not self.closed else repr(self)
+        return f"{self.summary()}\n{configured(self.config)}" if self._built and not self.closed else "ZeroOptimizer, closed"
 
     def resting(self, kind: str) -> str:
         """Names of the tiers on which "param" or "optimizer" state rests, such as "host" or "host+nvme"."""

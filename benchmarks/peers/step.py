@@ -235,7 +235,6 @@ def main() -> None:
         later = meter()
         for name in ("fetched_nbytes", "evicted_nbytes", "stall_ms"):
             report[name] = (later.get(name, 0) - earlier.get(name, 0)) / options.steps
-        report |= {name: later[name] for name in ("step_s", "floor_s") if name in later}  # as zk prints them, of the warm steps
     sys.stdout.write("\nRESULT " + json.dumps(report) + "\n")
     sys.stdout.flush()
     if torch.distributed.is_initialized():

@@ -100,6 +100,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if "zk" in state_dict:
             optimizer.scaler.load_state_dict(state_dict["zk"]["loss_scale"])
             optimizer.counters.update(state_dict["zk"]["counters"])
+            for rates in list(optimizer.clock.rates):
+                rates.restart()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

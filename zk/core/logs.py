@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 
 import torch.distributed as dist
 
@@ -33,3 +35,15 @@ log = logging.getLogger("zk")  # what all ranks say
 rank_log = logging.getLogger("zk.rank")  # what is this rank's own
 log.addFilter(_Signed(everywhere=False))
 rank_log.addFilter(_Signed(everywhere=True))
+
+
+def is_quiet() -> bool:
+    """Tell if ``ZK_QUIET=1`` has ended what zk says by itself."""
+    return os.environ.get("ZK_QUIET", "") not in ("", "0")
+
+
+def say(text: str, always: bool = False) -> None:
+    """Print lines to stderr, unless zk is quiet or nobody reads them: training goes on without."""
+    if sys.stderr is not None and (always or not is_quiet()):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
+            print(text, file=sys.stderr, flush=True)

@@ -177,8 +177,9 @@ class UnitStore:
             self.state = State.GATHERING
             source = self.home.whole()
             if self.lease is not None:
-                self.lease.allocate()
-                self._fill(source)
+                with phase("gather", self.unit.name):
+                    self.lease.allocate()
+                    self._fill(source)
         except BaseException:  # Ctrl-C; or other ranks are elsewhere, or gone
             self._undo()
             raise

@@ -20,18 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from zk.config import ZeroConfig
+from zk.core.logs import say
 from zk.core.memory import ranks_here
+from zk.core.probe import measure_update
 from zk.core.store import UnitStore
+from zk.core.words import named
 from zk.kernels.codec import state_fields
 from zk.offload import pipeline
+from zk.offload.cpu_adam import compile_ahead
 from zk.offload.pipeline import Task
 from zk.offload.rules import Change
 from zk.offload.section import Attempt
 from zk.offload.streamed import best_share
 from zk.offload.streams import link_to
 from zk.parallel.comm import Comm, Group, tell, together
-from zk.tools.monitor.measured import measure_update
-from zk.tools.monitor.start import say
+
+_SPLIT_NUMEL = 1 << 15  # fewer elements are updated by one thread
 
 
 class Updates:
@@ -327,3 +331,20 @@ def chosen(optimizer: Any) -> float | str:
         rates = measure_update(optimizer.device, optimizer.num_threads, ranks_here(optimizer.everyone.world), lambda text: say(f"zk: {text}"))
         share = best_share(rates, nbytes, dtype.itemsize, config.param_tier in ("device", "auto"))
     return min(map(float, optimizer.comm.exchange(str(share), "choosing the side of the update"))) or "host"
+
+
+def compile_updates(optimizer: Any) -> None:
+    """Compile the update in host memory before the first step, and say so where that takes seconds."""
+    # dtype of the parameters, and the state, of all that host threads update
+    beside = [
+        (held.unit.dtype, section.state)
+        for held in optimizer.held
+        for section in (held.shard.sections if held.shard is not None else ())
+        if section.beside and section.stream is None and section.state.chunks
+    ]
+    largest = max((chunk.stop - chunk.start for _, state in beside for chunk in state.chunks), default=0)
+    dtypes = " and ".join(sorted({named(dtype) for dtype, _ in beside}))
+    said = f"zk: compiling the CPU update, once for {dtypes} (about 15 s)"
+    threads = optimizer.num_threads if largest > _SPLIT_NUMEL else 1
+    updates = [(dtype, dict(state.dtypes)) for dtype, state in beside]
+    compile_ahead(updates, threads, lambda: say(said) if optimizer.everyone.rank == 0 else None)

@@ -19,7 +19,7 @@ from zk.config import ZeroConfig
 from zk.core.owners import owner_of
 from zk.integrations.deepspeed import is_deepspeed
 from zk.optimizer import ZeroOptimizer
-from zk.tools.monitor.rates import loggable
+from zk.tools.metrics import loggable
 
 # accelerate's word for precision -> what parameters are then stored in
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from zk.accumulation.schedule import is_vertical
+from zk.checkpoint import interrupted
 from zk.checkpoint.export import export
 from zk.config import ZeroConfig
 from zk.core.logs import log
@@ -26,9 +27,7 @@ from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
 from zk.integrations.deepspeed import for_trainer, is_deepspeed
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
-from zk.tools.monitor.profile import profile
-from zk.tools.monitor.rates import Rates, loggable
-from zk.tools.monitor.runfile import RunFile
+from zk.tools.metrics import Rates, loggable
 
 try:
     from peft import PeftModel, get_peft_model_state_dict
@@ -142,6 +141,15 @@ class ZeroTrainerMixin:
         self.zero = unwrapped(self.optimizer)
         self._rates = Rates(self.zero)
         return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's. Ctrl-C that ends the program prints one line with the checkpoint to resume from, and no traceback."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        except KeyboardInterrupt as error:
+            if self.zero is not None:
+                interrupted.tell(error, self.zero)
+            raise
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
@@ -296,52 +304,6 @@ def _export(checkpoint: Path, output_dir: Path) -> None:
     for file in (*files, *passing.glob("*.index.json")):
         file.rename(output_dir / file.name)
     shutil.rmtree(passing)
-
-
-class ZeroProfile(TrainerCallback):  # type: ignore[misc]
-    """Writes a trace of a few steps of a ZeroTrainer: ``callbacks=[ZeroProfile("trace.json", steps=3)]``. Arguments as of ``zk.profile``."""
-
-    def __init__(self, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
-        self.path, self.steps, self.skip = path, steps, skip
-        self.profile: profile | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        self.profile = profile(unwrapped(optimizer), self.path, steps=self.steps, skip=self.skip)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profile is not None:
-            self.profile.close()
-
-
-class ZeroRun(TrainerCallback):  # type: ignore[misc]
-    """Writes the file that ``zk watch`` and ``zk report`` read: ``callbacks=[ZeroRun()]``, into ``output_dir``, or ``ZeroRun(FOLDER)``.
-
-    Tokens are counted where ``TrainingArguments(include_num_input_tokens_seen=)`` says so. Evaluation and saving are no part of a step.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder, self.tokens = folder, 0
-        self.run: RunFile | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        folder, self.tokens = self.folder or args.output_dir, int(state.num_input_tokens_seen)
-        about = {"batch": args.per_device_train_batch_size, "accumulate": args.gradient_accumulation_steps, "lr": args.learning_rate}
-        self.run = RunFile(optimizer, folder, state.max_steps, done=state.global_step, about=about)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.run is not None
-        tokens, self.tokens = int(state.num_input_tokens_seen) - self.tokens, int(state.num_input_tokens_seen)
-        self.run.step(next((line["loss"] for line in reversed(state.log_history) if "loss" in line), None), tokens)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.run is not None:
-            self.run.restart()
-
-    on_evaluate = on_save
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.run is not None
-        self.run.close()
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

@@ -9,23 +9,17 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 import sys
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
-
-from torch import Tensor
 
 from zk.integrations.lightning_checkpoint import consolidate
 from zk.integrations.lightning_common import Precision
 from zk.integrations.lightning_fabric import FabricStrategy
 from zk.integrations.lightning_strategy import TrainerStrategy
-from zk.tools.monitor.profile import profile
-from zk.tools.monitor.rates import Rates, loggable
-from zk.tools.monitor.runfile import RunFile
+from zk.tools.metrics import Rates, loggable
 
-__all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroProfile", "ZeroRun", "ZeroStrategy", "consolidate", "of"]
+__all__ = ["NAMES", "ZeroFabricStrategy", "ZeroMetrics", "ZeroStrategy", "consolidate", "of"]
 
 # name of a strategy -> fields of ZeroConfig
 NAMES: dict[str, dict[str, Any]] = {
@@ -62,55 +56,6 @@ class _Metrics:
                 logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-class _Profile:
-    """Writes a trace of a few steps: ``callbacks=[ZeroProfile("trace.json", steps=3)]``. Arguments as of ``zk.profile``."""
-
-    def __init__(self, path: str | os.PathLike[str] = "trace.json", *, steps: int = 3, skip: int = 1) -> None:
-        self.path, self.steps, self.skip = path, steps, skip
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.profile = profile(_zero(trainer, "ZeroProfile records"), self.path, steps=self.steps, skip=self.skip)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.profile.close()
-
-
-class _Run:
-    """Writes the file that ``zk watch`` and ``zk report`` read: ``callbacks=[ZeroRun(FOLDER)]``; without a folder into ``default_root_dir``.
-
-    Validation is no part of a step.
-    """
-
-    run: RunFile | None = None
-
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = folder
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        zero = _zero(trainer, "ZeroRun writes of")
-        total = trainer.estimated_stepping_batches
-        folder = self.folder or trainer.default_root_dir
-        self.run = RunFile(zero, folder, int(total) if 0 < total < float("inf") else None, done=trainer.global_step)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert self.run is not None
-        if trainer.global_step > self.run.done:
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            self.run.step(loss.detach() if isinstance(loss, Tensor) else loss)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.run is not None:
-            self.run.restart()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self.run is not None:
-            self.run.close(exception)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        assert self.run is not None
-        self.run.close()
-
-
 def _zero(trainer: Any, use: str) -> Any:
     """The ZeroOptimizer of a Trainer; RuntimeError, with its ``use``, if the strategy has none."""
     zero = getattr(trainer.strategy, "zero", None)
@@ -137,8 +82,6 @@ def of(package: str) -> SimpleNamespace:
         ZeroStrategy=strategy("ZeroStrategy", TrainerStrategy, trainer),
         ZeroFabricStrategy=strategy("ZeroFabricStrategy", FabricStrategy, fabric),
         ZeroMetrics=combined("ZeroMetrics", _Metrics, trainer.Callback),
-        ZeroProfile=combined("ZeroProfile", _Profile, trainer.Callback),
-        ZeroRun=combined("ZeroRun", _Run, trainer.Callback),
     )
     for name, fields in NAMES.items():
         described = ", ".join(f"{key}={value}" for key, value in fields.items()) or "defaults of zk.ZeroConfig"
@@ -152,4 +95,3 @@ if not _installed:
     raise ImportError("zk.integrations.lightning needs Lightning: pip install 'zk-offload[lightning]' (or pytorch-lightning)")
 _made = [*map(of, [package for package in _PACKAGES if package in sys.modules] or _installed[:1])]
 ZeroStrategy, ZeroFabricStrategy, ZeroMetrics = _made[0].ZeroStrategy, _made[0].ZeroFabricStrategy, _made[0].ZeroMetrics
-ZeroProfile, ZeroRun = _made[0].ZeroProfile, _made[0].ZeroRun

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zk.checkpoint import load
-from zk.core.logs import log, rank_log
+from zk.checkpoint.interrupted import stopped
+from zk.core.logs import log, rank_log, say
 from zk.core.memory import host_memory, ranks_here
 from zk.integrations import lightning_checkpoint as checkpoints
 from zk.integrations.lightning_common import LightningZeroOptimizer, Strategy, has_memory, through_forward, to_device
@@ -25,7 +26,6 @@ from zk.nn.deferred import deferred_init
 from zk.offload.tiers import readable
 from zk.optimizer import ZeroOptimizer
 from zk.parallel.released import is_released, unmark
-from zk.tools.monitor import stop
 
 _REFUSED = {  # callback -> what to do instead
     "ModelPruning": "prune the plain model after fit",
@@ -245,8 +245,8 @@ class TrainerStrategy(Strategy):
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
-            stop.tell()
+        if isinstance(exception, KeyboardInterrupt) and self.zero is not None and self.is_global_zero:
+            say(stopped(self.zero), always=True)
         self._failed = True  # other ranks may be elsewhere: nothing collective from here on
 
     def teardown(self) -> None:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from zk.core.logs import log
 from zk.core.owners import inner_tensors, owner_of
 from zk.core.store import UnitStore
+from zk.core.words import some
 from zk.nn.conversion import Entry, Group, converted, offered, read_tables
 from zk.nn.deferred import compute_device, promise
 from zk.nn.tiles import Piece, pieces_of
 from zk.offload.nvme import Excerpt
 from zk.parallel.comm import together
 from zk.parallel.model_parallel import pieces_of_dtensors
-from zk.tools.monitor.words import some
 
 if TYPE_CHECKING:
     from zk.optimizer import ZeroOptimizer

@@ -49,8 +49,11 @@ def default_engine() -> Engine:
 def default_threads() -> int:
     """Cores this process may use, shared with the other ranks that torchrun started on this machine.
 
-    Where the launcher has bound each rank, its own are those of all ranks together.
+    Where the launcher has bound each rank, its own are those of all ranks together. Without a launcher ``OMP_NUM_THREADS`` is obeyed.
     """
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdigit() and int(asked) and "LOCAL_WORLD_SIZE" not in os.environ:
+        return min(int(asked), len(os.sched_getaffinity(0)))
     mine, ranks = os.sched_getaffinity(0), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
         shared = mine | os.sched_getaffinity(os.getppid())

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import atexit
 import bisect
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -32,11 +31,9 @@ import os
 import queue
 import secrets
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -51,7 +48,6 @@ from zk.core.timeline import phase
 # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 ALIGN = 4096
 _NO_DIRECT = errno.EINVAL, errno.EOPNOTSUPP  # of file systems without it
-_WINDOW_NBYTES, _WINDOWS, _PAUSE = 128 << 20, 16, 256  # of rates: bytes and number of windows, and transfers between them
 __all__ = ["Engine", "File", "Request", "aligned"]
 
 
@@ -94,16 +90,12 @@ def can_bypass_cache(directory: str) -> bool:
             os.unlink(probe)
 
 
-_FLOWS = itertools.count(1)  # of requests, for timelines
-
-
 class Request(Ticket):
     """One read or write in flight. The tensor must stay as it is until ``wait()`` has returned."""
 
     def __init__(self, what: str, pieces: int, timeout_s: float, check: Callable[[], None] | None) -> None:
         super().__init__()
         self.what, self.timeout_s, self.check = what, timeout_s, check
-        self.flow = next(_FLOWS)
         self.pieces, self.begun, self.ended = pieces, 0, 0
         self.reported = False  # somebody has waited for it
         self.lock = threading.Lock()
@@ -180,13 +172,6 @@ class Engine:
         if self.closed or os.getpid() != self.pid:
             reason = "was closed" if self.closed else "belongs to the process that forked this one; open the file again here"
             raise RuntimeError(f"this engine {reason}, so nothing would move the bytes")
-
-    def cpu_ns(self) -> int:
-        """Nanoseconds of a processor that the threads have used, as Linux counts them; 0 if it does not."""
-        try:
-            return sum(int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) for thread in self.threads)
-        except OSError:  # threads that have ended, or are another process's, too
-            return 0
 
     def _run(self) -> None:
         bounce = aligned(self.block_nbytes).numpy().data
@@ -301,55 +286,6 @@ def _close_all(direct: list[int], cached: list[int]) -> None:
     cached.clear()
 
 
-class DriveRate:
-    """The rate at which a drive reads one file, or writes it, as transfers see it: bytes that moved while all ``threads`` did so.
-
-    They are counted in windows of 128 MiB for four threads, of which the last ones are kept. The best of them exaggerate, as the drive gives now
-    more and now less; those in which threads had to wait for a core, or for Python's lock, are too slow. So the drive's rate is that which a quarter
-    of the windows reach. A transfer of which half was such a time counts with half of its bytes. Once there are as many windows as are kept, few
-    transfers are looked at, as this takes longer than to count them.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self.threads, self.lock = threads, threading.Lock()
-        self.windows = collections.deque[float](maxlen=_WINDOWS)  # bytes/s
-        self.ns, self.nbytes, self.begun = 0, 0.0, (0, 0.0)
-        self.active = self.since = self.pause = 0
-
-    @property
-    def seen(self) -> float:
-        """Bytes/s; 0 before a window has ended."""
-        return sorted(self.windows)[3 * len(self.windows) // 4] if self.windows else 0.0
-
-    def begin(self) -> tuple[int, int] | None:
-        """Count a transfer that begins now. What ``end`` is to be given."""
-        if self.pause > 0:
-            self.pause -= 1
-            return None
-        now = time.perf_counter_ns()
-        with self.lock:
-            self.active += 1
-            if self.active == self.threads:
-                self.since = now
-            return now, self.ns
-
-    def end(self, nbytes: int, begun: tuple[int, int] | None) -> None:
-        """Count it as one that ends now."""
-        if begun is None:
-            return
-        now = time.perf_counter_ns()
-        with self.lock:
-            if self.active == self.threads:
-                self.ns += now - self.since
-            self.active -= 1
-            self.nbytes += nbytes * (self.ns - begun[1]) / max(1, now - begun[0])
-            ns, first = self.begun
-            if self.nbytes - first >= _WINDOW_NBYTES * max(1, self.threads // 4):  # far more than is in flight
-                self.windows.append(1e9 * (self.nbytes - first) / max(1, self.ns - ns))
-                self.begun = self.ns, self.nbytes
-                self.pause = _PAUSE * (len(self.windows) == _WINDOWS)
-
-
 class File:
     """One file, or one striped over several, read and written by tensors at byte offsets.
 
@@ -398,7 +334,6 @@ class File:
         self.closed = False
         self.lock, self.pending = threading.Lock(), list[Request]()
         self.read_nbytes = self.written_nbytes = 0
-        self.rates = {verb: DriveRate(self.engine.num_threads) for verb in ("read", "write")}
         made: list[str] = []
         try:
             for path in self.paths:
@@ -531,7 +466,7 @@ class File:
                 else:
                     self.read_nbytes += sum(stop - start for start, stop in pieces)
             for start, stop in pieces:
-                self.engine.submit(request, functools.partial(self._move, data[start:stop], offset + start, write, request.flow))
+                self.engine.submit(request, functools.partial(self._move, data[start:stop], offset + start, write))
         except BaseException as error:  # Ctrl-C, say: whoever closes the file must not wait for what will not come
             request._give_up(error)
             raise
@@ -562,7 +497,7 @@ class File:
         assert self.checksums is not None
         self.checksums.check(self._path_of, offset, data)
 
-    def _move(self, data: memoryview, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
+    def _move(self, data: memoryview, offset: int, write: bool, bounce: memoryview) -> None:
         """Move one piece, all of it, on an I/O thread."""
         number, place = self._locate(offset)
         path, direct, cached = self.paths[number], self.direct[number], self.cached[number]
@@ -586,12 +521,8 @@ class File:
                 if write:
                     _copy(buffer, rest[: len(buffer)])
             try:
-                begun = self.rates[verb].begin()
-                try:
-                    with phase(verb, f"{len(buffer) >> 10} KiB at {position}", flow):
-                        now = call(descriptor, [buffer], position)
-                finally:
-                    self.rates[verb].end(len(buffer), begun)
+                with phase(verb, f"{len(buffer) >> 10} KiB at {position}"):
+                    now = call(descriptor, [buffer], position)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -732,9 +663,9 @@ class Excerpts(File):
         self.checksums.check(self._path_of, offset, data, "read", _REMEDY)
         self.checksums.note(self.checksums.of(offset, data, known=False))
 
-    def _move(self, data: memoryview, offset: int, write: bool, flow: int, bounce: memoryview) -> None:
+    def _move(self, data: memoryview, offset: int, write: bool, bounce: memoryview) -> None:
         try:
-            super()._move(data, offset, write, flow, bounce)
+            super()._move(data, offset, write, bounce)
         finally:
             self._refuse_changed(self._locate(offset)[0])
 

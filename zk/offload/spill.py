@@ -167,16 +167,10 @@ class Spill:
         """Wait, and count the time."""
         start = time.perf_counter()
         try:
-            with phase("wait", "drive", request.flow if isinstance(request, Request) else 0):
+            with phase("wait", "drive"):
                 request.wait()
         finally:
             self.stall_ms += (time.perf_counter() - start) * 1e3
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Bytes/s of the drive, "read" and "write", as far as training has seen them."""
-        seen = {verb: [file.rates[verb].seen for _, file in self.files if file.writable] for verb in ("read", "write")}
-        return {verb: max(rates) for verb, rates in seen.items() if any(rates)}
 
     @property
     def buffer_nbytes(self) -> int:

@@ -99,12 +99,14 @@ class Transfer:
     def offload_to(self, host: Tensor, source: Tensor, mark: Event | None = None) -> Event:
         """Start to copy ``source`` to ``host``; after ``mark``, or after what compute has been asked to do so far."""
         self.counts.offloaded_nbytes += source.nbytes
-        return self._started(self.link.offload(host, source, [mark or self.link.mark()]))
+        with phase("offload", f"{source.nbytes >> 10} KiB"):
+            return self._started(self.link.offload(host, source, [mark or self.link.mark()]))
 
     def upload(self, target: Tensor, host: Tensor, mark: Event | None = None, *others: Event) -> Event:
         """Start to copy ``host`` to ``target``; after ``mark``, or after what compute has been asked to do so far, and after ``others``."""
         self.counts.uploaded_nbytes += host.nbytes
-        return self._started(self.link.upload(target, host, [mark or self.link.mark(), *others]))
+        with phase("upload", f"{host.nbytes >> 10} KiB"):
+            return self._started(self.link.upload(target, host, [mark or self.link.mark(), *others]))
 
     def _started(self, event: Event) -> Event:
         if not self.overlap:

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zk.core.events import COMPLETED, Awaited
 from zk.core.logs import rank_log
-from zk.core.timeline import note, now_ns, phase, recording
+from zk.core.timeline import phase
 from zk.kernels.reference import unchecked
 from zk.parallel.presence import Board, Presence, fail, why
 
@@ -415,18 +415,14 @@ class Group(Comm):
         """Announce a collective, and start it in ``group``. ``finish`` is the arithmetic after it."""
         with self._undivided():
             label, check = self._announce(operation, unit)
-            start_ns = now_ns()
             self.unheard += 1
             with self.guard(label):
                 works = start()
-            if self.gloo and recording():  # NCCL's own kernels tell more
-                ended = torch.futures.collect_all([work.get_future() for work in works])
-                ended.add_done_callback(lambda _: note("collective", label, start_ns, now_ns()))  # they may be waited for much later
 
             def done() -> None:
                 check()
                 if finish is not None:
-                    with phase("collective", f"{label}: its arithmetic"):
+                    with phase("reduce", label.removeprefix("reduce of ")):
                         finish()
                 self.unheard -= 1
 

@@ -28,6 +28,7 @@ from zk.core.hooks import weakly
 from zk.core.memory import zeros
 from zk.core.owners import is_dtensor, local_of
 from zk.core.store import UnitStore
+from zk.core.timeline import phase
 from zk.kernels.reference import unchecked
 from zk.parallel.comm import REDUCE, STATE, Comm
 from zk.parallel.released import compute_as_itself, grad_gone, grad_is_away, grad_left, own_grad
@@ -311,7 +312,8 @@ class GradReducer:
         alone = self.comm.world == 1  # nothing to reduce: the bucket is the shard
         shard = bucket if alone else torch.empty(store.layout.shard_numel, dtype=narrow, device=bucket.device)
         stats = store.stats if alone else stats_on(bucket.device)
-        pending = self.comm.reduce_scatter(store.index, bucket, shard, stats)
+        with phase("reduce", store.unit.name):
+            pending = self.comm.reduce_scatter(store.index, bucket, shard, stats)
         store.bucket, store.stats, store.present, store.accumulated, store.wide = None, None, set(), False, store.wide or store.accumulated
         self.queue.append((store, pending, bucket, shard, stats))
         if alone or len(self.queue) > _IN_FLIGHT:

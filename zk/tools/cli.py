@@ -88,7 +88,7 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for the model, the report, and what zk watch reads.")
+        Path, typer.Option(help="Folder for the model and its checkpoints.")
     ] = Path("runs/latest"),
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
@@ -214,7 +214,7 @@ def train(
         bool,
         typer.Option(
             "--profile",
-            help="Record one step: trace.json, timeline.png, and how much was hidden behind compute.",
+            help="Record the third to fifth step: OUT/profile/trace.json and timeline.png.",
         ),
     ] = False,
 ) -> None:
@@ -246,50 +246,6 @@ def train(
 @app.command()
 def plan() -> None:
     """Say what of a model fits where, and how long a step takes, without training."""
-
-
-@app.command()
-def watch(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, such as zk train's --out.")],
-    once: Annotated[
-        bool,
-        typer.Option("--once", help="Print it once, and end. So it is where there is no terminal."),
-    ] = False,
-) -> None:
-    """Show a run while it trains: memory by tier, where the time of a step goes, rates, and what would make it faster."""
-    import contextlib
-
-    from rich.console import Console
-    from rich.live import Live
-
-    from zk.tools.monitor.watch import frames, on_terminal, text
-
-    console = Console(highlight=False, markup=False)
-    with mendable("watch"):
-        if once or not console.is_terminal:
-            typer.echo(text(next(iter(frames(run)))))
-            return
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            Live(console=console, auto_refresh=False) as live,
-        ):
-            for found in frames(run):
-                live.update(on_terminal(found), refresh=True)
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, such as zk train's --out.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The file to write, or its folder. Default: report.html beside the run."),
-    ] = None,
-) -> None:
-    """Write a run as one HTML file: loss, memory by tier, where the time went, configuration, and the plan against what was measured."""
-    from zk.tools.monitor.report import write
-
-    with mendable("report"):
-        typer.echo(write(run, out))
 
 
 @app.command()

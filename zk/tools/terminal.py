@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,9 +30,6 @@ def mendable(command: str) -> Iterator[None]:
         typer.secho(f"zk {command}: {said}", err=True, fg="red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        stop = sys.modules.get("zk.tools.monitor.stop")
-        if stop is None or not stop.tell():
-            raise
         raise typer.Exit(130) from None
 
 

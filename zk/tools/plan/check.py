@@ -22,12 +22,12 @@ from zk.core.checks import check_state_dtype
 from zk.core.memory import free_addresses, free_swap, host_memory
 from zk.core.placement import places_of
 from zk.core.units import Unit
+from zk.core.words import some
 from zk.offload.rules import Rule
 from zk.offload.scratch import sweep
 from zk.offload.tiers import free_nbytes, readable
 from zk.parallel.comm import MEMORY, Comm
 from zk.tools.doctor import in_memory
-from zk.tools.monitor.words import some
 from zk.tools.plan.footprint import Footprint, footprint_of
 
 MEMORIES = {"device": "device", "host": "host", "nvme": "drive"}  # and their names

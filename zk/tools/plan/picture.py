@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zk.tools.monitor.words import count, size
+from zk.core.words import count, size
 from zk.tools.plan.choose import Plan
 from zk.tools.plan.report import TIERS
 

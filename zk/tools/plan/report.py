@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from zk.tools.monitor.words import count, seconds, size
+from zk.core.words import count, seconds, size
 from zk.tools.plan.choose import Option, Plan, as_python, faster, shown
 from zk.tools.plan.optimizers import has_kernel
 from zk.tools.plan.speed import USABLE

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 import zk
-from zk.core.timeline import Recorder, Resource, Timeline, note, now_ns
 from zk.tools.train.gpt import GPT
 from zk.tools.train.mixture import Mixture, MixtureConfig
-
-_HOOKS: dict[str, tuple[Resource, bool]] = {  # of a block: what it is in then, and whether that begins
-    "register_forward_pre_hook": ("forward", True),
-    "register_forward_hook": ("forward", False),
-    "register_full_backward_pre_hook": ("backward", True),
-    "register_full_backward_hook": ("backward", False),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,27 +33,6 @@ class Record:
     step_ms: list[float] = dataclasses.field(default_factory=list)
     check_losses: list[float] = dataclasses.field(default_factory=list)
     routing: list[Routing] = dataclasses.field(default_factory=list)
-    profiled: tuple[int, Timeline] | None = None  # number of a step, from 1, and its timeline
-
-
-@contextlib.contextmanager
-def profiled(model: GPT, device: torch.device, record: Record, step: int) -> Iterator[None]:
-    """Record the timeline of step number ``step``, with a span for each block's forward and backward."""
-    began: dict[tuple[str, Resource], int] = {}
-
-    def mark(block: str, resource: Resource, begins: bool, *_: object) -> None:
-        if begins:
-            began[block, resource] = now_ns()
-        elif (block, resource) in began:
-            note(resource, block, began.pop((block, resource)), now_ns(), holds=True)
-
-    with contextlib.ExitStack() as stack:
-        for index, block in enumerate(model.blocks):
-            for register, when in _HOOKS.items():
-                stack.enter_context(getattr(block, register)(functools.partial(mark, f"blocks.{index}", *when)))
-        recorder = stack.enter_context(Recorder(device))
-        yield
-    record.profiled = (step, recorder.timeline)
 
 
 @contextlib.contextmanager

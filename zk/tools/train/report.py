@@ -10,14 +10,10 @@ from rich.console import Console
 
 import zk
 from zk.core.memory import peak_nbytes
-from zk.core.timeline import Timeline
+from zk.core.nbytes import nbytes_of
 from zk.offload.tiers import readable
-from zk.tools.monitor.summary import nbytes_of
 from zk.tools.terminal import table
-from zk.tools.train.picture import ROWS
 from zk.tools.train.record import Record
-
-_FIRST = ("forward", "backward", "update")  # of the training thread's time
 
 
 def print_state(console: Console, optimizer: zk.ZeroOptimizer, num_params: int) -> None:
@@ -28,29 +24,6 @@ def print_state(console: Console, optimizer: zk.ZeroOptimizer, num_params: int) 
             shown.add_row(tier, kind.replace("_", " "), f"{nbytes / 2**20:,.2f}", f"{nbytes / num_params:.2f}")
     console.print()
     console.print(shown)
-
-
-def print_overlap(console: Console, timeline: Timeline, step: int) -> None:
-    """Busy and hidden time of each resource, and where the training thread's time went."""
-    rows, whole_ms = timeline.overlap(), (timeline.stop_ns - timeline.start_ns) / 1e6
-    headings = ("busy ms", "behind compute", "behind update", "in the open")
-    shown = table(f"overlap in step {step}, {whole_ms:,.1f} ms", ["resource"], headings)
-    shown.add_column("hidden", no_wrap=True)
-    for row in rows:
-        update = "" if row.resource == "update" else f"{row.update_ms:,.1f}"
-        full = round(row.share * 10)
-        more = (f"{row.hidden_ms:,.1f}", update, f"{row.exposed_ms - row.update_ms:,.1f}", f"{'█' * full}{'░' * (10 - full)} {row.share:4.0%}")
-        shown.add_row(row.resource, f"{row.busy_ms:,.1f}", *(more if row.resource != "compute" else ()))
-    console.print()
-    console.print(shown)
-    unused = [resource for resource in ROWS if resource not in ("wait", *(row.resource for row in rows))]
-    if unused:
-        console.print(f"not seen during this step: {', '.join(unused)}", style="dim")
-    spent = timeline.training_thread()
-    spent["other"] += spent.pop("step", 0.0)
-    order = [*_FIRST, *sorted(kind for kind in spent if kind not in (*_FIRST, "other")), "other"]
-    shares = {kind.replace("wait: ", "waiting for "): spent.get(kind, 0.0) / whole_ms for kind in order}
-    console.print(f"training thread  {', '.join(f'{kind} {share:.0%}' for kind, share in shares.items() if share >= 0.005)}", soft_wrap=True)
 
 
 def print_sample(console: Console, when: str, text: str) -> None:

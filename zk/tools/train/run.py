@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,14 +22,14 @@ import zk
 from zk.accumulation.schedule import is_vertical
 from zk.core.options import check_order, parse_device, parse_dtype
 from zk.core.precision import has_fast_products
-from zk.core.timeline import phase, write_chrome_trace
+from zk.core.timeline import phase
 from zk.offload.tiers import readable
-from zk.tools.monitor.report import write as write_report
-from zk.tools.train import picture, report, resume
+from zk.tools.metrics import Rates, reason_of
+from zk.tools.train import report, resume
 from zk.tools.train.data import Text, read_text
 from zk.tools.train.gpt import GPT, GPTConfig
 from zk.tools.train.mixture import MixtureConfig
-from zk.tools.train.record import Record, profiled, routed
+from zk.tools.train.record import Record, routed
 from zk.tools.train.sizes import model_of
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -168,18 +169,15 @@ def train(job: Job) -> Record:
     ended = any((job.out / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     if first > job.steps or (first == job.steps and ended):
         raise ValueError(f"the checkpoint is after step {first}, and --steps is {job.steps}: there is nothing left to do; give more --steps")
-    about = {"model": repr(job.model), "batch": job.batch, "accumulate": job.accumulate, "lr": job.lr, "seed": job.seed, "text": source}
-    with resume.termination() as asked, zk.Progress(optimizer, job.steps, done=first, file=console.file, run=job.out, about=about) as progress:
+    rates, shown_at = Rates(optimizer), 0.0
+    recording: Any = zk.profile(job.out / "profile", optimizer, steps=3, skip=2) if job.profile else contextlib.nullcontext()
+    with resume.termination() as asked, recording:
         for step in range(first, job.steps):
             start = time.perf_counter()
             everyones = [Text.draw(text.train, job.batch * world, job.model.context, position.draws) for _ in range(job.accumulate)]
             mine = slice(rank * job.batch, (rank + 1) * job.batch)
             batches = [(ids[mine].to(device), targets[mine].to(device)) for ids, targets in everyones]
-            traces = job.profile and step == max(0, job.steps - 2)  # late
-            with (
-                profiled(model, device, record, step + 1) if traces else contextlib.nullcontext(),
-                routed(model, optimizer, record),
-            ):
+            with routed(model, optimizer, record):
                 loss = train_step(model, optimizer, batches, vertical)
             scheduler.step()
             both = torch.tensor([loss, float(bool(asked))], dtype=torch.float64)
@@ -188,13 +186,17 @@ def train(job: Job) -> Record:
             record.step_ms.append((time.perf_counter() - start) * 1e3)
             if plain is not None:
                 record.check_losses.append(plain.step([(ids.to(device), targets.to(device)) for ids, targets in everyones]))
-            progress.step(record.losses[-1], job.batch * job.accumulate * job.model.context)
+            rates.tokens += job.batch * job.accumulate * job.model.context * world
+            if time.monotonic() - shown_at > 10 or step + 1 in (first + 1, job.steps):
+                shown_at, now = time.monotonic(), rates.take()
+                waits = f" | {now['wait_share']:.0%} waiting: {reason_of(now)}" if now["wait_share"] >= 0.005 else ""
+                speed = f"{now['tokens_per_s']:,.0f} tok/s | {now['step_s']:.3f} s/step"
+                console.print(f"step {step + 1}/{job.steps} | loss {record.losses[-1]:.4f} | {speed}{waits}", soft_wrap=True)
             if both[1]:
                 break
             if job.save_every and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):
                 resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=True)
         if len(record.losses) < job.steps:
-            progress.close(KeyboardInterrupt())
             start = time.perf_counter()
             saved = resume.save(optimizer, scheduler, position, checkpoints, job.keep, beside=False)
             took = f"{time.perf_counter() - start:.1f} s"
@@ -207,7 +209,6 @@ def train(job: Job) -> Record:
             written = resume.save_model(optimizer, job.out, {"gpt": repr(dataclasses.asdict(job.model))})
             record.valid[job.steps] = validate(model, text, job, device)
             samples = {"before": position.sample, "after": sample(model, text, job, device)} if job.sample else {}
-            progress.close(results={"validation loss": f"{record.valid[0]:.4f} before, {record.valid[job.steps]:.4f} after; nats per byte"})
             finish(console, job, record, optimizer, samples, written)
         optimizer.close()
         if world > 1:
@@ -260,19 +261,9 @@ def sample(model: GPT, text: Text, job: Job, device: torch.device) -> str:
 
 def finish(console: Console, job: Job, record: Record, optimizer: zk.ZeroOptimizer, samples: dict[str, str], model: Path) -> None:
     """Print the summary, and write the trace, its picture, and the report."""
-    rank, metrics = optimizer.comm.rank, optimizer.metrics()
+    metrics = optimizer.metrics()
     report.print_state(console, optimizer, sum(p.numel() for p in optimizer.model.parameters()))
-    files, more = [model], ""
-    if record.profiled is not None:
-        step, timeline = record.profiled
-        report.print_overlap(console, timeline, step)
-        trace = write_chrome_trace(timeline, job.out / ("trace.json" if rank == 0 else f"trace-rank{rank}.json"), rank)
-        drawn = picture.draw_timeline(timeline, job.out / "timeline.png", step) if rank == 0 else None
-        files += [trace, drawn] if drawn is not None else [trace]
-        more = f"{' (no picture: matplotlib is not installed)' * (drawn is None)}\n{'':17}open {trace} in https://ui.perfetto.dev"
-    if rank == 0:
-        files.append(write_report(job.out))
     for when, text in samples.items():
         report.print_sample(console, when, text)
     peak = readable(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else None
-    report.print_summary(console, record, metrics, peak, ", ".join(map(str, files)) + more)
+    report.print_summary(console, record, metrics, peak, str(model))

@@ -1,8 +1,12 @@
-"""Sizes, counts, times and paths as people write them."""
+"""Sizes, counts, seconds and paths as people write them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8bit"}
 
 
 def size(nbytes: float) -> str:
@@ -26,14 +30,6 @@ def seconds(value: float) -> str:
     return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"
 
 
-def duration(value: float) -> str:
-    """ "2 h 11 min", "4 min 05 s", "37 s": of what is left, or has passed."""
-    whole = round(value)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
-
-
 def short(path: str, most: int = 24) -> str:
     """The end of a long path: ".../runs/mine"."""
     return path if len(path) <= most else f"...{path[3 - most :]}"
@@ -44,7 +40,6 @@ def some(items: Sequence[object], most: int) -> str:
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def bar(share: float, width: int = 8) -> str:
-    """ "[##......]"; one mark at least for anything more than nothing."""
-    full = min(width, max(round(share * width), share > 0))
-    return f"[{'#' * full}{'.' * (width - full)}]"
+def named(dtype: torch.dtype) -> str:
+    """The name that users know: bf16."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

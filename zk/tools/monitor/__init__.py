@@ -1,1 +1,0 @@
-"""Monitoring: summaries, rates, progress, traces, and what Ctrl-C says."""
