@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import zk
+from zk.core import fit
 from zk.core.memory import peak_nbytes, trim
-from zk.tools.plan import check
 from zk.tools.plan.adapters import adapted
 from zk.tools.plan.choose import footprint
 from zk.tools.plan.shape import Shape, shape_of, shape_of_module
@@ -91,7 +91,7 @@ def train(width: int, blocks: int, options: dict[str, Any]) -> tuple[int, int]:
 
     with zk.deferred_init():
         model = build(width, blocks)
-    with mock.patch.object(check, "lacking", look), zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
+    with mock.patch.object(fit, "lacking", look), zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
         nvme = optimizer.tiers.get("nvme")
         file_nbytes = nvme.spill.nbytes if nvme is not None else 0  # type: ignore[union-attr]
         for _ in range(3):

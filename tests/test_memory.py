@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from zk import ZeroConfig
-from zk.core import memory
+from zk.core import fit, memory
+from zk.core.fit import free_memory
 from zk.core.memory import free_addresses, free_swap, host_memory, ranks_here
 from zk.offload.tiers import Needs, free_nbytes, place, rooms
-from zk.tools.plan.check import free_memory
 
 GIB = 1 << 30
 
@@ -106,3 +107,17 @@ def test_a_limit_of_addresses_counts_less_what_the_process_has(machine: Path) ->
         taken = psutil.Process().memory_info().vms
         limit[resource.RLIMIT_AS] = taken + GIB
         assert free_addresses() == pytest.approx(GIB, abs=64 << 20)
+
+
+def test_room_on_drives_is_counted_once_for_each_file_system(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    both, cpu = [str(tmp_path / name) for name in "ab"], torch.device("cpu")
+    room = {"f_bavail": 10, "f_bfree": 10, "f_frsize": 1 << 20}
+    with mock.patch.object(os, "statvfs", lambda _: mock.Mock(**room)):
+        assert free_memory(cpu, True, both[:1])["nvme"] == 10 << 20
+        assert free_memory(cpu, True, both)["nvme"] == 10 << 20  # two stripes on one drive
+    assert free_memory(cpu, True, [str(tmp_path / "not there")]).keys() == {"host"}
+    swap = mock.patch.object(psutil, "swap_memory", lambda: mock.Mock(free=GIB))
+    with swap, mock.patch.object(fit, "host_memory", lambda: (0, 5)):
+        assert free_memory(cpu, True, []) == {"host": GIB + 5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import html
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -318,3 +319,27 @@ class ZeroConfig:
             raise ValueError("host_budget has no effect: no tier is 'host', 'nvme' or 'auto'; set optimizer_tier='host' or remove it")
         if self.device_budget is not None and not {"device", "auto"} & set(tiers):
             raise ValueError("device_budget has no effect: no tier is 'device' or 'auto'; set optimizer_tier='auto' or remove it")
+
+
+def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
+    """The fields of ``config`` that differ, as they may be written in Python or JSON."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8bit"}
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == getattr(before, field.name) or field.name in ("process_group", "units"):
+            continue
+        if field.name.endswith("_budget") and value is not None:
+            sizes = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+            whole = (f"{value >> power}{unit}" for power, unit in sizes if value % (1 << power) == 0)
+            value = next(whole, value)
+        elif field.name == "nvme_path" and value is not None:
+            value = value[0] if len(value) == 1 else list(value)
+        fields[field.name] = names[value] if isinstance(value, torch.dtype) else value
+    return fields
+
+
+def pasted(config: ZeroConfig, before: ZeroConfig) -> str:
+    """The fields of ``config`` that differ, as arguments of a call."""
+    items = changes(config, before).items()
+    return ", ".join(f"{name}={json.dumps(v) if isinstance(v, str) else repr(v)}" for name, v in items)

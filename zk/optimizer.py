@@ -37,6 +37,7 @@ from zk.core.checks import (
     check_state_dtype,
     check_whole,
 )
+from zk.core.fit import refuse_what_cannot_fit
 from zk.core.hooks import Calls, Hook, InputCasts, KeepCodes, calls_of, weakly
 from zk.core.logs import log, rank_log
 from zk.core.memory import ranks_here
@@ -63,7 +64,6 @@ from zk.parallel.model_parallel import connect_parts, show
 from zk.parallel.partitioned import Partition
 from zk.parallel.released import own_grad
 from zk.tools.metrics import Rates, metrics_of
-from zk.tools.plan.check import Case, refuse_what_cannot_fit
 from zk.tools.summary import Summary, configured, show_once, summary_of
 
 # what torch's optimizers keep hooks in
@@ -211,8 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for slow in {unit.computes for unit in units if unit.device.type == "cpu"} if self.comm.rank == 0 else ():
             warn_of_slow_products(slow)
         if config.check_memory:
-            memory = [inner.state for inner in self.inners], device, self.transfer.joined, self.comm.shards, here, self.comm.world
-            refuse_what_cannot_fit(Case(self.model, self.stored, units, self.param_groups, self.rules, *memory), config, self.comm)
+            refuse_what_cannot_fit(self, units, here)
         placed_by = config, self.comm.shards, self.rules, self.param_groups, self.transfer.joined
         self.assembly = Assembly(*placed_by, self.comm, self.num_threads, device, self.transfer, self.worker, here)
         self.tiers = self.assembly.tiers

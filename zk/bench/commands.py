@@ -64,8 +64,8 @@ def io(
     """Files of the nvme tier, written and read past the page cache."""
     with mendable("bench io"):
         from zk.bench.io import measure
+        from zk.core.memory import in_memory
         from zk.core.options import parse_nbytes
-        from zk.tools.doctor import in_memory
 
         found = measure(str(path), parse_nbytes(size, "--size"), parse_nbytes(block, "--block"), depth, rounds)
         if in_memory(path):

@@ -201,6 +201,13 @@ def host_memory() -> tuple[int, int]:
     return total if addresses == resource.RLIM_INFINITY else min(total, addresses), min(available, free_addresses())
 
 
+def in_memory(folder: Path) -> bool:
+    """Tell if files in ``folder`` are in host memory, not on a drive."""
+    mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
+    above = (str(path) for path in (folder.resolve(), *folder.resolve().parents))
+    return next((mounts[path] for path in above if path in mounts), "") in ("tmpfs", "ramfs")
+
+
 def free_swap() -> int:
     """Bytes that could still be swapped out: the machine's, or less in a container with a limit (of version 2 of control groups)."""
     free = int(psutil.swap_memory().free)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from zk.core.memory import aligned, host_memory
+from zk.core.memory import aligned, host_memory, in_memory
 from zk.core.precision import has_fast_products
 from zk.offload.cpu_adam import default_threads
 from zk.offload.nvme import File, can_bypass_cache
@@ -95,13 +95,6 @@ def measure_drive(folder: str | Path, nbytes: int = 256 << 20) -> tuple[float, f
             file.wait()
             rates.append(nbytes / (time.perf_counter() - start))
     return rates[1], rates[2]
-
-
-def in_memory(folder: Path) -> bool:
-    """Tell if files in ``folder`` are in host memory, not on a drive."""
-    mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
-    above = (str(path) for path in (folder.resolve(), *folder.resolve().parents))
-    return next((mounts[path] for path in above if path in mounts), "") in ("tmpfs", "ramfs")
 
 
 def drive(folder: Path) -> Iterator[Finding]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from zk.core.fit import footprint_of
 from zk.core.logs import is_quiet, log, say
 from zk.core.memory import host_memory, ranks_here
 from zk.core.nbytes import placed_of
 from zk.core.placement import Place
 from zk.core.words import count, named, short, size
-from zk.tools.plan.footprint import footprint_of
 
 _ROWS = {"param": "parameters", "in_place": "parameters in your files", "grad": "gradients", "master": "master", "moments": "moments"}
 _SMALL_NBYTES, _WIDTH = 1 << 30, 80
@@ -87,7 +87,7 @@ def rows_of(optimizer: Any, sizes: Mapping[tuple[str, str], int]) -> dict[str, d
 
 
 def sizes_of(optimizer: Any, placed: Sequence[Place]) -> Counter[tuple[str, str]]:
-    """Bytes of this rank by tier and kind at the fullest point of a step, as zk.tools.plan counts them, with units on these tiers."""
+    """Bytes of this rank by tier and kind at the fullest point of a step, as zk.core.fit counts them, with units on these tiers."""
     units, joined = [held.unit for held in optimizer.held], optimizer.transfer.joined
     groups, device, config = optimizer.param_groups, optimizer.device, optimizer.config
     sizes = footprint_of(optimizer.model, units, config, optimizer.comm.shards, joined, optimizer.rules, groups, device, placed=placed).sizes

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zk.config import ZeroConfig
+from zk.config import ZeroConfig, changes
 from zk.core.units import Unit
 from zk.kernels.codec import state_fields
 from zk.offload.streamed import best_share
-from zk.tools.plan.check import changes
 from zk.tools.plan.footprint import CPU, Footprint, footprint_of
 from zk.tools.plan.optimizers import check_optimizer, has_kernel, rules_of, shape_of_numel
 from zk.tools.plan.shape import Shape, whole
