@@ -293,6 +293,10 @@ class OnTheDeviceOfAnother(nn.Module):
         self.a = nn.Linear(4, 4)
         self.b = nn.Linear(4, 4, device=self.a.weight.device, dtype=self.a.weight.dtype)
         self.c = nn.Parameter(torch.zeros(3, device=self.a.bias.device) + 2)
+        numbers = torch.tensor([1.0, 2.0, 3.0, 4.0], device=self.a.weight.device)
+        self.d, self.e = nn.Parameter(self.a.bias * numbers), nn.Parameter(numbers.clone())
+        self.f = nn.Parameter(self.a.bias.new_tensor([3, 4, 5, 6]) + self.a.bias)
+        self.register_buffer("g", torch.from_numpy(np.arange(4.0)).to(self.a.weight.device) * self.a.bias)
 
 
 class DrawsWithoutAMetaKernel(nn.Module):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zk.offload.nvme import Excerpt
 
 _CPU = torch.device("cpu")
-# in-place calls after which nothing of what was there before is left
+# in-place calls after which nothing is left of what was there before
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 
 
@@ -171,6 +171,7 @@ def set_random_state(place: torch.device, state: Tensor) -> None:
 
 
 _LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
+_FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class _Calls(TorchFunctionMode):
@@ -189,6 +190,10 @@ class _Calls(TorchFunctionMode):
                 return func(self.recording.make(args[0]).requires_grad_(args[0].requires_grad), *args[1:], **(kwargs or {}))
         if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
+        if func is Tensor.new_tensor and _is_meta(args[0]):
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **(kwargs or {})}
+        if func in _FROM_NUMBERS and torch.device((kwargs or {}).get("device") or _CPU).type == "meta":
+            kwargs = {**(kwargs or {}), "device": None}  # of another tensor here
         if func is Tensor.__deepcopy__ and not _is_meta(args[0]):
             with _disable_current_modes():  # what has memory is copied by its storage, and that is made like a tensor
                 return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
@@ -207,7 +212,8 @@ class _Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         known = any(_is_meta(tensor) for tensor in tensors)
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)
-        if not known and (tensors or not takes_device):
+        moves = tensors and str(kwargs.get("device")) == "meta"  # to where another tensor is
+        if not known and not moves and (tensors or not takes_device):
             return func(*args, **kwargs)  # real values that the user brought
         lost = next((tensor for tensor in tensors if _is_meta(tensor) and not self.recording.knows(tensor)), None)
         if lost is not None:
