@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 import re
 import runpy
 from importlib.metadata import PackageNotFoundError
@@ -24,10 +23,10 @@ import transformers as tf
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
 import zk
-from tests.integrations.families import FAMILIES, data, make
+from tests.integrations.families import FAMILIES, as_rank, data, history, make, weights
 from tests.models import DEVICE
 from tests.world import run_world
-from zk.integrations.huggingface import ZeroAdamW, ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
+from zk.integrations.huggingface import ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,23 +100,11 @@ def made(
     )
 
 
-def history(trainer: Any) -> dict[tuple[int, str], float]:
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    return {(line["step"], name): line[name] for line in trainer.state.log_history for name in kept if name in line}
-
-
 def assert_alike(got: dict[Any, float], want: dict[Any, float], rule: str = "fp32") -> None:
     relative, absolute = TOLERANCES[rule]
     assert got.keys() == want.keys()
     for key, value in want.items():
         assert got[key] == pytest.approx(value, rel=relative, abs=absolute), key
-
-
-def weights(folder: Path | str) -> dict[str, Tensor]:
-    """As from_pretrained would read them."""
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def assert_same_weights(got: dict[str, Tensor], want: dict[str, Tensor], rule: str = "fp32") -> None:
@@ -150,40 +137,6 @@ def test_zk_ends_with_the_losses_of_the_plain_trainer(family: str, tmp_path: Pat
         assert_alike(history(resumed), history(plain))
         assert_same_weights(weights(folder / f"checkpoint-{STEPS}"), weights(tmp_path / "plain" / f"checkpoint-{STEPS}"))
         resumed.zero.close()
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        for name in ("p", "dropout", "attention_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
-@pytest.mark.parametrize("family", ("gpt2", "t5", "mixtral"))
-def test_micro_batches_that_go_block_by_block_have_the_losses_of_the_plain_trainer(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZK_METRICS", "all")
-    found = []
-    for cls, options in ((Trainer, {}), (ZeroTrainer, {"zero": on_drive(tmp_path), "accumulation": "auto"})):
-        args = arguments(tmp_path / cls.__name__, max_steps=3, save_strategy="no", eval_steps=3)
-        examples = {"train_dataset": data(family), "eval_dataset": data(family, 6, seed=2)}
-        trainer = cls(model=without_dropout(make(family)), args=args, **examples, **options)
-        trainer.train()
-        found.append(history(trainer))
-        trainer.save_model()
-    assert_alike(found[1], found[0])
-    assert_same_weights(weights(tmp_path / "ZeroTrainer"), weights(tmp_path / "Trainer"))
-    trained = next(line for line in trainer.state.log_history if line.get("zk/steps") == 3)
-    assert trained["zk/gathers"] == 3 * (2 * (len(trainer.zero.held) - 1) - 1)  # all blocks twice in a step, the last one once
-    trainer.zero.close()
-
-
-def as_rank() -> None:
-    """What torchrun would have set."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
 
 
 def train_on_ranks(case: tuple[str, str, dict[str, Any], dict[str, Any]]) -> Any:
@@ -352,21 +305,6 @@ def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path) -> None:
         assert [unit["trained"] for unit in head["units"]] == [bool(unit["kinds"]) for unit in head["units"]]  # the base is left out
 
 
-# ---- the plain Trainer ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_plain_trainer_takes_zk_as_its_optimizer_and_clips(tmp_path: Path) -> None:
-    plain = made(Trainer, "gpt2", tmp_path / "plain")
-    plain.train()
-    chosen = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "stage": 2, "optimizer_tier": "host"}
-    begun = made(Trainer, "gpt2", tmp_path / "zk", stop=MIDDLE, optimizer_cls_and_kwargs=(ZeroAdamW, dict(chosen)))
-    begun.train()
-    resumed = made(Trainer, "gpt2", tmp_path / "zk", seed=5, optimizer_cls_and_kwargs=(ZeroAdamW, dict(chosen)))
-    resumed.train(resume_from_checkpoint=True)
-    assert isinstance(resumed.optimizer.optimizer, zk.ZeroOptimizer)
-    assert_alike(history(resumed), history(plain))
-
-
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
     plain = made(Trainer, "llama", tmp_path)
     plain.train()
@@ -381,15 +319,12 @@ def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> No
 # ---- logs, and what is refused -------------------------------------------------------------------------------------------------------
 
 
-def test_rates_are_in_the_logs_and_in_tensorboard_and_counters_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = made(ZeroTrainer, "vit", tmp_path, more={"max_steps": 2, "save_strategy": "no"}, zero={"stage": 2})
-    trainer.train()
-    for line in (line for line in trainer.state.log_history if "loss" in line):
-        ours = {name: value for name, value in line.items() if name.startswith("zk/")}
-        assert ours["zk/step_s"] > 0 and 0 <= ours["zk/wait_share"] <= 1 and ours["zk/peak_host_gib"] > 0 and len(ours) <= 7, line
-    monkeypatch.setenv("ZK_METRICS", "all")
+def test_all_rates_go_to_loggers_and_three_to_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    monkeypatch.setenv("ZK_METRICS", "all")
     more = {"report_to": ["tensorboard"], "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
     trainer = made(ZeroTrainer, "vit", tmp_path, more=more, zero={"stage": 2})
     trainer.train()
@@ -399,6 +334,19 @@ def test_rates_are_in_the_logs_and_in_tensorboard_and_counters_if_asked_for(tmp_
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/zk/steps")] == [1.0, 2.0]
+    assert {f"train/{name}" for name in lines[-1] if name.startswith("zk/")} <= set(events.Tags()["scalars"])
+    printed = capsys.readouterr().out
+    assert "'loss'" in printed and "zk/step_s" in printed
+    assert set(re.findall(r"zk/\w+", printed)) <= {"zk/step_s", "zk/tokens_per_s", "zk/wait_share"}
+
+
+def test_rates_after_a_resume_are_those_of_the_steps_since(tmp_path: Path) -> None:
+    made(ZeroTrainer, "llama", tmp_path, stop=MIDDLE, more={"eval_strategy": "no"}, zero={"stage": 2}).train()
+    resumed = made(ZeroTrainer, "llama", tmp_path, more={"eval_strategy": "no", "logging_steps": STEPS}, zero={"stage": 2})
+    resumed.train(resume_from_checkpoint=True)
+    (line,) = (line for line in resumed.state.log_history if line["step"] == STEPS and "zk/step_s" in line)
+    tokens = 2 * 2 * 12  # of a step: micro-batches, sequences, words
+    assert line["zk/tokens_per_s"] * line["zk/step_s"] == pytest.approx(tokens, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +355,7 @@ def test_rates_are_in_the_logs_and_in_tensorboard_and_counters_if_asked_for(tmp_
         ({"bf16": True}, {"dtype": "fp16"}, "mixed precision is 'bf16'"),
         ({"bf16": True, "bf16_full_eval": True}, {}, "bf16_full_eval=True.*remove it"),
         ({"torch_compile": True}, {}, "compile"),
-        ({}, {"clip_grad_norm": 0.5}, "clip_grad_norm=0.5 has no effect beside"),
+        ({}, {"clip_grad_norm": 0.5}, "clip_grad_norm=0.5 has no effect: the Trainer clips"),
         ({}, {"stage": 4}, "stage"),
     ),
 )
