@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +34,6 @@ from zk.checkpoint import files, save
 from zk.checkpoint.export import export
 from zk.checkpoint.files import CheckpointError, Entry, Reader, Writer, check_file
 from zk.checkpoint.interrupted import stopped
-from zk.checkpoint.manifest import _unpacked, random_state, set_random_state
 from zk.offload import nvme, spill
 from zk.offload.snapshot import Snapshot, Unread
 
@@ -723,21 +721,3 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="exp_avg, exp_avg_sq, the state of another kind of optimizer than SGD"):
         again.load_checkpoint(tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-
-
-def test_random_states_as_lists_of_numbers_are_taken_as_older_checkpoints_have_them() -> None:
-    random.seed(5)
-    torch.manual_seed(5)
-    now = random_state(torch.device("cpu"))
-    want = random.random(), torch.rand(3).tolist()
-    python, numpy = now["python"], now["numpy"]
-    older = {
-        "python": [python[0], _unpacked(python[1], np.uint32), python[2]],
-        "numpy": [numpy[0], _unpacked(numpy[1], np.uint32), *numpy[2:]],
-        "torch": _unpacked(now["torch"], np.uint8),
-        "cuda": None,
-    }
-    assert len(json.dumps(now)) < 0.5 * len(json.dumps(older))
-    for state in (now, older):
-        set_random_state(json.loads(json.dumps(state)), torch.device("cpu"))
-        assert (random.random(), torch.rand(3).tolist()) == want

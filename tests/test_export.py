@@ -149,6 +149,34 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     assert wrong.exit_code == 2 and "--dtype must be one of" in wrong.output
 
 
+def test_the_checkpoint_that_latest_names_is_exported_and_loaded(tmp_path: Path) -> None:
+    """As the engine of zk.initialize saves: a folder of a tag, named by ``latest``."""
+    model, adam = nn.Linear(8, 8), {"type": "AdamW", "params": {"lr": 0.1}}
+    engine, optimizer, *_ = zk.initialize(model, config={"optimizer": adam, "train_batch_size": 1, "gradient_clipping": 1.0})
+    root, weights = tmp_path / "ck", []
+    for tag in ("z1", "a2", "t3"):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        engine.save_checkpoint(root, tag=tag)
+        weights.append(model.weight.detach().clone())
+    (root / "latest").write_text("a2\n")  # neither the last in time nor the last by name
+    done = CliRunner().invoke(app, ["export", str(root), str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], weights[1])
+    optimizer.load_checkpoint(root)
+    assert torch.equal(model.weight, weights[1])
+    engine.load_checkpoint(root)
+    assert torch.equal(model.weight, weights[1]) and engine.global_steps == 2
+    (root / "latest").write_text("gone")
+    lost = CliRunner().invoke(app, ["export", str(root), str(tmp_path / "more")])
+    assert lost.exit_code == 2 and f"{root}/gone, which {root}/latest names, has no checkpoint" in lost.output.replace("\n", "")
+    (root / "gone").mkdir()
+    (root / "gone" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match=r"DeepSpeed wrote it: .*zero_to_fp32.py.*zk.load_pretrained"):
+        optimizer.load_checkpoint(root)
+    optimizer.close()
+
+
 class Noted(nn.Linear):
     """A layer whose own code adds to state_dict() what it reads off its weight, and what is no tensor."""
 

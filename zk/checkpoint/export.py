@@ -93,7 +93,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_
             beside.rename(out)
         sync_folder(out.parent)
     return Exported(
-        [out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), list(manifest.head.get("entries", ()))
+        [out / name for name in files], len(entries), total, tied, len(all_weights) - len(weights), list(manifest.head["entries"])
     )
 
 

@@ -122,20 +122,32 @@ def whole(root: Path) -> list[Path]:
 
 def latest(root: Path) -> Path | None:
     """The newest whole checkpoint in ``root``, or None. CheckpointError where that has lost its manifest: no crash of a save does that."""
-    name = ""
-    with contextlib.suppress(OSError, ValueError):
-        check_regular(root / LATEST)
-        name = (root / LATEST).read_text().strip()
-    if name.startswith("step-") and name == Path(name).name and (root / name).exists():
+    name = named(root)
+    if name.startswith("step-") and (root / name).exists():
         if not (root / name / MANIFEST).exists():
             raise CheckpointError(f"{root / name} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from the one before it")
         return root / name
     return next(reversed(whole(root)), None)
 
 
+def named(root: Path) -> str:
+    """The name of a folder in ``root`` that ``latest`` has; empty without one."""
+    with contextlib.suppress(OSError, ValueError):
+        check_regular(root / LATEST)
+        name = (root / LATEST).read_text().strip()
+        return name if name == Path(name).name else ""
+    return ""
+
+
 def find(path: Path) -> Path | None:
-    """The checkpoint that ``path`` means: itself, or the newest in it; None if there is none."""
-    return path if (path / MANIFEST).exists() else latest(path)
+    """The checkpoint that ``path`` means: itself, or the newest in it; None if there is none.
+
+    ``latest`` may also name a folder of checkpoints, as the engine of ``zk.initialize`` saves a tag.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    tag = named(path)
+    return find(path / tag) if tag and not tag.startswith("step-") else latest(path)
 
 
 # ---- one run at a time ---------------------------------------------------------------------------------------------------------

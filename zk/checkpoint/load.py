@@ -54,7 +54,11 @@ def find(path: Path) -> Path:
             hint = "; its manifest.json is gone: copy the checkpoint once more, or load an earlier one"
         elif any(path.glob("*.safetensors*")):
             hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
-        raise CheckpointError(f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}")
+        named = folders.named(path)
+        where = f"{path / named}, which {path / folders.LATEST} names," if named else str(path)
+        if any((path / named).glob("*_states.pt")):
+            hint = "; DeepSpeed wrote it: make weights of it with its zero_to_fp32.py, then zk.load_pretrained(model, folder)"
+        raise CheckpointError(f"{where} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}")
     return found
 
 
@@ -64,10 +68,9 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
         targets = _check(optimizer, manifest)
         _check_scheduler(manifest, scheduler)
         rank, random = optimizer.everyone.rank, None
-        # model parallel ranks draw alike, or not, as they did then; an import has none
-        if rank < len(manifest.ranks) and manifest.head.get("model_parallel", 1) == optimizer.parts.count:
+        # model parallel ranks draw alike, or not, as they did then
+        if rank < len(manifest.ranks) and manifest.head["model_parallel"] == optimizer.parts.count:
             random = manifest.ranks[rank]["random"]
-        if random is not None:
             check_random_state(random)
     _check_base(optimizer, manifest, targets)
     optimizer.updates.forget()
@@ -91,7 +94,8 @@ def load(optimizer: Training, path: Path, scheduler: Any) -> Any:
             group.update(_options(saved, group))
         optimizer.scaler.load_state_dict(manifest.head["loss_scale"])
         optimizer.counters.update(manifest.head["counters"])
-        set_scheduler(scheduler, manifest.head["scheduler"])
+        if scheduler is not None:
+            scheduler.load_state_dict(_as_here(revived(manifest.head["scheduler"]), scheduler.state_dict()))
         if random is not None:
             set_random_state(random, optimizer.device)
     return revived(manifest.head["extra"])
@@ -105,12 +109,6 @@ def load_model(optimizer: Training, path: Path) -> None:
     _check_base(optimizer, manifest, targets)
     with optimizer.integrity.replacing(f"loading {manifest.folder}"):
         _fill_all(optimizer, manifest, targets)
-
-
-def set_scheduler(scheduler: Any, state: Any) -> None:
-    """Give a scheduler, if there is one, the state of one of its kind, as a manifest has it."""
-    if scheduler is not None:
-        scheduler.load_state_dict(_as_here(revived(state), scheduler.state_dict()))
 
 
 def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,8 +140,8 @@ def _checking(optimizer: Training, path: Path) -> Iterator[Manifest]:
     comm, what = optimizer.everyone, f"checking {path}"
     with together(comm, what):
         found = find(path) if comm.rank == 0 else path
-    name = comm.exchange(found.name if found != path else "", what)[0]  # the first rank's choice, as each rank sees it
-    folder = path / name if name and not (path / "manifest.json").exists() else path
+    name = comm.exchange("" if found == path else str(found.relative_to(path)), what)[0]
+    folder = path if (path / "manifest.json").exists() else path / name  # the first rank's choice, as each rank sees it
     with together(comm, what):
         mine = seal_of(folder)
     seals = comm.exchange(mine, what)
@@ -170,8 +168,8 @@ def _check_scheduler(manifest: Manifest, scheduler: Any) -> None:
     if (scheduler is None) != (saved is None):
         has, gets = ("a", "none was") if scheduler is None else ("no", "one was")
         raise CheckpointError(f"{where} has {has} scheduler, and {gets} given; give the same as when it was saved")
-    kind = manifest.head.get("scheduler_type")  # what older checkpoints do not say
-    if scheduler is not None and kind not in (None, type(scheduler).__name__):
+    kind = manifest.head["scheduler_type"]
+    if scheduler is not None and kind != type(scheduler).__name__:
         raise CheckpointError(f"{where} has the state of a {kind}, another kind of scheduler than {type(scheduler).__name__}; give the same kind")
 
 
@@ -202,9 +200,7 @@ class _Target:
 
 def _targets(optimizer: Training, manifest: Manifest) -> list[_Target]:
     """Every parameter that this rank has, unit by unit. CheckpointError unless the checkpoint is of the same weights."""
-    tiles = optimizer.parts.pieces_of(optimizer.model)
-    weights = manifest.weights(tiles)
-    targets = []
+    tiles, weights, targets = optimizer.parts.pieces_of(optimizer.model), manifest.weights(), []
     for held in optimizer.held:
         for index, (name, param) in enumerate(zip(held.unit.names, held.unit.params, strict=True)):
             tile = tiles.get(name)
@@ -339,7 +335,7 @@ def _check_base(optimizer: Training, manifest: Manifest, targets: Sequence[_Targ
             f"{manifest.folder} was saved without its frozen parameters, over another base: {len(others)} of {len(left_out)} parameters, "
             f"{others[0]!r} first, had other values, or another precision; load the base that it was trained over first (zk.load_pretrained)"
         )
-    saved = manifest.head.get("entries", {})  # older checkpoints do not say
+    saved = manifest.head["entries"]
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{manifest.folder / 'manifest.json'} is damaged: its entries are {saved!r}")
     entries = base.digests_of_entries(optimizer) if saved else {}

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from zk.parallel.partitioned import Partition
 
 FORMAT = "zk checkpoint"
-# since 2 parameters may lie in memory in an order of their own; since 3 frozen ones may be left out, and random states are packed; since 4
-# optimizers may keep tensors of any shape of a whole parameter
-VERSION = 4
+VERSION = 4  # of 0.1.0; no release wrote another
 _KEPT = "@"  # between the name of a state of a whole parameter and its offset
 
 
@@ -245,10 +243,8 @@ def _packed(numbers: Any, dtype: type[np.generic]) -> str:
     return base64.b64encode(zlib.compress(np.asarray(numbers, dtype=dtype).tobytes())).decode()
 
 
-def _unpacked(text: Any, dtype: type[np.generic]) -> Any:
-    """Undo ``_packed``. Lists of numbers, as checkpoints had until version 2, are taken too."""
-    if not isinstance(text, str):
-        return text
+def _unpacked(text: str, dtype: type[np.generic]) -> Any:
+    """Undo ``_packed``."""
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).tolist()
     except zlib.error as error:
@@ -350,8 +346,8 @@ class Manifest:
         head = _json(folder / MANIFEST)
         if head.get("format") != FORMAT:
             raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a zk checkpoint")
-        if head.get("version") not in range(1, VERSION + 1):
-            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads versions 1 to {VERSION}")
+        if head.get("version") != VERSION:
+            raise CheckpointError(f"{folder / MANIFEST} has version {head.get('version')!r}; this zk reads version {VERSION}")
         if head.pop("crc32", None) != crc_of(head):
             raise CheckpointError(f"{folder / MANIFEST} is not what was written: its CRC-32 is {crc_of(head)}; it was damaged, or edited")
         try:
@@ -384,8 +380,8 @@ class Manifest:
                 found.setdefault(name, []).append(said["file"])
         return found
 
-    def weights(self, tiles: Mapping[str, TilePlace] | None = None) -> dict[str, Weight]:
-        """All weights by the name that they have in the model without tiles. ``tiles`` of today's model tell what a manifest does not say yet."""
+    def weights(self) -> dict[str, Weight]:
+        """All weights by the name that they have in the model without tiles."""
         pieces: dict[tuple[int, str], list[Piece]] = {}
         for piece in sorted(self.pieces, key=lambda piece: piece.start):
             pieces.setdefault((piece.unit, piece.kind), []).append(piece)
@@ -393,13 +389,11 @@ class Manifest:
         for number, unit in enumerate(self.head["units"]):
             for param in unit["params"]:
                 name, shape, offset = param["name"], tuple(param["shape"]), param["offset"]
-                order, tile = tuple(param["order"]) if "order" in param else None, tiles.get(name) if tiles else None
-                if "whole" in param:
-                    cuts = (slice(*cut) for cut in param["whole"]["place"])
-                    tile = TilePlace(param["whole"]["name"], tuple(param["whole"]["shape"]), tuple(cuts))
-                elif tile is not None and shape != tuple(cut.stop - cut.start for cut in tile.place):
-                    tile = None
-                whole, whole_shape, place = (tile.whole, tile.shape, tile.place) if tile is not None else (name, shape, None)
+                order, tile = tuple(param["order"]) if "order" in param else None, param.get("whole")
+                whole, whole_shape, place = name, shape, None
+                if tile is not None:
+                    whole, whole_shape = tile["name"], tuple(tile["shape"])
+                    place = tuple(slice(*cut) for cut in tile["place"])
                 weight = found.setdefault(whole, Weight(whole, whole_shape, getattr(torch, param["dtype"]), []))
                 kept = {key: (tuple(size), dtype) for key, (size, dtype) in param.get("kept", {}).items()}
                 own = {kind: _moved(pieces.get((number, kind), ()), offset, math.prod(shape)) for kind in unit["kinds"]}
