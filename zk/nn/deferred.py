@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zk.core.memory import aligned
 from zk.core.options import parse_device
@@ -56,6 +56,10 @@ class _Op:
 def _is_meta(tensor: Tensor) -> bool:
     """Tell if ``tensor`` has no memory. Tensor.is_meta says no while a model is recorded."""
     return tensor.device.type == "meta"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
@@ -112,11 +116,9 @@ class Recording:
     def knows(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self.writers
 
-    def _needed(self, storage: int) -> list[int]:
+    def _needed(self, storage: int) -> list[_Op]:
         """The ops, in order, whose effects the bytes of ``storage`` carry."""
-        needed: set[int] = set()
-        stack = [(storage, len(self.ops))]
-        followed: set[tuple[int, int]] = set()
+        stack, followed = [(storage, len(self.ops))], set[tuple[int, int]]()
         while stack:
             current, before = stack.pop()
             writers = self.writers.get(current, [])
@@ -124,12 +126,11 @@ class Recording:
                 if (current, index) in followed:
                     break  # and with it all that is before
                 followed.add((current, index))
-                needed.add(index)
-                op = self.ops[index]
-                stack += [(read, index) for read in op.reads if read != current]
-                if current not in op.reads:
+                reads = self.ops[index].reads
+                stack += [(read, index) for read in reads if read != current]
+                if current not in reads:
                     break  # it overwrites everything
-        return sorted(needed)
+        return [self.ops[index] for index in sorted({index for _, index in followed})]
 
     def make(self, tensor: Tensor) -> Tensor:
         """The values of ``tensor`` as plain construction would have left them, and where."""
@@ -144,7 +145,7 @@ class Recording:
             view = torch.empty(0, dtype=meta.dtype, device=memory[key].device)
             return view.set_(memory[key], meta.storage_offset(), meta.size(), meta.stride())  # type: ignore[call-overload, no-any-return]
 
-        needed = [self.ops[index] for index in self._needed(_storage(tensor))]
+        needed = self._needed(_storage(tensor))
         drawn = {op.place for op in needed if op.random is not None and op.place.type == "cuda"}
         with contextlib.ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn, device_type="cuda"):
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -153,8 +154,7 @@ class Recording:
                 if op.random is not None:
                     set_random_state(op.place, op.random)
                 args, kwargs = tree_map_only(Tensor, real, (op.args, op.kwargs))
-                result = op.func(*args, **kwargs)
-                made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                made = _tensors(op.func(*args, **kwargs))
                 for meta, value in zip(op.outputs, made, strict=True):
                     memory.setdefault(_storage(meta), value.untyped_storage())
         return real(tensor.detach())
@@ -185,19 +185,20 @@ class _Calls(TorchFunctionMode):
         self.recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _LOOKS and _is_meta(args[0]) and self.recording.knows(args[0]):
             with _disable_current_modes():
-                return func(self.recording.make(args[0]).requires_grad_(args[0].requires_grad), *args[1:], **(kwargs or {}))
+                return func(self.recording.make(args[0]).requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
         if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
         if func is Tensor.new_tensor and _is_meta(args[0]):
-            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **(kwargs or {})}
-        if func in _FROM_NUMBERS and torch.device((kwargs or {}).get("device") or _CPU).type == "meta":
-            kwargs = {**(kwargs or {}), "device": None}  # of another tensor here
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
+        if func in _FROM_NUMBERS and str(kwargs.get("device")) == "meta":
+            kwargs = {**kwargs, "device": None}  # that of another tensor here
         if func is Tensor.__deepcopy__ and not _is_meta(args[0]):
             with _disable_current_modes():  # what has memory is copied by its storage, and that is made like a tensor
-                return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
 
 
 class _Recorder(TorchDispatchMode):
@@ -209,52 +210,41 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        known = any(_is_meta(tensor) for tensor in tensors)
+        tensors = _tensors((args, kwargs))
+        metas = [tensor for tensor in tensors if _is_meta(tensor)]
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)
         moves = tensors and str(kwargs.get("device")) == "meta"  # to where another tensor is
-        if not known and not moves and (tensors or not takes_device):
+        if not metas and not moves and (tensors or not takes_device):
             return func(*args, **kwargs)  # real values that the user brought
-        lost = next((tensor for tensor in tensors if _is_meta(tensor) and not self.recording.knows(tensor)), None)
-        if lost is not None:
-            raise RuntimeError(f"deferred_init: {func} takes a tensor of shape {tuple(lost.shape)} without memory that was not made in it")
-        written = [
-            value
-            for argument, value in _arguments(func, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
-        ]
-        if func._schema.name in _WRITES_STATISTICS:
-            by_name = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
-            if by_name.get("training"):
-                written += [value for name, value in by_name.items() if name in ("running_mean", "running_var") and isinstance(value, Tensor)]
-        if any(not _is_meta(tensor) for tensor in written):
-            # a real tensor takes values that do not exist yet: make them
+        if lost := [tuple(tensor.shape) for tensor in metas if not self.recording.knows(tensor)]:
+            raise RuntimeError(
+                f"deferred_init: {func} takes a tensor of shape {lost[0]} without memory that was not made in it; "
+                "build all of the model within one deferred_init"
+            )
+        written = _written(func, args, kwargs)
+        if not all(map(_is_meta, written)):  # a real tensor takes values that do not exist yet
             return self._on_values(func, args, kwargs)
         place = self._place(tensors, kwargs.get("device"))
+        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
         if takes_device:
             meta_kwargs, kwargs = {**meta_kwargs, "device": torch.device("meta")}, {**kwargs, "device": place}
-            meta_kwargs.pop("pin_memory", None)
-            kwargs.pop("pin_memory", None)
         state = self._draw(func, args, kwargs, place) if torch.Tag.nondeterministic_seeded in func.tags else None
         try:
             result = func(*meta_args, **meta_kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except (NotImplementedError, RuntimeError):
             if not tensors or written:
                 raise
             if state is not None:
                 set_random_state(place, state)  # it was drawn above, to no end
-            try:  # the result depends on values: tensor.item(), nonzero() and their like
-                return self._on_values(func, args, kwargs)
-            except KeyError:
-                raise error from None
-        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-        given = {_storage(tensor) for tensor in tensors if _is_meta(tensor)}
+            # the result depends on values: tensor.item(), nonzero() and their like
+            return self._on_values(func, args, kwargs)
+        outputs, given = _tensors(result), {_storage(tensor) for tensor in metas}
         new = [tensor for tensor in outputs if _storage(tensor) not in given]
         if written or new:
             are_whole = (one.storage_offset() == 0 and one.is_contiguous() and one.nbytes == one.untyped_storage().nbytes() for one in written)
             overwritten = {_storage(tensor) for tensor in written} if _fills(func) and all(are_whole) else set()
-            others = {_storage(tensor) for tensor in tensors if _is_meta(tensor) and not any(tensor is target for target in written)}
+            others = {_storage(tensor) for tensor in metas if not any(tensor is target for target in written)}
             reads = [storage for storage in given if storage not in overwritten or storage in others]
             # objects of our own: the model's parameters will be given memory
             # (and copies of what is real: it may change before it is needed)
@@ -279,17 +269,13 @@ class _Recorder(TorchDispatchMode):
         """Draw what ``func`` would, so that the generator goes on as it would; returns its state before."""
         if kwargs.get("generator") is not None:
             raise RuntimeError(f"deferred_init: {func} draws from a generator of its own; use the default one (torch.manual_seed)")
-        state, fills = random_state(place), _fills(func)
 
-        def real(tensor: Tensor) -> Tensor:
-            if not _is_meta(tensor):
-                return tensor
-            if not fills:
-                return self.recording.make(tensor)
-            scratch = _room(tensor.untyped_storage().nbytes(), self.recording.place_of(tensor)).view(tensor.dtype)
-            return scratch.as_strided(tensor.size(), tensor.stride())
+        def scratch(tensor: Tensor) -> Tensor:
+            room = _room(tensor.untyped_storage().nbytes(), self.recording.place_of(tensor))
+            return room.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
-        args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+        state, made = random_state(place), scratch if _fills(func) else self.recording.make
+        args, kwargs = tree_map_only(Tensor, lambda tensor: made(tensor) if _is_meta(tensor) else tensor, (args, kwargs))
         func(*args, **kwargs)
         return state
 
@@ -299,12 +285,14 @@ def _fills(func: Any) -> bool:
     return func._schema.name.split("::")[1] in _FILLS
 
 
-def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            yield argument, args[position]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to."""
+    arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    names = [name for name, alias in arguments.items() if alias is not None and alias.is_write]
+    if func._schema.name in _WRITES_STATISTICS and given.get("training"):
+        names += ["running_mean", "running_var"]
+    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
