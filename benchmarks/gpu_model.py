@@ -1,4 +1,4 @@
-"""Decoders for benchmarks on a GPU, in plain torch: sizes of Qwen2.5 and GPT-2, checkpointed blocks, logits in pieces, random weights.
+"""Sizes for benchmarks on a GPU, in plain torch: sizes of Qwen2.5 and GPT-2, checkpointed blocks, logits in pieces, random weights.
 
 Blocks are checkpointed whole, so that a step computes 8 operations for each parameter and token: 6 of the model, and 2 to compute each block
 again. The logits of 64K tokens over 152K words would take 20 GB in bf16 and 40 GB in fp32. The loss makes them for 1,024 tokens at a time, and
@@ -14,13 +14,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from zk.tools.plan.choose import activations_nbytes
-from zk.tools.plan.shape import Decoder, Shape
-
 PIECE = 1024  # tokens whose logits exist at once
-_QWEN = Decoder(layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, vocab=152064, gated=True, qkv_bias=True, fused=True)
-_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm_bias": True, "fused": True, "tied": True}
-_GPT2 = Decoder(layers=50, width=4096, heads=32, kv_heads=32, head_dim=128, ffn=16384, vocab=50304, positions=1024, **_BIASES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Sizes of a decoder."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    head_dim: int = 128
+    positions: int = 0  # rows of a learned position embedding; 0: rotary
+    tied: bool = False
+    gated: bool = False
+    qkv_bias: bool = False
+    biased: bool = False  # all other layers, and the norms
+
+
+_QWEN = Size(layers=28, width=3584, heads=28, kv_heads=4, ffn=18944, vocab=152064, gated=True, qkv_bias=True)
+_GPT2 = Size(layers=50, width=4096, heads=32, kv_heads=32, ffn=16384, vocab=50304, positions=1024, qkv_bias=True, biased=True, tied=True)
 SIZES = {
     "Qwen2.5-7B": _QWEN,
     "Qwen2.5-14B": dataclasses.replace(_QWEN, layers=48, width=5120, heads=40, kv_heads=8, ffn=13824),
@@ -29,33 +45,31 @@ SIZES = {
 }
 
 
-def tiny(size: Decoder) -> Decoder:
+def tiny(size: Size) -> Size:
     """A decoder of the same kind for dry runs."""
     small = dataclasses.replace(size, layers=3, width=64, heads=4, kv_heads=2, head_dim=16, ffn=160, vocab=256, positions=size.positions // 256)
     return small if size.kv_heads < size.heads else dataclasses.replace(small, kv_heads=4)
 
 
-def context_of(size: Decoder, dry: bool) -> int:
+def context_of(size: Size, dry: bool) -> int:
     """Tokens of a sequence: as many as there are learned positions, or 4,096 (16 in a dry run)."""
     return size.positions or (16 if dry else 4096)
 
 
-def inputs_nbytes(size: Decoder, tokens: int) -> int:
+def inputs_nbytes(size: Size, tokens: int) -> int:
     """Inputs of all blocks, which checkpointing keeps."""
     return 2 * tokens * size.width * size.layers
 
 
-def working_nbytes(size: Decoder, tokens: int, keep_last: int | None = None) -> int:
+def working_nbytes(size: Size, tokens: int, keep_last: int | None = None) -> int:
     """An estimate of activations on the device: that of ``zk plan`` with logits of one piece, and ``keep_last`` bytes of the blocks' inputs."""
-    shape = dataclasses.replace(Shape.of(size, ""), vocab=0)
-    piece = min(tokens, PIECE)
-    logits = activations_nbytes(Shape.of(size, ""), piece) - activations_nbytes(shape, piece)
+    block = size.width * (size.layers + 8) + 3 * size.ffn * (1 + size.gated)
     offloaded = 0 if keep_last is None else max(0, inputs_nbytes(size, tokens) - keep_last)
-    return activations_nbytes(shape, tokens) + logits - offloaded
+    return 2 * tokens * block + min(tokens, PIECE) * (2 + 3 * 4) * size.vocab - offloaded
 
 
-def _norm(size: Decoder) -> nn.Module:
-    return nn.LayerNorm(size.width) if size.norm_bias else nn.RMSNorm(size.width, eps=1e-6)
+def _norm(size: Size) -> nn.Module:
+    return nn.LayerNorm(size.width) if size.biased else nn.RMSNorm(size.width, eps=1e-6)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -68,16 +82,16 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and MLP on the residual stream (batch, time, width)."""
 
-    def __init__(self, size: Decoder) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
         self.size, inside = size, size.heads * size.head_dim
         self.norm1 = _norm(size)
         self.qkv = nn.Linear(size.width, inside + 2 * size.kv_heads * size.head_dim, bias=size.qkv_bias)
-        self.proj = nn.Linear(inside, size.width, bias=size.out_bias)
+        self.proj = nn.Linear(inside, size.width, bias=size.biased)
         self.norm2 = _norm(size)
-        self.gate = nn.Linear(size.width, size.ffn, bias=size.mlp_bias) if size.gated else None
-        self.up = nn.Linear(size.width, size.ffn, bias=size.mlp_bias)
-        self.down = nn.Linear(size.ffn, size.width, bias=size.mlp_bias)
+        self.gate = nn.Linear(size.width, size.ffn, bias=size.biased) if size.gated else None
+        self.up = nn.Linear(size.width, size.ffn, bias=size.biased)
+        self.down = nn.Linear(size.ffn, size.width, bias=size.biased)
 
     def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
         size, (batch, time, _) = self.size, x.shape
@@ -96,7 +110,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Ids and targets (batch, time) int64 -> the mean cross entropy, fp32."""
 
-    def __init__(self, size: Decoder) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
         self.size = size
         self.tokens = nn.Embedding(size.vocab, size.width)
@@ -126,7 +140,7 @@ class Model(nn.Module):
         return total / targets.numel()
 
 
-def build(size: Decoder, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Model:
+def build(size: Size, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Model:
     """A model on ``device``. Its weights are drawn there, the same in every process."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -143,7 +157,7 @@ def build(size: Decoder, device: torch.device, dtype: torch.dtype = torch.bfloat
     return model
 
 
-def batch(size: Decoder, num_tokens: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(size: Size, num_tokens: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random ids and targets (rows, context), ``num_tokens`` of each."""
     if num_tokens % context:
         raise ValueError(f"{num_tokens} tokens are not whole sequences of {context}")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_common import GIB
-from gpu_model import SIZES, tiny, working_nbytes
+from gpu_model import SIZES, Model, Size, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
-from zk.config import ZeroConfig
-from zk.tools.plan.choose import consider, shown
-from zk.tools.plan.shape import Decoder, Shape
-from zk.tools.plan.speed import USABLE, Machine, step_of
+from zk.config import ZeroConfig, changes
+from zk.tools.plan import USABLE, Machine, Plan, step_of
 
 Row = dict[str, Any]
 TIERS: dict[str, dict[str, Any]] = {
@@ -26,7 +23,6 @@ TIERS: dict[str, dict[str, Any]] = {
     "zk_auto": {"stage": 3, "param_tier": "auto", "optimizer_tier": "auto"},
     "zk_nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 }
-_WORTH = 0.95  # of a step: what an update in the background must save, as in zk plan
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,26 +44,36 @@ def of(rows: Sequence[Row], kind: str, **values: Any) -> list[Row]:
     return [row for row in rows if row["kind"] == kind and all(row.get(name) == value for name, value in values.items())]
 
 
-def size_of(job: Job, dry: bool) -> Decoder:
+def size_of(job: Job, dry: bool) -> Size:
     """Sizes of a job's model."""
     return tiny(SIZES[job.model]) if dry else SIZES[job.model]
+
+
+def model_of(size: Size) -> Model:
+    """A model without memory."""
+    with torch.device("meta"):
+        return Model(size)
+
+
+def numels_of(size: Size) -> list[int]:
+    """Elements of each parameter."""
+    return [param.numel() for param in model_of(size).parameters()]
 
 
 def machine_of(rows: Sequence[Row], nvme: Path, host_nbytes: int | None = None) -> Machine:
     """The machine, with measured rates, or the defaults of ``zk plan`` where there are none yet."""
     drive = next(folder for folder in (nvme, *nvme.parents) if folder.is_dir())
-    rates: dict[str, float] = {}
+    rates: dict[str, float] = {"tflops": 100.0}
     here = of(rows, "machine")[-1]
     if found := of(rows, "matmul"):
         rates["tflops"] = found[-1]["tflops"]
     if found := [row for row in of(rows, "copy", system="zk, pinned") if row["direction"] != "both at once"]:
         rates["link_gbps"] = min(row["gbps"] for row in found)
     if found := of(rows, "cpu adam"):
-        rates["cpu_adam"] = max(row["billion_per_s"] for row in found)
-    if found := of(rows, "triad"):
-        rates["memory_gbps"] = max(row["gbps"] for row in found)
-    if found := of(rows, "drive"):
-        rates["disk_gbps"] = statistics.harmonic_mean([row["gbps"] for row in found])
+        rates["dram_gbps"] = 30 * max(row["billion_per_s"] for row in found)  # bytes of memory for each parameter
+    for name, direction in (("read_gbps", "read"), ("written_gbps", "write")):
+        if found := of(rows, "drive", direction=direction):
+            rates[name] = found[-1]["gbps"]
     sizes = {"gpu_nbytes": here["device_nbytes"], "ram_nbytes": host_nbytes or here["host_nbytes"], "nvme_nbytes": shutil.disk_usage(drive).free}
     return Machine(**sizes, **rates)
 
@@ -76,65 +82,63 @@ def tflops_of(job: Job, tokens: int, rows: Sequence[Row], machine: Machine) -> f
     """Operations that plain torch reached with the same model and tokens, in 1e12 per second, or those of the floor."""
     names = {row["name"] for row in of(rows, "plan", system="torch", model=job.model)}
     found = [row for row in of(rows, "step", tokens=tokens) if row["name"] in names]
-    return 8 * Shape.of(size_of(job, found[-1]["dry"]), "").num_params * tokens / found[-1]["median"] / 1e12 if found else machine.tflops
+    return 8 * sum(numels_of(size_of(job, found[-1]["dry"]))) * tokens / found[-1]["median"] / 1e12 if found else machine.tflops
 
 
 def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-def _of_torch(job: Job, size: Decoder, machine: Machine) -> Planned:
+def _of_torch(job: Job, size: Size, machine: Machine) -> Planned:
     """All on the device: parameters, gradients and both moments in bf16."""
-    numel = Shape.of(size, "").num_params
+    numel = sum(numels_of(size))
     device = 8 * numel + working_nbytes(size, max(job.tokens))
     seconds = {str(tokens): 8 * numel * tokens / machine.tflops / 1e12 for tokens in job.tokens}
     note = f"bf16 moments, no fp32 master (with it and fp32 moments, state alone would take {16 * numel / GIB:.0f} GiB of device memory)"
     return Planned(numel, device, 0, {}, seconds, note=note)
 
 
-def _of_fsdp2(job: Job, size: Decoder, machine: Machine) -> Planned:
+def _of_fsdp2(job: Job, size: Size, machine: Machine) -> Planned:
     """Parameters and gradients in pinned host memory, each rounded up to a power of two by torch's allocator; moments in ordinary memory."""
-    numel, block, rest = Shape.of(size, "").num_params, sum(size.block()), sum(size.rest())
-    numels = (*size.block() * size.layers, *size.rest())
+    numels = numels_of(size)
+    numel, block = sum(numels), sum(param.numel() for param in model_of(size).blocks[0].parameters())
     pinned, wide = (2 * sum(_power_of_two(width * count) for count in numels) for width in (2, 4))
-    device = 2 * 2 * (2 * block + rest) + working_nbytes(size, max(job.tokens))
+    device = 2 * 2 * (2 * block + numel - size.layers * block) + working_nbytes(size, max(job.tokens))
     note = f"bf16 parameters and moments, no fp32 master (with fp32 ones host memory would need {(wide + 8 * numel) / GIB:.0f} GiB)"
     return Planned(numel, device, pinned + 4 * numel, {}, {}, note=note)
 
 
-def _of_zk(job: Job, size: Decoder, machine: Machine, rows: Sequence[Row], nvme: Path) -> Planned:
-    """A ZeroConfig and its footprint. "auto" gets budgets that leave room for activations, and bf16 moments where fp32 ones find none."""
-    shape = Shape.of(size, job.model)
+def _of_zk(job: Job, size: Size, machine: Machine, rows: Sequence[Row], nvme: Path) -> Planned:
+    """A ZeroConfig and its bytes. "auto" gets budgets that leave room for activations, and bf16 moments where fp32 ones find no room."""
     working = working_nbytes(size, max(job.tokens), job.keep_last)
     inputs = working_nbytes(size, max(job.tokens)) - working  # in host memory
     gpu, ram = machine.gpu_nbytes, machine.ram_nbytes
     assert gpu is not None
     room = dataclasses.replace(machine, gpu_nbytes=gpu - int(working / USABLE["device"]), ram_nbytes=ram - int(inputs / USABLE["host"]))
+    plan = Plan(name=job.model, model=model_of(size), machine=room)
     given = {"dtype": "bf16", "clip_grad_norm": CLIP, **TIERS[job.system], **job.zero}
     given |= {"nvme_path": str(nvme)} if "nvme" in given.values() else {}
-    option = None
-    for state_dtype in ("fp32", "bf16") if job.system == "zk_auto" else (given.pop("state_dtype", "fp32"),):
-        option = consider(shape, ZeroConfig(**given, state_dtype=state_dtype), room, 0)
-        if option is not None and option.fits:
+    is_auto = job.system == "zk_auto"
+    side = given.pop("update_on", "host")
+    given |= {"overlap_step": True} if is_auto else {}
+    given |= {"update_on": side} if side != "auto" else {}
+    for state_dtype in ("fp32", "bf16") if is_auto else (given.pop("state_dtype", "fp32"),):
+        row = plan.row(ZeroConfig(**given, state_dtype=state_dtype), 0)
+        if row is not None and not row.missing:
             break
-    if option is None:
-        return Planned(shape.num_params, 0, 0, {}, {}, refused="zk plan finds no room for it")
-    beside = bool(given.get("overlap_step"))
-
-    def step_s(tokens: int, overlap_step: bool) -> float:
+    numel = sum(numels_of(size))
+    if row is None:
+        return Planned(numel, 0, 0, {}, {}, refused="zk plan finds no room for it")
+    seconds = {}
+    for tokens in job.tokens:
         rates = dataclasses.replace(machine, tflops=tflops_of(job, tokens, rows, machine))
-        return step_of(shape, option.found, option.config, rates, tokens, overlap_step).seconds
-
-    if job.system == "zk_auto":
-        beside = step_s(max(job.tokens), True) < _WORTH * step_s(max(job.tokens), False)
-    config = dataclasses.replace(option.config, overlap_step=beside)
-    zero = shown(dataclasses.replace(config, update_on=given.get("update_on", "host")))
-    words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget")] + ["overlap_step"] * beside
-    words += [f"update_on={side}, {config.streamed_share:.0%} of it planned on the device" for name, side in zero.items() if name == "update_on"]
-    words += ["bf16 moments"] * ("state_dtype" in zero) + ["blocks' inputs on the host"] * (job.keep_last is not None)
-    seconds = {str(tokens): step_s(tokens, beside) for tokens in job.tokens}
-    on = option.found.on
-    return Planned(shape.num_params, on("device") + working, on("host") + inputs, option.missing, seconds, zero, ", ".join(words))
+        seconds[str(tokens)] = step_of(dataclasses.replace(plan, machine=rates), row.config, row.found, tokens)[0]
+    zero = changes(dataclasses.replace(row.config, update_on=side), ZeroConfig())
+    words = [f"{name}={value}" for name, value in zero.items() if name.endswith("budget") or name == "update_on"]
+    words += ["overlap_step"] * bool(row.config.overlap_step) + ["bf16 moments"] * ("state_dtype" in zero)
+    words += ["blocks' inputs on the host"] * (job.keep_last is not None)
+    on = row.found.on
+    return Planned(numel, on("device") + working, on("host") + inputs, row.missing, seconds, {"stage": row.config.stage, **zero}, ", ".join(words))
 
 
 def plan_job(job: Job, rows: Sequence[Row], dry: bool, nvme: Path, host_nbytes: int | None = None) -> Planned:

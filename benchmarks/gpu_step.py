@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 from gpu_common import die_first, emit, link_here
-from gpu_model import SIZES, batch, build, context_of, tiny
+from gpu_model import SIZES, Size, batch, build, context_of, tiny
 from torch import nn
 
 import zk
 from zk.bench.clock import wait
 from zk.core.memory import peak_nbytes
 from zk.nn.deferred import default_device
-from zk.tools.plan.shape import Decoder
 
 CLIP = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -60,7 +59,7 @@ class Trained:
     notes: tuple[str, ...] = ()
 
 
-def plain(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
+def plain(job: Job, size: Size, stack: contextlib.ExitStack) -> Trained:
     """Plain PyTorch on the device: fused AdamW on bf16 parameters, bf16 moments, no fp32 master."""
     model = build(size, default_device())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
@@ -73,7 +72,7 @@ def plain(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
     return Trained(model, update)
 
 
-def fsdp2(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
+def fsdp2(job: Job, size: Size, stack: contextlib.ExitStack) -> Trained:
     """FSDP2 with CPUOffloadPolicy on one rank: a group for each block, and fused AdamW on bf16 parameters in pinned host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -105,7 +104,7 @@ def fsdp2(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
     return Trained(model, update)
 
 
-def by_zk(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
+def by_zk(job: Job, size: Size, stack: contextlib.ExitStack) -> Trained:
     """zk with the job's ZeroConfig."""
     stack.enter_context(link_here())
     model = build(size, default_device())
@@ -121,7 +120,7 @@ def by_zk(job: Job, size: Decoder, stack: contextlib.ExitStack) -> Trained:
     return Trained(model, update, optimizer.metrics, notes)
 
 
-def system_of(job: Job) -> Callable[[Job, Decoder, contextlib.ExitStack], Trained]:
+def system_of(job: Job) -> Callable[[Job, Size, contextlib.ExitStack], Trained]:
     """Maker of the job's system."""
     return by_zk if job.system.startswith("zk") else {"torch": plain, "fsdp2": fsdp2}[job.system]
 
@@ -149,7 +148,7 @@ def peaks() -> dict[str, int]:
     }
 
 
-def measure(job: Job, size: Decoder, trained: Trained, num_tokens: int, context: int) -> None:
+def measure(job: Job, size: Size, trained: Trained, num_tokens: int, context: int) -> None:
     """Time steps of ``num_tokens`` and print them as a row."""
     ids, targets = batch(size, num_tokens, context, default_device())
     losses: list[torch.Tensor] = []

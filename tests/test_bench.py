@@ -24,7 +24,6 @@ from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, secon
 from zk.offload.nvme import File
 from zk.tools import doctor
 from zk.tools.cli import app
-from zk.tools.plan import measure
 from zk.tools.train.gpt import GPTConfig
 
 CPU = torch.device("cpu")
@@ -125,29 +124,6 @@ def test_adam_times_nothing_that_differs_from_torch() -> None:
         adam.check(lambda param, grad: adam.by_torch(param, -grad), loose=True)
 
 
-def test_what_zk_plan_measures_is_measured_by_the_same(tmp_path: Path) -> None:
-    with mock.patch.object(measure, "passes", lambda *_: ([1.0], [3.0])):
-        assert measure.measure_disk(str(tmp_path)) == pytest.approx(2 * (256 << 20) / 4.0 / 1e9)
-    with mock.patch.object(measure, "seconds_of", lambda *_: [2.0]):
-        assert measure.measure_cpu_adam() == pytest.approx((1 << 24) / 2.0 / 1e9)
-
-
-def test_zk_plan_takes_the_link_s_slower_direction_where_there_is_a_gpu() -> None:
-    with pretend(ThrottledLink(1e9)), mock.patch.object(measure, "_NBYTES", MIB), mock.patch.object(measure, "_ROUNDS", 1):
-        assert 0 < measure.measure_link(CPU) <= 1.01
-    arguments = ["plan", "gpt:125m", "--gpu", "8GiB", "--ram", "8GiB", "--measure", "--json"]
-    for there, gbps in ((True, 7.5), (False, 20.0)):
-        with (
-            mock.patch.object(torch.cuda, "is_available", lambda there=there: there),
-            mock.patch.object(measure, "measure_link", lambda: 7.5),
-            mock.patch.object(measure, "measure_cpu_adam", lambda: 1.5),
-        ):
-            done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)["machine"]
-        assert (found["link_gbps"], found["cpu_adam"]) == (gbps, 1.5)
-
-
 def test_more_than_there_is_memory_for_is_one_line() -> None:
     done = run("adam", "--numel", str(10**14))
     assert done.exit_code == 2 and "can't allocate memory" in done.output
@@ -178,8 +154,6 @@ def test_the_link_to_a_gpu_and_its_kernels_are_measured() -> None:
     found = said("kernels", "--numel", "6400", "--size", "64", "--rounds", "1")
     assert found["device"] == torch.cuda.get_device_name()
     assert len(found["rows"]) == NUM_KERNELS
-    with mock.patch.object(measure, "_NBYTES", MIB), mock.patch.object(measure, "_ROUNDS", 1):
-        assert 0 < measure.measure_link() < float("inf")
 
 
 @pytest.mark.device_only

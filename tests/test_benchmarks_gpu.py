@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from zk.tools.plan.shape import Shape
-
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 GIB = 1 << 30
 PARTS = ("gpu", "gpu_common", "gpu_floors", "gpu_model", "gpu_plan", "gpu_report", "gpu_step")
@@ -118,9 +116,8 @@ def test_models_have_the_parameters_that_are_planned(parts: dict[str, ModuleType
         for one in (size, model.tiny(size)):
             with torch.device("meta"):
                 made = model.Model(one)
-            assert tuple(sorted(param.numel() for param in made.blocks[0].parameters())) == one.block(), name
-            assert sum(param.numel() for param in made.parameters()) == Shape.of(one, name).num_params, name
-        assert Shape.of(size, name).num_params == sizes[name]
+            assert sum(param.numel() for param in made.parameters()) == sum(parts["gpu_plan"].numels_of(one)), name
+        assert sum(parts["gpu_plan"].numels_of(size)) == sizes[name]
         context = model.context_of(model.tiny(size), dry=True)
         ids, targets = model.batch(model.tiny(size), 4 * context, context, torch.device("cpu"))
         assert ids.shape == targets.shape == (4, context) and torch.equal(ids[:, 1:], targets[:, :-1])
@@ -176,15 +173,15 @@ def test_plans_take_the_rates_that_were_measured(parts: dict[str, ModuleType], t
     rates = (("host to device", 50.0), ("device to host", 40.0), ("both at once", 9.0))
     rows += [{"kind": "copy", "system": "zk, pinned", "direction": way, "gbps": rate} for way, rate in rates]
     rows += [{"kind": "matmul", "tflops": 700.0}, *({"kind": "cpu adam", "billion_per_s": rate} for rate in (1.0, 2.0))]
-    rows += [{"kind": "drive", "gbps": rate} for rate in (2.0, 6.0)]
+    rows += [{"kind": "drive", "direction": way, "gbps": rate} for way, rate in (("write", 2.0), ("read", 6.0))]
     here = plan.machine_of(rows, tmp_path)
-    assert (here.tflops, here.link_gbps, here.cpu_adam, here.disk_gbps) == (700.0, 40.0, 2.0, 3.0)
+    assert (here.tflops, here.link_gbps, here.dram_gbps, here.written_gbps, here.read_gbps) == (700.0, 40.0, 60.0, 2.0, 6.0)
     before = plan.plan_job(job, rows, False, tmp_path).seconds["65536"]
     rows.append({"kind": "plan", "section": "7b", "name": "torch", "system": "torch", "model": "Qwen2.5-7B"})
     twice = 8 * 7_615_616_512 * 65536 / 350e12  # plain torch reached half of the matrices' rate
     rows.append({"kind": "step", "section": "7b", "name": "torch", "tokens": 65536, "median": twice, "dry": False})
     after = plan.plan_job(job, rows, False, tmp_path).seconds["65536"]
-    assert after == pytest.approx(before + twice / 2, rel=0.01), "of other resources a tail of one unit counts"
+    assert after == pytest.approx(before + twice / 2, rel=0.01)
 
 
 # ---- runs and the report ---------------------------------------------------------------------------------------------------------

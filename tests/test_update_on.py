@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typer.testing import CliRunner
 
 import zk
 from tests import softgpu
@@ -28,15 +26,10 @@ from zk.core.assemble import Assembly
 from zk.core.events import COMPLETED
 from zk.core.nbytes import placed_of
 from zk.core.precision import DynamicLossScale
-from zk.core.words import seconds
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
 from zk.offload.tiers import _add_up
 from zk.offload.transfer import Arrival, Transfer
-from zk.tools.cli import app
-from zk.tools.plan import choose
-from zk.tools.plan.shape import shape_of
-from zk.tools.plan.speed import Machine
 from zk.tools.summary import sizes_of
 
 STEPS = 4
@@ -442,52 +435,6 @@ def test_the_share_takes_the_time_of_the_slowest_resource_into_account() -> None
     assert near == pytest.approx(48 / 60, abs=1 / 32) and far == pytest.approx(50 / 64, abs=1 / 32)
     assert best_share({**fast, "cpu": 1e11}, 10, 2, True) == 0.0, "what host threads do faster"
     assert best_share({**fast, "up": 1e12, "down": 1e12, "cpu": 1e8}, 10, 2, True) > 0.9
-
-
-def test_plans_divide_the_update_where_that_is_faster() -> None:
-    machine = Machine(gpu_nbytes=139 << 30, ram_nbytes=256 << 30, nvme_nbytes=0, tflops=600, link_gbps=50, cpu_adam=2.5, memory_gbps=300)
-    config, shape = zk.ZeroConfig(dtype="bf16", optimizer_tier="host"), shape_of("gpt:7.6b")
-    times = {}
-    for side in ("host", "device"):
-        one = dataclasses.replace(config, update_on=side)
-        found = choose.footprint(shape, one, machine, 8192)
-        times[side] = choose.step_of(shape, found, one, machine, 8192).phases["update"]
-        assert (found.sizes["host", "param_copy"] == 0) == (found.sizes["device", "buffer"] > 0) == (side == "device")
-    numel = shape.num_params
-    assert times == pytest.approx({"host": numel / 2.5e9, "device": 12 * numel / 50e9}, rel=0.05)
-    config = dataclasses.replace(config, update_on="auto")
-    best = choose.consider(shape, config, machine, 8192)
-    assert best is not None and 0.5 < best.config.streamed_share < 0.7
-    full = choose.consider(shape, config, dataclasses.replace(machine, memory_gbps=None, cpu_adam=10.0), 8192)
-    assert full is not None and full.config.update_on == "host", "threads that use all of the host's memory already"
-
-
-def test_the_command_plans_the_side_that_it_is_told() -> None:
-    command = ["plan", "gpt:1b", "--gpu", "16GiB", "--ram", "64GiB", "--json", "--update-on"]
-    for said, side in (("host", None), ("device", "device"), ("0.25", 0.25)):
-        done = CliRunner().invoke(app, [*command, said])
-        options = [one for one in json.loads(done.stdout)["options"] if one["config"].get("optimizer_tier") == "host"]
-        assert options and {one["config"].get("update_on") for one in options} == {side}
-        assert all(one["of_no_offload"] == pytest.approx(one["busy_s"]["compute"] / one["step_s"]) for one in options)
-    for asked in ([*command, "gpu"], ["plan", "gpt:1b", "--update-on", "gpu"]):  # also on a machine without a GPU
-        done = CliRunner().invoke(app, asked)
-        assert done.exit_code and "update_on must be 'host', 'device', 'auto' or a number from 0 to 1; got 'gpu'" in " ".join(done.output.split())
-
-
-def test_the_guide_shows_what_is_planned() -> None:
-    guide = (ROOT / "docs" / "guides" / "overlap.md").read_text()
-    h200 = Machine(gpu_nbytes=141 * 10**9, ram_nbytes=256 << 30, nvme_nbytes=0, tflops=600, link_gbps=50, cpu_adam=8.0, memory_gbps=300)
-    rates = {"tflops": 140, "link_gbps": 22, "cpu_adam": 1.5, "memory_gbps": 60}
-    machines = {"H200": h200, "H200, `--cpu-adam 2.5`": dataclasses.replace(h200, cpu_adam=2.5)}
-    machines["4090"] = dataclasses.replace(h200, gpu_nbytes=24 << 30, ram_nbytes=128 << 30, **rates)
-    rows = re.findall(r"^\| (H200(?:, `--cpu-adam 2.5`)?|4090)[^|]* \| ([\d,]+) \| (.*) \| ([\d.]+) \|$", guide, re.MULTILINE)
-    assert len(rows) == 9
-    for name, tokens, sides, share in rows:
-        for side, cell in zip(("host", "device", "auto"), sides.split(" | "), strict=True):
-            config = zk.ZeroConfig(stage=2, dtype="bf16", optimizer_tier="host", update_on=side, overlap_step="auto")
-            found = choose.consider(shape_of("gpt:7.6b"), config, machines[name], int(tokens.replace(",", "")))
-            assert found is not None and cell == f"{seconds(found.step.seconds)}, {found.step.of_no_offload:.0%}", (name, tokens, side)
-        assert float(share) == pytest.approx(found.config.streamed_share, abs=0.005)
 
 
 def test_a_side_that_cannot_update_is_refused() -> None:

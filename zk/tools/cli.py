@@ -23,7 +23,7 @@ class Commands(TyperGroup):
             from zk.tools.plan import plan
 
             alone = typer.Typer(add_completion=False)
-            alone.command("plan")(plan)
+            alone.command("plan", no_args_is_help=True)(plan)
             self.commands["plan"] = typer.main.get_command(alone)
         return super().resolve_command(ctx, args)
 
