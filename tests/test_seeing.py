@@ -97,7 +97,7 @@ def test_print_of_an_optimizer_fits_80_columns_and_can_be_copied(tmp_path: Path)
         assert re.fullmatch(rf"zk [\d.]+ \| stage 3 \| bf16, fp32 master split \| {threads} \| 263K parameters in 4 units", heading)
         host = r"host [\d.]+ [GT]iB free of [\d.]+ [GT]iB, training state [\d.]+ [KM]iB \(<0.1%\): buffers"
         assert re.search(host, " ".join(shown.split()))
-        drive = " ".join(shown.split(str(tmp_path)[-21:])[1].split("zk.ZeroConfig")[0].split())
+        drive = " ".join(shown.split(str(tmp_path)[-13:])[1].split("zk.ZeroConfig")[0].split())
         assert all(kind in drive for kind in ("parameters 514.0 KiB", "gradients", "master", "moments 2.0 MiB"))
         config = eval(shown[shown.index("zk.ZeroConfig(") :])
         assert config == zk.ZeroConfig(**on_drive(tmp_path), dtype="bf16", units=["0", "1", "2", "3"])
@@ -112,12 +112,15 @@ def test_a_config_is_copied_with_its_budgets_in_gib() -> None:
 
 
 def test_large_runs_have_a_table_and_frozen_parameters_are_counted_apart() -> None:
-    tiers = {"device": ("GPU 20.0 GiB free of 24.0 GiB", 24 << 30), "host": ("host 50.0 GiB free of 64.0 GiB", 64 << 30)}
-    nbytes = {"parameters": {"device": 2 << 30}, "moments": {"host": 8 << 30}}
-    heading, tier_line, *rows = str(Summary("zk", tiers, nbytes, ("a note",))).splitlines()
-    assert heading == "zk" and tier_line.split("  ")[-1] == "host 50.0 GiB free of 64.0 GiB"
-    assert [row.split() for row in rows[:2]] == [["parameters", "2.0", "GiB", "-"], ["moments", "-", "8.0", "GiB"]]
-    assert rows[2:] == ["total       2.0 GiB (8.3%)                 8.0 GiB (12.5%)", "a note"]
+    tiers = {"device": ("GPU", 20 << 30, 24 << 30, 24 << 30), "host": ("host for 2 ranks", 50 << 30, 128 << 30, 64 << 30)}
+    tiers |= {"nvme": (".../longer/drive", 90 << 30, 99 << 30, 50 << 30), "files": ("your files", 0, 0, 0)}
+    nbytes = {"parameters": {"device": 2 << 30}, "in your files": {"files": 1 << 30}, "moments": {"host": 8 << 30}}
+    lines = str(Summary("zk", tiers, nbytes, ("a note",))).splitlines()
+    assert lines[0] == "zk" and lines[-1] == "a note" and max(map(len, lines)) <= 80
+    assert lines[1].split("  ")[-1] == "your files" and lines[2].split()[:3] == ["20.0", "GiB", "free"]
+    assert lines[3].split()[:3] == ["of", "24.0", "GiB"]
+    assert [line.split() for line in lines[4:7:2]] == [["parameters", "2.0", "GiB", "-", "-", "-"], ["moments", "-", "8.0", "GiB", "-", "-"]]
+    assert lines[7].split() == ["total", "2.0", "GiB", "(8.3%)", "8.0", "GiB", "(12.5%)", "-", "1.0", "GiB"]
     assert wrap("a b | " * 20 + "c", " | ").splitlines()[1].startswith("  a b |")
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
     with ZeroOptimizer(model, torch.optim.SGD(model[1].parameters(), lr=0.1), units=["0", "1"]) as optimizer:
@@ -289,8 +292,6 @@ def test_a_profile_has_forward_and_backward_by_unit_and_what_other_threads_do(tm
         written = (tmp_path / "profile" / "trace.json").stat().st_mtime_ns
         recording.close()
         assert (tmp_path / "profile" / "trace.json").stat().st_mtime_ns == written
-        with phase("wait", "drive"):
-            assert not torch.autograd._profiler_enabled()
     events = events_of(tmp_path / "profile" / "trace.json")
     counts = Counter(event["name"] for event in events)
     for unit in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -70,7 +71,8 @@ def _link(device: torch.device) -> dict[str, float]:
                 event.wait()
 
         both = _NBYTES / _seconds(lambda: copy(True, True))
-        return {name: min(_NBYTES / _seconds(lambda way=way: copy(*way)), both) for name, way in (("up", (True, False)), ("down", (False, True)))}
+        up, down = (_NBYTES / _seconds(functools.partial(copy, way, not way)) for way in (True, False))
+        return {"up": min(up, both), "down": min(down, both)}
     finally:
         transfer.close()
 

@@ -1,7 +1,4 @@
-"""Phases of training: named ranges for torch's profiler, and the seconds that a training thread spends in waits and updates.
-
-``with phase("update", unit):`` is the range ``zk: unit update`` where a profile is active, and counts the seconds of waits and updates.
-"""
+"""Phases of training: ranges of torch's profiler, and the seconds that training threads wait or update."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 
-OF_UNITS = ("forward", "backward", "step", "update", "gather", "reduce")  # ranges ``zk: layers.3 forward``; all others ``zk: read 64 KiB``
+OF_UNITS = ("forward", "backward", "step", "update", "gather", "reduce")  # ``zk: layers.3 forward``; others ``zk: read 64 KiB``
 Resource = Literal["forward", "backward", "step", "update", "gather", "reduce", "upload", "offload", "read", "write", "wait"]
 profiles: set[object] = set()  # that record all threads now
-_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # of the calling thread
+_profiled = torch._C._autograd._profiler_enabled  # of the calling thread
 
 
 class _Thread(threading.local):
@@ -27,8 +24,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _COUNTED = ("wait", "update")
-SPENT: collections.Counter[str] = collections.Counter()
-"""Nanoseconds of training threads since the start: "update", and waits by reason ("wait: drive", "wait: other ranks")."""
+SPENT = collections.Counter[str]()  # ns of training threads: "update", and waits by reason, such as "wait: drive"
 
 
 class Clock:
@@ -63,16 +59,12 @@ def in_background() -> None:
 class phase(contextlib.ContextDecorator):  # a verb, as contextlib's are
     """Range of ``resource`` on the calling thread, for a unit, or for what ``name`` says is moved or waited for ("drive", "link: a copy")."""
 
-    __slots__ = ("label", "name", "outer_ns", "resource", "start_ns")
-
     def __init__(self, resource: Resource, name: str = "") -> None:
         self.resource, self.name = resource, name
 
     def __enter__(self) -> None:
-        self.label = None
-        if profiles or _profiled():
-            said = f"{self.name} {self.resource}" if self.resource in OF_UNITS else f"{self.resource} {self.name}"
-            self.label = torch.profiler.record_function(f"zk: {said.strip()}").__enter__()
+        words = (self.name, self.resource) if self.resource in OF_UNITS else (self.resource, self.name)
+        self.label = torch.profiler.record_function(f"zk: {' '.join(words)}").__enter__() if profiles or _profiled() else None
         if self.resource in _COUNTED:
             self.outer_ns, _thread.inner_ns = _thread.inner_ns, 0
             self.start_ns = time.perf_counter_ns()

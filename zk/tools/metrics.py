@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,14 +36,11 @@ def _counts(optimizer: Any) -> tuple[Counter[str], Counter[str]]:
 class Rates:
     """Rates since the last ``take()`` that found a step. Loading a checkpoint restarts them.
 
-    Waits are those of this process's training threads; several optimizers in one process see each other's. A GPU's own waits are not among them.
+    Waits are those of the process's training threads, whichever optimizer they train; waits of a GPU are not counted.
 
     Args:
         optimizer: a ZeroOptimizer.
     """
-
-    tokens: int
-    """Of all ranks in this interval; whoever trains counts them."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -53,9 +50,8 @@ class Rates:
 
     def restart(self) -> None:
         """Begin an interval now: the time since the last one was not spent training."""
-        self.tokens = 0
-        optimizer = self.optimizer()
-        if optimizer is not None:
+        self.tokens = 0  # of all ranks in this interval; the training loop counts them
+        if (optimizer := self.optimizer()) is not None:
             self.before = _counts(optimizer)
 
     def take(self) -> dict[str, float]:
@@ -74,11 +70,11 @@ class Rates:
         if not moved["steps"]:
             return self.last
         self.before, self.tokens = now, 0
-        shares = Counter[str]()
+        shares: dict[str, float] = defaultdict(float)
         for kind, ns in spent_ns.items():
             shares["update" if kind == "update" else f"wait_{REASONS.get(kind, 'other')}"] += ns / moved["ns"]
         update, seconds = shares.pop("update", 0.0), moved["ns"] / 1e9
-        found = {
+        found: dict[str, float] = {
             "step_s": seconds / moved["steps"],
             "tokens_per_s": tokens / seconds,
             "wait_share": sum(shares.values()),

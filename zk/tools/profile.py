@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
-import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from zk.core.hooks import Hook
 from zk.core.logs import say
 from zk.core.timeline import OF_UNITS, phase, profiles
 
-_KINDS = {"kernel .*nccl": "gather", "kernel .*adam": "update", "kernel": "compute", "gpu_memcpy .*htod": "upload", "gpu_memcpy .*dtoh": "offload"}
+_DEVICE = {"kernel .*nccl": "gather", "kernel .*adam": "update", "kernel": "compute", "gpu_memcpy .*htod": "upload", "gpu_memcpy .*dtoh": "offload"}
 _ROWS = {  # kind of range -> name and color of its row
     **{"compute": ("compute", "#4477aa"), "update": ("optimizer update", "#228833"), "gather": ("gather, reduce", "#aa3377")},
     **{"upload": ("copies to the GPU", "#66ccee"), "offload": ("copies from the GPU", "#33a0bb"), "read": ("drive reads", "#ccbb44")},
@@ -28,7 +28,7 @@ _ROWS = {  # kind of range -> name and color of its row
 _PASSES, _BINS = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"}, 20_000
 
 
-class profile(contextlib.AbstractContextManager["profile"]):  # a verb, as contextlib's are
+class profile(contextlib.ExitStack):  # a verb, as contextlib's are
     """Record steps of a ZeroOptimizer into ``folder``: ``trace.json`` for https://ui.perfetto.dev, ``timeline.png`` of the last step.
 
     ``with zk.profile("profile", optimizer):`` records all steps inside; ``zk.profile("profile", optimizer, steps=3)`` the next three, and ends.
@@ -40,56 +40,43 @@ class profile(contextlib.AbstractContextManager["profile"]):  # a verb, as conte
         skip: steps to let pass first, in which caches fill and kernels are compiled.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], optimizer: Any, *, steps: int | None = None, skip: int = 0) -> None:
+    def __init__(self, folder: str | Path, optimizer: Any, *, steps: int | None = None, skip: int = 0) -> None:
         if (steps is not None and steps < 1) or skip < 0:
             raise ValueError(f"steps must be at least 1, or None, and skip at least 0; got steps={steps!r}, skip={skip!r}")
+        super().__init__()
         while not hasattr(optimizer, "held"):
             optimizer = optimizer.optimizer
-        self.folder, self.optimizer, self.left, self.skip = Path(folder), optimizer, steps, skip
+        self.folder, self.optimizer, self.steps, self.skip, self.taken = Path(folder), optimizer, steps, skip, 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.handles = [optimizer.register_step_post_hook(self._after_step)]
-        self.units: list[Any] = []  # in backward; the last one is at work
-        self.range = contextlib.ExitStack()  # of backward
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA][: 1 + (optimizer.device.type == "cuda")]
-        self.torch = torch.profiler.profile(activities=kinds, experimental_config=everywhere)
-        if not skip:
-            self._start()
+        self.forwards, self.backward, self.units = list[phase](), contextlib.ExitStack(), list[Any]()  # units in backward, the last at work
+        self.torch = torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
+        self.callback(setattr, self, "skip", -1)  # no step starts it any more
+        optimizer.register_step_post_hook(self._advance)  # it stays, as torch goes through these hooks when a profile ends
+        self._advance()
 
-    def _start(self) -> None:
-        names = {self.optimizer.model: "model"} | {module: held.unit.name for held in self.optimizer.held for module in held.unit.anchors}
-        for module, name in names.items():
-            ranges: list[phase] = []  # of calls inside one another
-            begin, end = (Hook(functools.partial(call, name, ranges)) for call in (self._begin, self._end))
-            self.handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(end, always_call=True))
-        profiles.add(self)
-        self.torch.start()
+    def _advance(self, *_: Any) -> None:
+        if self.taken == self.skip:
+            names = {self.optimizer.model: "model"} | {module: held.unit.name for held in self.optimizer.held for module in held.unit.anchors}
+            for module, name in names.items():
+                begin, end = (Hook(functools.partial(self._pass, name, begins)) for begins in (True, False))
+                self.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                self.callback(module.register_forward_hook(end, always_call=True).remove)
+            self.callback(self._write)
+            self.enter_context(self.torch)
+            profiles.add(self)
+        elif self.steps is not None and self.taken == self.skip + self.steps:
+            self.close()
+        self.taken += 1
 
-    def _after_step(self, *_: Any) -> None:
-        if self not in profiles:
-            self.skip -= 1
-            if self.skip == 0:
-                self._start()
-        elif self.left is not None:
-            self.left -= 1
-            if self.left == 0:
-                self.close()
-
-    def _begin(self, name: str, ranges: list[phase], *given: Any) -> None:
-        self._on_gradient(given[1:], name, False)
-        ranges.append(phase("forward", name))
-        ranges[-1].__enter__()
-
-    def _end(self, name: str, ranges: list[phase], *given: Any) -> None:
-        if ranges:
-            ranges.pop().__exit__()
-        self._on_gradient(given[-1], name, True)
-
-    def _on_gradient(self, values: Any, name: str, begins: bool) -> None:
-        for value in tree_leaves(values) if torch.is_grad_enabled() else ():
+    def _pass(self, name: str, begins: bool, *given: Any) -> None:
+        if begins:
+            self.forwards.append(phase("forward", name))
+            self.forwards[-1].__enter__()
+        elif self.forwards:
+            self.forwards.pop().__exit__()
+        for value in tree_leaves(given[1:] if begins else given[-1]) if torch.is_grad_enabled() else ():
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                value.register_hook(lambda _: self._backward(name, begins))
+                value.register_hook(lambda _: self._backward(name, not begins))
 
     def _backward(self, name: str | None = None, begins: bool = False) -> None:
         """Backward of a unit begins with the gradient of its output, and ends with that of its input, or with backward itself."""
@@ -98,46 +85,32 @@ class profile(contextlib.AbstractContextManager["profile"]):  # a verb, as conte
         others = [unit for unit in self.units if name not in (unit, None)]
         units = others if not begins else self.units if name in self.units else [*others, name]
         if units[-1:] != self.units[-1:]:
-            self.range.close()
+            self.backward.close()
             if units:
-                self.range.enter_context(phase("backward", units[-1]))
+                self.backward.enter_context(phase("backward", units[-1]))
         self.units = units
 
-    def close(self) -> None:
-        """Stop, and write what was recorded; once."""
-        while self.handles:
-            self.handles.pop().remove()
-        if self in profiles:
-            profiles.discard(self)
-            self.torch.stop()
-            rank = self.optimizer.everyone.rank
-            trace = self.folder / (f"trace-rank{rank}.json" if rank else "trace.json")
-            self.torch.export_chrome_trace(str(trace))
-            picture = draw(trace)
-            if rank == 0:
-                say(f"zk: wrote {trace}, for https://ui.perfetto.dev; {picture or 'without matplotlib no picture'}")
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _write(self) -> None:
+        profiles.discard(self)
+        self.torch.export_chrome_trace(str(trace := self.folder / f"trace-rank{self.optimizer.everyone.rank}.json".replace("-rank0.", ".")))
+        picture = draw(trace) if importlib.util.find_spec("matplotlib") else "no picture, as matplotlib is not installed"
+        if self.optimizer.everyone.rank == 0:
+            say(f"zk: wrote {trace}, for https://ui.perfetto.dev; {picture}")
 
 
 def _kind(event: dict[str, Any]) -> str:
-    """The kind of a trace's event: of a phase, or of what a GPU did."""
-    words, category = event["name"].split(), event["cat"]
-    if category == "user_annotation" and words[0] == "zk:":
-        return {"reduce": "gather"}.get(words[-1], words[-1] if words[-1] in OF_UNITS else words[1])
-    return next((kind for pattern, kind in _KINDS.items() if re.match(pattern, f"{category} {event['name']}".lower())), "")
+    words = event["name"].split()
+    if event["cat"] == "user_annotation" and words[0] == "zk:":
+        return "gather" if words[-1] == "reduce" else str(words[-1] if words[-1] in OF_UNITS else words[1])
+    return next((kind for pattern, kind in _DEVICE.items() if re.match(pattern, f"{event['cat']} {event['name']}".lower())), "")
 
 
-def draw(trace: Path) -> Path | None:
-    """Draw the last whole step of a trace beside it, a row for each resource; None where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kinds = [(_kind(event), event["tid"], event["ts"], event["ts"] + event["dur"], event["cat"] == "user_annotation") for event in events]
-    spans = [span for span in kinds if span[0]]
+def draw(trace: Path) -> Path:
+    """Draw the last whole step of a trace beside it, a row for each resource."""
+    from matplotlib.figure import Figure
+
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X" and _kind(event)]
+    spans = [(_kind(event), event["tid"], event["ts"], event["ts"] + event["dur"], event["cat"] == "user_annotation") for event in events]
     steps = [min((span[2] for span in spans), default=0.0), *sorted(span[3] for span in spans if span[0] == "step")]
     start, whole = steps[-2:][0], max(steps[-1] - steps[-2:][0], 1)
     training = {tid for kind, tid, *_ in spans if kind in _PASSES}
@@ -149,21 +122,19 @@ def draw(trace: Path) -> Path | None:
             own[kind][part] = True
         elif (kind in told) != by_host and kind != "wait":
             busy[kind][part] = True
-    inside = [own[kind] for kind in own if kind not in ("forward", "backward")]
-    own["compute"] = (own["forward"] | own["backward"]) & ~np.any(inside or [own["none"]], axis=0)
+    inside = np.any([own["step"], *(bins for kind, bins in own.items() if kind not in ("forward", "backward"))], axis=0)
+    own["compute"] = (own["forward"] | own["backward"]) & ~inside
     for kind in _ROWS.keys() - told:
         busy[kind] |= own[kind] & ~(own["wait"] & (kind != "wait"))
     rows = [kind for kind in _ROWS if busy[kind].any()]
-    figure = Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained")
-    axes, width = figure.subplots(), whole / 1e3  # ms
+    axes, width = Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained").subplots(), whole / 1e3  # ms
 
     def bars(bins: Any) -> list[tuple[float, float]]:
         edges = np.flatnonzero(np.diff(bins, prepend=False, append=False)) * width / _BINS
         return list(zip(edges[::2], edges[1::2] - edges[::2], strict=True))
 
     for kind, shade in _PASSES.items():
-        for left, long in bars(own[kind]):
-            axes.axvspan(left, left + long, color=shade, linewidth=0, zorder=0)
+        axes.broken_barh(bars(own[kind]), (-1, len(rows) + 1), facecolors=shade, linewidth=0, zorder=0)
         left, long = max(bars(own[kind]), key=lambda bar: bar[1], default=(0.0, 0.0))
         axes.text(left + long / 2, -0.72, kind if long > 0.05 * width else "", ha="center", va="center", color="#555555")
     for row, kind in enumerate(rows):
@@ -172,10 +143,8 @@ def draw(trace: Path) -> Path | None:
             axes.broken_barh(bars(bins), (row - 0.31, 0.62), facecolors=_ROWS[kind][1], alpha=alpha, linewidth=0)
         share = f", {hidden.sum() / busy[kind].sum():.0%} hidden" if kind not in ("compute", "wait") else ""
         axes.text(1.01, row, f"{busy[kind].mean() * width:,.0f} ms{share}", transform=axes.get_yaxis_transform(), va="center")
-    axes.set(xlim=(0, width), ylim=(len(rows) - 0.45, -1.0), xlabel="ms since the step began; pale: not hidden behind compute")
-    axes.set_yticks(range(len(rows)), [_ROWS[kind][0] for kind in rows])
-    axes.set_title(f"The last step: {width:,.0f} ms", loc="left", fontsize=12)
+    axes.set(xlim=(0, width), ylim=(len(rows) - 0.45, -1), yticks=range(len(rows)), yticklabels=[_ROWS[kind][0] for kind in rows])
+    axes.set(title=f"The last step: {width:,.0f} ms", xlabel="ms since the step began; pale: not hidden behind compute")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    picture = trace.with_name(trace.name.replace("trace", "timeline")).with_suffix(".png")
-    figure.savefig(picture, dpi=130)
+    axes.figure.savefig(picture := trace.with_name(trace.name.replace("trace", "timeline")).with_suffix(".png"), dpi=130)
     return picture

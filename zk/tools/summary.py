@@ -20,7 +20,7 @@ from zk.core.nbytes import placed_of
 from zk.core.placement import Place
 from zk.core.words import count, named, short, size
 
-_ROWS = {"param": "parameters", "in_place": "parameters in your files", "grad": "gradients", "master": "master", "moments": "moments"}
+_ROWS = {"param": "parameters", "in_place": "in your files", "grad": "gradients", "master": "master", "moments": "moments"}
 _SMALL_NBYTES, _WIDTH = 1 << 30, 80
 
 
@@ -29,34 +29,34 @@ class Summary:
     """Bytes of this rank's training state by kind and tier, at the fullest point of a step."""
 
     heading: str
-    tiers: dict[str, tuple[str, int]]
-    """Tier -> what it is, with its free and whole memory, and the bytes that are this rank's share of it."""
+    tiers: dict[str, tuple[str, int, int, int]]
+    """Tier -> name, bytes that are free, bytes that there are, and this rank's share of those."""
     nbytes: dict[str, dict[str, int]]
     """Kind -> tier -> bytes."""
     notes: tuple[str, ...]
 
     def total(self, tier: str) -> str:
         """Bytes on a tier and their share of it: "1.5 GiB (6.4%)"."""
-        nbytes, whole = sum(row.get(tier, 0) for row in self.nbytes.values()), self.tiers[tier][1]
-        percent = 100 * nbytes / whole if whole else 0.0
-        share = f" ({percent:.1f}%)" if percent >= 0.05 else " (<0.1%)" if percent else ""
-        return (size(nbytes) or "-") + share
+        nbytes, mine = sum(row.get(tier, 0) for row in self.nbytes.values()), self.tiers[tier][3]
+        percent = 100 * nbytes / max(mine, 1)
+        share = f" ({percent:.1f}%)" if percent >= 0.05 else " (<0.1%)"
+        return size(nbytes) + share * (mine > 0) if nbytes else "-"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if sum(sum(row.values()) for row in self.nbytes.values()) < _SMALL_NBYTES:
             lines = []
-            for tier, (label, _) in self.tiers.items():
-                kinds = [f"{kind} {size(row[tier])}" for kind, row in self.nbytes.items() if row.get(tier)]
-                lines += [wrap(f"{label}, training state {self.total(tier)}: {', '.join(kinds)}", ", ")] if kinds else []
+            for tier, (name, free, whole, _) in self.tiers.items():
+                kinds = ", ".join(f"{kind} {size(row[tier])}" for kind, row in self.nbytes.items() if row.get(tier))
+                room = f" {size(free)} free of {size(whole)}" if whole else ""
+                lines += [wrap(f"{name}{room}, state {self.total(tier)}: {kinds}", ", ")] if kinds else []
         else:
-            rows = [["", *(label for label, _ in self.tiers.values())]]
+            cells = [(name, f"{size(free)} free", f"of {size(whole)}") if whole else (name, "", "") for name, free, whole, _ in self.tiers.values()]
+            rows = [["", *row] for row in zip(*cells, strict=True)]
             rows += [[kind, *(size(row.get(tier, 0)) or "-" for tier in self.tiers)] for kind, row in self.nbytes.items()]
             rows.append(["total", *map(self.total, self.tiers)])
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([wrap(self.heading, " | "), *lines, *(wrap(note, " ") for note in self.notes)])
-
-    __repr__ = __str__
 
 
 def wrap(text: str, between: str) -> str:
@@ -73,7 +73,7 @@ def configured(config: Any) -> str:
         value = getattr(config, field.name)
         value = named(value) if isinstance(value, torch.dtype) else value
         if value != field.default:
-            value = f"{value / 2**30:.4g}GiB" if field.name.endswith("_budget") else value
+            value = f"{float(value) / 2**30:.4g}GiB" if field.name.endswith("_budget") else value
             lines.append(f"    {field.name}={value!r},\n")
     return f"zk.ZeroConfig(\n{''.join(lines)})" if lines else "zk.ZeroConfig()"
 
@@ -128,24 +128,20 @@ def _heading(optimizer: Any) -> str:
     return f"zk {version} | stage {config.stage} | {dtypes}{master} | {ranks}, {threads}{' each' * (world > 1)} | {numbers} in {len(held)} units"
 
 
-def _tiers(optimizer: Any, used: set[str]) -> dict[str, tuple[str, int]]:
+def _tiers(optimizer: Any, used: set[str]) -> dict[str, tuple[str, int, int, int]]:
     ranks = ranks_here(optimizer.everyone.world)
     shared = f" for {ranks} ranks" if ranks > 1 else ""
-
-    def told(name: str, whole: int, free: int) -> str:
-        return f"{name} {size(free)} free of {size(whole)}{shared}"
-
     whole, free = host_memory()
-    found = {"host": (told("host", whole, free), whole // ranks)}
+    found = {"host": (f"host{shared}", free, whole, whole // ranks)}
     if not optimizer.transfer.joined:
         free, whole = torch.cuda.mem_get_info(optimizer.device)
-        found = {"device": (f"GPU {size(free)} free of {size(whole)}", whole), **found}
+        found = {"device": ("GPU", free, whole, whole), **found}
     if "nvme" in used:
         paths = [path for path in optimizer.config.nvme_path if os.path.isdir(path)]
-        drives = {os.stat(path).st_dev: shutil.disk_usage(path) for path in paths}
-        whole, free = (sum(getattr(drive, name) for drive in drives.values()) for name in ("total", "free"))
-        found["nvme"] = told(short(optimizer.config.nvme_path[0]), whole, free), whole // ranks
-    return found | ({"files": ("your files", 0)} if "files" in used else {})
+        drives = {os.stat(path).st_dev: shutil.disk_usage(path) for path in paths}.values()
+        whole, free = sum(drive.total for drive in drives), sum(drive.free for drive in drives)
+        found["nvme"] = short(optimizer.config.nvme_path[0], 16), free, whole, whole // ranks
+    return found | ({"files": ("your files", 0, 0, 0)} if "files" in used else {})
 
 
 def show_once(optimizer: Any) -> None:
