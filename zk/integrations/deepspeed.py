@@ -76,14 +76,20 @@ def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str, Any]]:
             yield above, key, value
 
 
-def read(config: Config, auto: Mapping[str, Any], unused: Mapping[str, str]) -> dict[str, Any]:
+def _refusal(section: str, key: str, value: Any) -> ValueError:
+    known = [*_USED[section], *_NEEDLESS.split(), *(name.rpartition(".")[2] for name in _USED)]
+    close = difflib.get_close_matches(key, known, 1, 0.7)
+    instead = f"write {close[0]!r}, or remove it" if close else "remove it"
+    if key == "scheduler":
+        instead = "pass lr_scheduler=, of torch.optim.lr_scheduler or transformers"
+    name = f"{section}.{key}".lstrip(".")
+    return ValueError(f"there is no setting {name!r}; got {value!r}: {instead}")
+
+
+def _read(config: Config, auto: Mapping[str, Any], unused: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that zk uses, by dotted key, and name the other keys in one warning.
 
-    Args:
-        config: a path to the JSON, or a dict.
-        auto: what "auto" stands for, by dotted key.
-        unused: keys and sections that something else sets, with what that is.
-
+    ``auto`` has what "auto" stands for; ``unused``, what else sets a key or a section, and where.
     Raises ValueError for what is not JSON, an unknown key, and "auto" that stands for nothing.
     """
     if not isinstance(config, Mapping):
@@ -91,7 +97,7 @@ def read(config: Config, auto: Mapping[str, Any], unused: Mapping[str, str]) -> 
             config = json.loads(Path(config).read_text(encoding="utf-8-sig"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{config} must be JSON: {error}") from error
-    values, others = dict[str, Any](), list[tuple[str, str, str]]()
+    values, others = dict[str, Any](), set[tuple[str, str, str]]()
     for section, key, value in _flat(config):
         name = f"{section}.{key}".lstrip(".")
         place = name.partition(".")[0]
@@ -102,22 +108,13 @@ def read(config: Config, auto: Mapping[str, Any], unused: Mapping[str, str]) -> 
         elif value in (False, {}, {"enabled": False}, "auto"):
             continue  # it asks for nothing
         elif place in unused:
-            others.append((f"set by {unused[place]}", "", place))
+            others.add((f"set by {unused[place]}", "", place))
         elif key in _NEEDLESS.split():
-            others.append(("no effect on results", section, key))
+            others.add(("no effect on results", section, key))
         else:
-            known = [
-                *_USED[section],
-                *_NEEDLESS.split(),
-                *(part.rpartition(".")[2] for part in _USED),
-            ]
-            close = difflib.get_close_matches(key, known, 1, 0.7)
-            instead = f"write {close[0]!r}, or remove it" if close else "remove it"
-            if name == "scheduler":
-                instead = "pass lr_scheduler=, of torch.optim.lr_scheduler or transformers"
-            raise ValueError(f"there is no setting {name!r}; got {value!r}: {instead}")
+            raise _refusal(section, key, value)
     lines, last = list[str](), ("", "")
-    for head, section, key in sorted({*others}):
+    for head, section, key in sorted(others):
         lines += [f"  {head}:"] * (head != last[0])
         lines += [f"    {section}."] * (section != "" and (head, section) != last)
         lines.append(f"    {'  ' * (section != '')}{key}")
@@ -127,8 +124,8 @@ def read(config: Config, auto: Mapping[str, Any], unused: Mapping[str, str]) -> 
     return {name: value for name, value in values.items() if value != "auto"}
 
 
-def zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ZeroConfig:
-    """The ZeroConfig of what ``read`` returns; ``overrides`` are fields that win."""
+def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ZeroConfig:
+    """The ZeroConfig of what ``_read`` returns; ``overrides`` are fields that win."""
     fields: dict[str, Any] = {"stage": values.get("zero_optimization.stage", 0)}
     for field in ("param", "optimizer"):
         section = f"zero_optimization.offload_{field}"
@@ -156,21 +153,21 @@ def zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zero
 def from_deepspeed(config: Config, auto: Any, overrides: Mapping[str, Any]) -> ZeroConfig:
     """See ``ZeroConfig.from_deepspeed``."""
     unused = dict.fromkeys([*_BATCH, "optimizer", "scheduler"], "your loop, or zk.initialize")
-    return zero_config(read(config, auto, unused), overrides)
+    return _zero_config(_read(config, auto, unused), overrides)
 
 
 def for_trainer(config: Config, args: Any) -> ZeroConfig:
     """The ZeroConfig of a JSON for a Trainer, whose TrainingArguments say all the rest."""
     unused = [*_BATCH, "gradient_clipping", "optimizer", "scheduler"]
     auto = {"bf16.enabled": args.bf16, "fp16.enabled": args.fp16}
-    values = read(config, auto, dict.fromkeys(unused, "TrainingArguments"))
-    return zero_config(values, {"clip_grad_norm": None})  # the Trainer clips
+    values = _read(config, auto, dict.fromkeys(unused, "TrainingArguments"))
+    return _zero_config(values, {"clip_grad_norm": None})  # the Trainer clips
 
 
 def is_deepspeed(zero: Any) -> bool:
     """Return whether this is DeepSpeed's JSON, a path or a dict, and no field of ZeroConfig."""
-    is_dict = isinstance(zero, Mapping) and "zero_optimization" in zero
-    return is_dict or isinstance(zero, (str, os.PathLike))
+    sections = zero if isinstance(zero, Mapping) else ()
+    return isinstance(zero, (str, os.PathLike)) or "zero_optimization" in sections
 
 
 def _batch_sizes(values: Mapping[str, Any], world: int) -> tuple[int, int, int]:
@@ -310,15 +307,12 @@ def initialize(
     """
     config = config or getattr(args, "deepspeed_config", None)
     if config is None or not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a module, and config= a path or dict; got {model!r}, {config!r}"
-        )
+        raise TypeError(f"model must be a module, config= a path or dict; got {model}, {config}")
     dtypes = {param.dtype for param in model.parameters()}
-    models = {"bf16.enabled": dtypes == {torch.bfloat16}, "fp16.enabled": dtypes == {torch.float16}}
-    values = read(
-        config, {**models, **(auto or {})}, {"optimizer": "optimizer="} if optimizer else {}
-    )
-    zero = zero_config(values, overrides)
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    auto = {**{f"{key}.enabled": dtypes == {named[key]} for key in named}, **(auto or {})}
+    values = _read(config, auto, {"optimizer": "optimizer="} if optimizer else {})
+    zero = _zero_config(values, overrides)
     sizes = _batch_sizes(values, world_to_join(zero.process_group))
     params = list(model.parameters() if model_parameters is None else model_parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -345,8 +339,8 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
     ``options`` are those of ``torch.distributed.init_process_group``; the backend is NCCL or gloo.
     """
     if not dist.is_initialized():
-        store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        alone = {"store": store, "rank": 0, "world_size": 1}
-        more: dict[str, Any] = {**({} if "RANK" in os.environ else alone), **options}
-        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        dist.init_process_group(backend, **more)
+        if "RANK" not in os.environ:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            options = {"store": store, "rank": 0, "world_size": 1, **options}
+        default = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(dist_backend or default, **options)

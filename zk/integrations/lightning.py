@@ -129,8 +129,6 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self.config = ZeroConfig(**options)
         super().__init__(**theirs)
 
-    # ---- processes and precision -------------------------------------------------------------
-
     @property
     def _is_alone(self) -> bool:
         """True for one process: it needs no launcher, no group and no sampler."""
@@ -170,8 +168,6 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                     "contradict each other; leave one out"
                 )
         self._precision_plugin = plugin
-
-    # ---- setup and steps ---------------------------------------------------------------------
 
     def model_sharded_context(self) -> Any:
         return deferred_init(self.root_device)
@@ -279,7 +275,8 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         path = Path(checkpoint_path)
         if not path.is_dir():
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
+            plain: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+            return plain
         if not (path / _REST).is_file():
             raise CheckpointError(f"{path} has no {_REST}: it is no whole checkpoint of a Trainer")
         rest: dict[str, Any] = super().load_checkpoint(path / _REST, *args, **kwargs)
@@ -317,10 +314,8 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         elif self.is_global_zero:
             os.unlink(filepath)
 
-    # ---- the end -----------------------------------------------------------------------------
-
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt) and self.zero is not None and self.is_global_zero:
+        if isinstance(exception, KeyboardInterrupt) and self.zero and self.is_global_zero:
             say(stopped(self.zero), always=True)
         self._failed = True  # other ranks may be elsewhere: nothing collective from here on
 
