@@ -25,7 +25,7 @@ from nvme_floor import rates
 
 import zk
 from zk.core.memory import peak_nbytes
-from zk.tools.train.gpt import GPT, GPTConfig
+from zk.tools.gpt import GPT, GPTConfig
 
 GB = 1e9
 

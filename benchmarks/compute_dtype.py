@@ -16,7 +16,7 @@ os.environ.setdefault("ZK_QUIET", "1")
 import torch
 
 import zk
-from zk.tools.train.gpt import GPT, GPTConfig
+from zk.tools.gpt import GPT, GPTConfig
 
 SETTINGS: dict[str, dict[str, Any]] = {
     'dtype="bf16"': {"dtype": "bf16"},

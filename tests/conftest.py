@@ -34,7 +34,7 @@ FOUR_RANKS = ("test_model_parallel", "test_model_parallel_dtensor", "test_model_
 LONGEST = (
     *FOUR_RANKS,
     *("test_parity", "test_parity_device", "test_gpu", "test_waits", "test_huggingface", "test_qlora"),
-    *("test_simulate", "test_lightning", "test_user_programs", "test_materialize", "test_mixture"),
+    *("test_simulate", "test_lightning", "test_user_programs", "test_materialize"),
     *("test_resume", "test_kernels", "test_user_programs_ranks", "test_train"),
 )
 

@@ -24,7 +24,7 @@ from zk.bench.clock import Case, Report, copy_gbps, matmul_tflops, row_of, secon
 from zk.offload.nvme import File
 from zk.tools import doctor
 from zk.tools.cli import app
-from zk.tools.train.gpt import GPTConfig
+from zk.tools.gpt import GPTConfig
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from zk import kernels
 from zk.offload.pinned import Arena
 from zk.offload.streams import CudaLink, link_to
 from zk.parallel.comm import Group
-from zk.tools.train import run
-from zk.tools.train.gpt import GPTConfig
+from zk.tools.gpt import GPTConfig
+from zk.tools.train import Training
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -388,12 +389,13 @@ def test_each_rank_of_zk_train_makes_its_gpu_the_current_one(tmp_path: Path, mon
     text = tmp_path / "text.txt"
     text.write_text("all work and no play " * 200)
     zero = zk.ZeroConfig(stage=2, optimizer_tier="host", dtype="fp32")
-    job = run.Job((text,), tmp_path / "out", GPTConfig(layers=1, width=16, heads=2, context=16), steps=2, batch=2, sample=4, zero=zero)
-    run.train(job)
+    sizes = GPTConfig(layers=1, width=16, heads=2, context=16)
+    job = partial(Training, sizes, zero, data=[text], out=tmp_path / "out", steps=2, batch=2, sample=4)
+    job().train()
     assert torch.cuda.current_device() == 1
     monkeypatch.setenv("LOCAL_RANK", str(torch.cuda.device_count()))
     with pytest.raises(ValueError, match="start no more ranks than that"):
-        run.train(job)
+        job()
 
 
 @needs_two

@@ -22,9 +22,9 @@ from tests.world import run_world
 from zk.core.events import Event
 from zk.offload.streams import Link
 from zk.tools.cli import app
+from zk.tools.gpt import GPT, GPTConfig
 from zk.tools.models import model_of
 from zk.tools.plan import GIB, Machine, Plan, deepspeed_nbytes, sizes_of, step_of
-from zk.tools.train.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
 WIDE = GPTConfig(vocab=512, width=256, layers=6, heads=4, context=32)

@@ -1,19 +1,21 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: train models larger than the accelerator's memory."""
 
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from zk.config import ZeroConfig
-from zk.core.precision import DynamicLossScale
-from zk.nn.activations import offload_activations
-from zk.nn.deferred import deferred_init
-from zk.nn.pretrained import load_pretrained
-from zk.nn.tiled_linear import TiledLinear, tile_linears
-from zk.optimizer import ZeroOptimizer
-from zk.parallel.gather import gather
-from zk.tools.profile import profile
-
 if TYPE_CHECKING:
+    from zk.config import ZeroConfig
+    from zk.core.precision import DynamicLossScale
     from zk.integrations.deepspeed import add_config_arguments, init_distributed, initialize
+    from zk.nn.activations import offload_activations
+    from zk.nn.deferred import deferred_init
+    from zk.nn.pretrained import load_pretrained
+    from zk.nn.tiled_linear import TiledLinear, tile_linears
+    from zk.optimizer import ZeroOptimizer
+    from zk.parallel.gather import gather
+    from zk.tools.profile import profile
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +34,22 @@ __all__ = [
     "tile_linears",
 ]
 
+# each is imported when it is first used, so that `zk --help` needs no torch
+_MODULES = {
+    "DynamicLossScale": "zk.core.precision",
+    "TiledLinear": "zk.nn.tiled_linear",
+    "ZeroConfig": "zk.config",
+    "ZeroOptimizer": "zk.optimizer",
+    "add_config_arguments": "zk.integrations.deepspeed",
+    "deferred_init": "zk.nn.deferred",
+    "gather": "zk.parallel.gather",
+    "init_distributed": "zk.integrations.deepspeed",
+    "initialize": "zk.integrations.deepspeed",
+    "load_pretrained": "zk.nn.pretrained",
+    "offload_activations": "zk.nn.activations",
+    "profile": "zk.tools.profile",
+    "tile_linears": "zk.nn.tiled_linear",
+}
 _OF_DEEPSPEED = {  # names of DeepSpeed that scripts use: what to write instead
     "DeepSpeedEngine": "zk.integrations.deepspeed.Engine is what zk.initialize returns",
     "checkpointing": "use torch.utils.checkpoint, and zk.offload_activations()",
@@ -44,11 +62,10 @@ _OF_DEEPSPEED = {  # names of DeepSpeed that scripts use: what to write instead
 
 
 def __getattr__(name: str) -> Any:
-    """DeepSpeed's calls, which are imported when they are used."""
-    if name in ("add_config_arguments", "init_distributed", "initialize"):
-        from zk.integrations import deepspeed
-
-        return getattr(deepspeed, name)
+    """Import a public name when it is first used; say what to write for others of DeepSpeed."""
+    if name in _MODULES:
+        globals()[name] = value = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
     hint = f"; {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
     raise AttributeError(f"module 'zk' has no attribute {name!r}{hint}")
 

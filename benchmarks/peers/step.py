@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.core.memory import peak_nbytes
-from zk.tools.train.gpt import GPT, GPTConfig
+from zk.tools.gpt import GPT, GPTConfig
 
 LR, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
 CLIP = [1.0]  # 0: gradients are not clipped

@@ -142,6 +142,6 @@ def step(
     options = dict(locals())
     with mendable("bench step"):
         from zk.bench.step import measure
-        from zk.tools.train.gpt import GPTConfig
+        from zk.tools.gpt import GPTConfig
 
         _print(measure(chosen(GPTConfig, options), zero_config(options), batch, rounds, plain), as_json)

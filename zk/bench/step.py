@@ -21,7 +21,7 @@ from zk.core.memory import peak_nbytes
 from zk.nn.deferred import default_device
 from zk.offload.cpu_adam import CPUAdam
 from zk.optimizer import ZeroOptimizer
-from zk.tools.train.gpt import GPT, GPTConfig
+from zk.tools.gpt import GPT, GPTConfig
 
 _COMPARED = 3
 # relative difference of losses: the rounding of 16 bits where plain torch keeps fp32 weights, none to speak of in fp32

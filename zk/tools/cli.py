@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typer.core import TyperGroup
 
 from zk import __version__
 from zk.bench.commands import app as bench
-from zk.tools.terminal import chosen, mendable, zero_config
+from zk.tools.terminal import mendable
 
 
 class Commands(TyperGroup):
@@ -40,10 +41,13 @@ class Commands(TyperGroup):
                 said = f"{error.filename}: {error.strerror}"
             typer.secho(f"zk {ctx.invoked_subcommand}: {said}", err=True, fg="red")
             raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.secho(f"zk {ctx.invoked_subcommand}: interrupted", err=True, fg="red")
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(
-    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+    name="zk", cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 
@@ -81,166 +85,60 @@ def start(
 def train(
     data: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Text to learn from; may be repeated. Default: Python's own documentation and sources.",
-            exists=True,
-            dir_okay=False,
-        ),
+        typer.Option(help="Text file; repeatable. Default: Python's documentation.", exists=True),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the model and its checkpoints.")
-    ] = Path("runs/latest"),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 16,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
-    accumulation: Annotated[
-        str,
-        typer.Option(
-            help="Their order: horizontal, one after the other; vertical, block by block; auto, vertical where state rests elsewhere."
-        ),
-    ] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for model, picture and checkpoints.")] = Path(
+        "runs/latest"
+    ),
     model: Annotated[
-        str,
-        typer.Option(
-            help="gpt:125m; moe:100m or moe:30b-a3b, mixtures of experts; or sizes: gpt:width=512, moe:experts=64,used=2."
-        ),
-    ] = "gpt:layers=6",
-    layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of the model; so are the next two. Default: as --model has it."),
-    ] = None,
-    width: Annotated[int | None, typer.Option(min=1)] = None,
-    heads: Annotated[int | None, typer.Option(min=1)] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Bytes the model sees at once. Default: as --model has it, or 128."
-        ),
-    ] = None,
+        str, typer.Option(help="gpt:125m, or sizes by name.")
+    ] = "gpt:layers=6,width=256",
+    context: Annotated[int, typer.Option(min=2, help="Bytes the model sees at once.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 16,
     lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
-    stage: Annotated[
-        int,
-        typer.Option(
-            help="ZeRO stage: 0 nothing partitioned, 1 optimizer state, 2 and gradients, 3 and parameters."
-        ),
-    ] = 3,
-    optimizer_tier: Annotated[
-        str,
-        typer.Option(help="Where gradients and optimizer state live: device, host, nvme, auto."),
-    ] = "host",
-    param_tier: Annotated[
-        str | None,
-        typer.Option(
-            help="Where parameters rest between uses: device; at stage 3 also host, nvme, auto. Default: host at stage 3."
-        ),
+    stage: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 3,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where it is fast.")
     ] = None,
+    param_tier: Annotated[
+        str | None, typer.Option(help="device, host, nvme, auto. Default: host at stage 3.")
+    ] = None,
+    optimizer_tier: Annotated[str, typer.Option(help="device, host, nvme, auto.")] = "host",
     nvme_path: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Folder on the drive, for the nvme tier; repeat it to stripe over several.",
-            exists=True,
-            file_okay=False,
-        ),
+        typer.Option(help="Folder for the nvme tier; repeatable.", exists=True, file_okay=False),
     ] = None,
     device_budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Device memory that training state may take; tiers that are auto fill it first."
-        ),
+        str | None, typer.Option(help="Most device memory for training state, such as 4GiB.")
     ] = None,
     host_budget: Annotated[
-        str | None, typer.Option(help="Host memory that training state may take, such as 4GiB.")
+        str | None, typer.Option(help="Most host memory for training state, such as 4GiB.")
     ] = None,
-    state_dtype: Annotated[
-        str, typer.Option(help="Adam's moments: fp32; bf16, which halves them; or 8bit.")
-    ] = "fp32",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="bf16, fp16 or fp32. Default: bf16 where the hardware multiplies it, else fp32."
-        ),
-    ] = None,
-    compute_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="fp32, with --dtype bf16 at stage 3: for hardware that does not multiply bf16."
-        ),
-    ] = None,
-    clip: Annotated[
-        float, typer.Option(help="Largest global gradient norm; 0 for no clipping.", min=0.0)
-    ] = 1.0,
-    prefetch: Annotated[int, typer.Option(help="Stage 3: units to gather ahead of use.")] = 1,
-    overlap_step: Annotated[
-        bool,
-        typer.Option(
-            "--overlap-step", help="Update in the background, in the order of the next forward."
-        ),
-    ] = False,
-    overlap_backward: Annotated[
-        bool,
-        typer.Option(
-            "--overlap-backward", help="Update in the background of backward too; changes no bit."
-        ),
-    ] = False,
-    delay_update: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Steps before each update begins to count one step later, which hides it and changes numbers.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=-(2**62), max=2**62)] = 0,
-    sample: Annotated[
-        int, typer.Option(min=0, help="Bytes of text to generate before and after; 0 for none.")
-    ] = 240,
-    check: Annotated[
-        bool, typer.Option("--check", help="Train plain PyTorch beside it and print both losses.")
-    ] = False,
-    save_every: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Steps between checkpoints in OUT/checkpoints, written in the background; 0 for none.",
-        ),
-    ] = 0,
-    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 0,
     resume: Annotated[
-        str | None,
-        typer.Option(
-            help="Go on from a checkpoint: a folder, or auto for the newest in OUT/checkpoints if there is one."
-        ),
+        str | None, typer.Option(help="A checkpoint's folder; auto: the newest in OUT, if any.")
     ] = None,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile",
-            help="Record the third to fifth step: OUT/profile/trace.json and timeline.png.",
-        ),
-    ] = False,
+    sample: Annotated[
+        int, typer.Option(min=0, help="Bytes to generate before and after training.")
+    ] = 240,
 ) -> None:
-    """Train a byte-level GPT, or a mixture of experts, on real text. Data parallel: torchrun --nproc_per_node 2 -m zk train.
+    """Train a small GPT on text. On several GPUs: torchrun --nproc_per_node 2 -m zk train.
 
-    Ctrl-C and SIGTERM: the step in progress is finished, a checkpoint saved, and the exit code is 0. A second Ctrl-C ends the run at once.
+    Ctrl-C saves a checkpoint after the current step, and exits with code 130; SIGTERM, with 0.
     """
-    options = dict(locals())
-    from zk.tools.train.run import Job
-    from zk.tools.train.run import train as run
-    from zk.tools.train.sizes import config_of
+    from zk.config import ZeroConfig
+    from zk.tools.gpt import config_of
+    from zk.tools.train import Training
 
-    with mendable("train"):
-        sizes = {
-            name: options[name]
-            for name in ("layers", "width", "heads", "context")
-            if options[name] is not None
-        }
-        if overlap_backward:
-            options["overlap_step"] = "backward"
-        zero = zero_config(options, clip_grad_norm=clip or None)
-        run(
-            chosen(
-                Job, options, data=tuple(data or ()), model=config_of(model, 128, sizes), zero=zero
-            )
-        )
+    place: dict[str, Any] = {"nvme_path": tuple(map(str, nvme_path or ())) or None}
+    place |= {"param_tier": param_tier or ("host" if stage == 3 else "device")}
+    place |= {"optimizer_tier": optimizer_tier, "device_budget": device_budget}
+    place |= {"host_budget": host_budget}
+    zero = ZeroConfig(stage=stage, dtype=dtype, clip_grad_norm=1.0, **place)
+    sizes = config_of(model, context)
+    run = Training(sizes, zero, data or (), out, steps, batch, lr, sample, save_every, resume)
+    raise typer.Exit(130 if run.train() == signal.SIGINT else 0)
 
 
 @app.command()

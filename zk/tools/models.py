@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from zk.nn.deferred import deferred_init
-from zk.tools.train.gpt import GPT
-from zk.tools.train.sizes import config_of
+from zk.tools.gpt import GPT, config_of
 
 # width, blocks, heads, heads of keys and values, width of a head and of the MLP, vocabulary; then
 # tied: head and embedding; biases: of queries, keys, values; normed: queries and keys; four norms

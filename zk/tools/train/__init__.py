@@ -1,1 +1,0 @@
-"""The main job of `python -m zk train`: a byte-level GPT on real text."""
