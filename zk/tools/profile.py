@@ -100,7 +100,7 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
 
 def _kind(event: dict[str, Any]) -> str:
     words = event["name"].split()
-    if event["cat"] == "user_annotation" and words[0] == "zk:":
+    if words[:1] == ["zk:"] and event["cat"] == "user_annotation":
         return "gather" if words[-1] == "reduce" else str(words[-1] if words[-1] in OF_UNITS else words[1])
     return next((kind for pattern, kind in _DEVICE.items() if re.match(pattern, f"{event['cat']} {event['name']}".lower())), "")
 
@@ -113,8 +113,7 @@ def draw(trace: Path) -> Path:
     spans = [(_kind(event), event["tid"], event["ts"], event["ts"] + event["dur"], event["cat"] == "user_annotation") for event in events]
     steps = [min((span[2] for span in spans), default=0.0), *sorted(span[3] for span in spans if span[0] == "step")]
     start, whole = steps[-2:][0], max(steps[-1] - steps[-2:][0], 1)
-    training = {tid for kind, tid, *_ in spans if kind in _PASSES}
-    told = {kind for kind, *_, by_host in spans if not by_host}  # by the GPU itself
+    training, told = {span[1] for span in spans if span[0] in _PASSES}, {span[0] for span in spans if not span[4]}  # told by the GPU itself
     busy, own = (defaultdict[str, Any](lambda: np.zeros(_BINS, bool)) for _ in range(2))  # elsewhere, and on a thread that trains
     for kind, tid, begin, stop, by_host in spans:
         part = slice(max(0, int((begin - start) / whole * _BINS)), max(0, int((stop - start) / whole * _BINS) + 1))
@@ -127,7 +126,8 @@ def draw(trace: Path) -> Path:
     for kind in _ROWS.keys() - told:
         busy[kind] |= own[kind] & ~(own["wait"] & (kind != "wait"))
     rows = [kind for kind in _ROWS if busy[kind].any()]
-    axes, width = Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained").subplots(), whole / 1e3  # ms
+    figure, width = Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained"), whole / 1e3  # ms
+    axes = figure.subplots()
 
     def bars(bins: Any) -> list[tuple[float, float]]:
         edges = np.flatnonzero(np.diff(bins, prepend=False, append=False)) * width / _BINS
@@ -146,5 +146,5 @@ def draw(trace: Path) -> Path:
     axes.set(xlim=(0, width), ylim=(len(rows) - 0.45, -1), yticks=range(len(rows)), yticklabels=[_ROWS[kind][0] for kind in rows])
     axes.set(title=f"The last step: {width:,.0f} ms", xlabel="ms since the step began; pale: not hidden behind compute")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.figure.savefig(picture := trace.with_name(trace.name.replace("trace", "timeline")).with_suffix(".png"), dpi=130)
+    figure.savefig(picture := trace.with_name(trace.name.replace("trace", "timeline")).with_suffix(".png"), dpi=130)
     return picture
