@@ -103,9 +103,8 @@ def read_tables(path: Path) -> dict[str, Entry]:
     files = [path]
     if path.suffix == ".json":
         try:
-            files = sorted(
-                {path.parent / name for name in json.loads(path.read_text())["weight_map"].values()}
-            )
+            names = json.loads(path.read_text())["weight_map"].values()
+            files = sorted({path.parent / name for name in names})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is no index of safetensors files (it needs a 'weight_map' of names to "
@@ -118,23 +117,17 @@ def read_tables(path: Path) -> dict[str, Entry]:
                 f"{path} names {file.name}, which is not there; download the folder again"
             )
         try:
-            with (
-                safe_open(file, framework="pt"),
-                file.open("rb") as opened,
-            ):  # the first checks the file
+            with safe_open(file, framework="pt"), file.open("rb") as opened:  # the first checks it
                 nbytes = int.from_bytes(opened.read(8), "little")
-                table, seen = (
-                    json.loads(opened.read(nbytes)),
-                    identity_of(os.fstat(opened.fileno())),
-                )
+                table = json.loads(opened.read(nbytes))
+                seen = identity_of(os.fstat(opened.fileno()))
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
         table.pop("__metadata__", None)
         for key, found in table.items():
             shape, dtype = tuple(found["shape"]), DTYPE_OF.get(found["dtype"])
-            entries[key] = Entry(
-                file, key, seen, shape, dtype, 8 + nbytes + found["data_offsets"][0]
-            )
+            offset = 8 + nbytes + found["data_offsets"][0]
+            entries[key] = Entry(file, key, seen, shape, dtype, offset)
     return entries
 
 

@@ -1,9 +1,8 @@
 """Recording of a module's constructor, so that parameters get their values when, and where, they are first needed.
 
-``deferred_init`` runs a model's own construction on tensors without memory and writes down what was done to each. Random numbers are
-drawn and thrown away as construction goes, so each draw's generator state is known, and everything random afterwards is as it would
-have been. ZeroOptimizer then makes the values one parameter at a time, straight into the unit that is moved to its tier: the same
-bits as plain construction under the same seed.
+``deferred_init`` runs a model's own construction on tensors without memory and records what is done to each. Random numbers are drawn
+and dropped, so the generator's state before each draw is known, and later draws are the same. ZeroOptimizer makes the values one
+parameter at a time: the same bits as plain construction under the same seed.
 Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2 (initialization of models that exceed memory).
 """
 
@@ -13,6 +12,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 # in-place calls after which nothing is left of what was there before
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
-
-
 # what changes running_mean and running_var in training, and does not say so in its schema
 _WRITES_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
@@ -99,11 +97,10 @@ class Recording:
 
     def end(self) -> None:
         """Construction is over."""
-        for tensors in self.tensors.values():
-            for tensor in tensors:
-                self.versions.setdefault(_storage(tensor), {0}).add(tensor._version)  # by where it lies now: .half() and .to() move it
-                if isinstance(tensor, nn.Parameter) and _SOURCE in tensor.__dict__ and not isinstance(tensor, _WithoutMemory):
-                    tensor.__class__ = _stand_in(type(tensor))  # type: ignore[assignment]
+        for tensor in itertools.chain.from_iterable(self.tensors.values()):
+            self.versions.setdefault(_storage(tensor), {0}).add(tensor._version)  # by where it lies now: .half() and .to() move it
+            if isinstance(tensor, nn.Parameter) and _SOURCE in tensor.__dict__ and not isinstance(tensor, _WithoutMemory):
+                tensor.__class__ = _stand_in(type(tensor))  # type: ignore[assignment]
         self.tensors.clear()
 
     def saw(self, tensor: Tensor) -> bool:
@@ -217,10 +214,8 @@ class _Recorder(TorchDispatchMode):
         if not metas and not moves and (tensors or not takes_device):
             return func(*args, **kwargs)  # real values that the user brought
         if lost := [tuple(tensor.shape) for tensor in metas if not self.recording.knows(tensor)]:
-            raise RuntimeError(
-                f"deferred_init: {func} takes a tensor of shape {lost[0]} without memory that was not made in it; "
-                "build all of the model within one deferred_init"
-            )
+            what = f"{func} takes a tensor of shape {lost[0]} without memory that was not made in it"
+            raise RuntimeError(f"deferred_init: {what}; build all of the model within one deferred_init")
         written = _written(func, args, kwargs)
         if not all(map(_is_meta, written)):  # a real tensor takes values that do not exist yet
             return self._on_values(func, args, kwargs)
@@ -246,11 +241,8 @@ class _Recorder(TorchDispatchMode):
             overwritten = {_storage(tensor) for tensor in written} if _fills(func) and all(are_whole) else set()
             others = {_storage(tensor) for tensor in metas if not any(tensor is target for target in written)}
             reads = [storage for storage in given if storage not in overwritten or storage in others]
-            # objects of our own: the model's parameters will be given memory
-            # (and copies of what is real: it may change before it is needed)
-            args, kwargs, outputs = tree_map_only(
-                Tensor, lambda tensor: tensor.detach() if _is_meta(tensor) else tensor.detach().clone(), (args, kwargs, outputs)
-            )
+            # objects of our own, as parameters will be given memory; copies of what is real, as it may change
+            args, kwargs, outputs = tree_map_only(Tensor, _kept, (args, kwargs, outputs))
             self.recording.add(_Op(func, args, kwargs, outputs, reads, place, state, torch.get_default_dtype()), [*written, *new])
         return result
 
@@ -293,6 +285,10 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     if func._schema.name in _WRITES_STATISTICS and given.get("training"):
         names += ["running_mean", "running_var"]
     return [given[name] for name in names if isinstance(given.get(name), Tensor)]
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach() if _is_meta(tensor) else tensor.detach().clone()
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -142,10 +142,8 @@ def _asked(model: nn.Module, what: str, names: Mapping[str, str]) -> list[str]:
 def _with_closest(names: list[str], among: list[str]) -> str:
     """A few of ``names``, each with the closest of others."""
     close = [difflib.get_close_matches(name, among, 1, 0.8) for name in names[:5]]
-    said = [
-        " (closest: ".join([name, *match]) + ")" * len(match)
-        for name, match in zip(names, close, strict=False)
-    ]
+    pairs = zip(names, close, strict=False)
+    said = [" (closest: ".join([name, *match]) + ")" * len(match) for name, match in pairs]
     return some(said + names[5:], 5)
 
 
@@ -168,11 +166,8 @@ def _misfit(path: str | Path, wrong: list[str], missing: list[str], extra: list[
         hint = " (strict=False ignores these, and warns of trained parameters that are missing)"
     if any(".base_layer." in name for name in missing):
         hint = "; load a base before PEFT wraps it"
-    problems = {"other shapes": some(wrong, 5)}
-    problems |= {
-        "missing": _with_closest(missing, extra),
-        "unexpected": _with_closest(extra, missing),
-    }
+    problems = {"other shapes": some(wrong, 5), "missing": _with_closest(missing, extra)}
+    problems["unexpected"] = _with_closest(extra, missing)
     said = "; ".join(f"{what}: {those}" for what, those in problems.items() if those)
     return f"{path} does not fit the model; {said}{hint}"
 
@@ -203,9 +198,7 @@ def _sources(
             hint = f"; names were compared as they are: transformers >= 5.0 converts them ({error})"
     shapes = {name: tuple(parts.get(tensor, tensor).shape) for name, tensor in known.items()}
     offers, wrong = offered(groups, shapes)
-    found = {
-        tensor: [name for name in aliases if name in offers] for tensor, aliases in names.items()
-    }
+    found = {tensor: [name for name in those if name in offers] for tensor, those in names.items()}
     absent = {names[tensor][0]: tensor for tensor, those in found.items() if not those}
     missing = _asked(model, "missing", {name: name for name in absent}) * strict
     extra = _asked(model, "unexpected", unexpected) * strict
@@ -219,11 +212,8 @@ def _sources(
     trained = (param for param in model.parameters() if param.requires_grad)
     inner = {tensor for param in trained for _, tensor in inner_tensors(param)}
     if left := [name for name, tensor in absent.items() if tensor in inner]:
-        log.warning(
-            "trained parameters keep the values that they have, as %s has none for them: %s",
-            path,
-            ", ".join(left),
-        )
+        those = ", ".join(left)
+        log.warning("trained parameters keep the values they have; %s lacks them: %s", path, those)
     if used is not None:
         model._weight_conversions = used  # type: ignore[assignment]  # save_pretrained reverts it
     device = compute_device(model)
