@@ -1,7 +1,11 @@
-"""Models by name, on the meta device: `gpt:10b`, `llama:8b`, a config.json, `module:factory`."""
+"""Models and machines by the names that people type, for `zk plan`.
+
+Models have no memory: `gpt:10b`, `llama:8b`, a hub name, a config.json, `module:factory`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -13,9 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from zk.core.memory import host_memory
+from zk.core.options import parse_nbytes
 from zk.nn.deferred import deferred_init
 from zk.tools.gpt import GPT, config_of
 
+GIB = 1 << 30
+# the share that training may take; the rest is for the system and fragmentation
+USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
+# published: GiB, dense bf16 TFLOP/s, and GB/s of the link each way, as copies reach it
+CARDS = {"3090": (24, 71, 25), "4090": (24, 165, 25), "5090": (32, 210, 50)}
+CARDS |= {"a100": (80, 312, 25), "h100": (80, 989, 50), "h200": (141, 989, 50)}
 # width, blocks, heads, heads of keys and values, width of a head and of the MLP, vocabulary; then
 # tied: head and embedding; biases: of queries, keys, values; normed: queries and keys; four norms
 _TABLE = """
@@ -131,3 +143,44 @@ def _from_config(spec: str) -> nn.Module:
         raise ValueError(said) from None
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Memory, and rates in 1e9 bytes/s. Up to 8 ranks share a machine's RAM, CPU and drive."""
+
+    gpu_nbytes: int | None  # of each rank; None: no GPU, so that the device's memory is the host's
+    ram_nbytes: int
+    nvme_nbytes: int = 0
+    world: int = 1
+    tflops: float = 2.4  # 1e12 operations/s of a rank
+    source: str = "16 cores"  # of tflops
+    link_gbps: float = 25.0  # between host and GPU each way, and between ranks
+    dram_gbps: float = 120.0
+    read_gbps: float = 13.0  # of a Gen5 drive
+    written_gbps: float = 9.0
+
+    @classmethod
+    def of(cls, gpu: str | None, ram: str | None, nvme: str, world: int) -> Machine:
+        """The machine that options describe. What they leave out is this machine's."""
+        has_one = not gpu and torch.cuda.is_available()
+        here = torch.cuda.get_device_properties(0) if has_one else None
+        sizes: dict[str, Any] = {"world": world, "gpu_nbytes": None}
+        sizes["ram_nbytes"] = parse_nbytes(ram, "--ram") if ram else host_memory()[0]
+        sizes["nvme_nbytes"] = 0 if nvme == "none" else parse_nbytes(nvme, "--nvme")
+        name = here.name if here else gpu or "none"
+        if name == "none":
+            return cls(**sizes)
+        card = next((card for card in CARDS if re.search(rf"\b(rtx)?{card}\b", name.lower())), "")
+        gib, tflops, link = CARDS.get(card, (0, 250, 25))
+        source = f"40% of the {tflops} published for a {card}"  # as models of transformers reach it
+        source = source if card else f"a guess; name a card: --gpu {'|'.join(CARDS)}"
+        nbytes = here.total_memory if here else gib * GIB or parse_nbytes(name, "--gpu")
+        sizes |= {"gpu_nbytes": nbytes, "tflops": 0.4 * tflops}
+        return cls(**sizes, source=source, link_gbps=link)
+
+    def capacity(self, memory: str) -> int:
+        """Bytes of a rank that training may take."""
+        shared = {"host": self.ram_nbytes, "nvme": self.nvme_nbytes}
+        nbytes = shared[memory] // min(self.world, 8) if memory in shared else self.gpu_nbytes or 0
+        return int(USABLE[memory] * nbytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -22,23 +21,14 @@ from torch import nn
 from zk.config import ZeroConfig, changes
 from zk.core.checks import check_state_dtype
 from zk.core.fit import Footprint, footprint_of
-from zk.core.memory import host_memory
-from zk.core.options import parse_nbytes
 from zk.core.precision import stored_dtypes
 from zk.core.units import find_units
 from zk.offload.rules import rule_for
-from zk.tools.models import model_of
+from zk.tools.models import CARDS, GIB, Machine, model_of
 
-GIB = 1 << 30
 NAMES = {"device": "GPU", "host": "host", "nvme": "drive"}
-# the share that training may take; the rest is for the system and fragmentation
-USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
 TOKENS = (16384, 8192, 4096, 2048, 1024, 512)  # of a step, tried in this order
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor"}  # SGD with momentum
-# published: GiB, dense bf16 TFLOP/s, and GB/s of the link each way, as copies reach it
-CARDS = {"3090": (24, 71, 25), "4090": (24, 165, 25), "5090": (32, 210, 50)}
-CARDS |= {"a100": (80, 312, 25), "h100": (80, 989, 50), "h200": (141, 989, 50)}
-REACHED = 0.4  # of these TFLOP/s, as models of transformers reach them
 SIZES = [gib for power in range(4, 13) for gib in (1 << power, 3 << power - 1)]  # that are tried
 _MODEL = "gpt:10b, llama:8b, a hub name, a config.json, or module:factory."
 _GPU = f"Memory of each GPU (24GiB), or {', '.join(CARDS)}, or none. Default: this machine's."
@@ -50,47 +40,6 @@ _KINDS = {
     "buffers": ("buffer", "spare", "shadow"), "activations (estimate)": ("activations",),
     "logits (estimate)": ("logits",),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Memory, and rates in 1e9 bytes/s. Up to 8 ranks share a machine's RAM, CPU and drive."""
-
-    gpu_nbytes: int | None  # of each rank; None: no GPU, so that the device's memory is the host's
-    ram_nbytes: int
-    nvme_nbytes: int = 0
-    world: int = 1
-    tflops: float = 2.4  # 1e12 operations/s of a rank
-    source: str = "16 cores"  # of tflops
-    link_gbps: float = 25.0  # between host and GPU each way, and between ranks
-    dram_gbps: float = 120.0
-    read_gbps: float = 13.0  # of a Gen5 drive
-    written_gbps: float = 9.0
-
-    @classmethod
-    def of(cls, gpu: str | None, ram: str | None, nvme: str, world: int) -> Machine:
-        """The machine that options describe. What they leave out is this machine's."""
-        has_one = not gpu and torch.cuda.is_available()
-        here = torch.cuda.get_device_properties(0) if has_one else None
-        sizes: dict[str, Any] = {"world": world, "gpu_nbytes": None}
-        sizes["ram_nbytes"] = parse_nbytes(ram, "--ram") if ram else host_memory()[0]
-        sizes["nvme_nbytes"] = 0 if nvme == "none" else parse_nbytes(nvme, "--nvme")
-        name = here.name if here else gpu or "none"
-        if name == "none":
-            return cls(**sizes)
-        card = next((card for card in CARDS if re.search(rf"(^|\D){card}(\D|$)", name.lower())), "")
-        gib, tflops, link = CARDS.get(card, (0, 250, 25))
-        known = f"{REACHED:.0%} of the {tflops} published for a {card}"
-        source = known if card else f"a guess; name a card: --gpu {'|'.join(CARDS)}"
-        nbytes = here.total_memory if here else gib * GIB or parse_nbytes(name, "--gpu")
-        sizes |= {"gpu_nbytes": nbytes, "tflops": REACHED * tflops}
-        return cls(**sizes, source=source, link_gbps=link)
-
-    def capacity(self, memory: str) -> int:
-        """Bytes of a rank that training may take."""
-        shared = {"host": self.ram_nbytes, "nvme": self.nvme_nbytes}
-        nbytes = shared[memory] // min(self.world, 8) if memory in shared else self.gpu_nbytes or 0
-        return int(USABLE[memory] * nbytes)
 
 
 @functools.lru_cache(8)
@@ -168,27 +117,26 @@ class Plan:
 
     def row(self, config: ZeroConfig, tokens: int) -> Row | None:
         """One choice. "auto" tiers get the largest budgets that fit, in GiB; None if none do."""
+        if config.optimizer_tier != "auto":
+            return self._row(config, tokens)
         grain = GIB if self.machine.capacity("device") > 4 * GIB else 1 << 20
         room = {name: self.machine.capacity(name) // grain for name in ("device", "host")}
-        is_auto = config.optimizer_tier == "auto"
-        while not is_auto or min(room.values()) > 0:
-            if is_auto:
-                budgets: Any = {f"{name}_budget": count * grain for name, count in room.items()}
-                config = dataclasses.replace(config, **budgets)
+        while min(room.values()) > 0:
+            budgets: Any = {f"{name}_budget": count * grain for name, count in room.items()}
             try:
-                found = self.bytes(config, tokens)
-            except ValueError:
-                if not is_auto:
-                    raise
-                return None  # the budgets are too small
-            over = {name: found.on(name) - self.machine.capacity(name) for name in NAMES}
-            missing = +Counter(over)
-            if not is_auto or not missing:
-                return Row(config, found, missing, *step_of(self, config, found, tokens))
-            if missing.keys() == {"nvme"}:
+                row = self._row(dataclasses.replace(config, **budgets), tokens)
+            except ValueError:  # the budgets are too small
                 break
-            room = {name: count - -(-missing[name] // grain) for name, count in room.items()}
+            if not row.missing:
+                return row
+            less = {name: -(-row.missing.get(name, 0) // grain) for name in room}
+            room = {name: room[name] - (less[name] or "nvme" in row.missing) for name in room}
         return None
+
+    def _row(self, config: ZeroConfig, tokens: int) -> Row:
+        found = self.bytes(config, tokens)
+        over = {name: found.on(name) - self.machine.capacity(name) for name in NAMES}
+        return Row(config, found, +Counter(over), *step_of(self, config, found, tokens))
 
     def choices(self) -> Iterator[ZeroConfig]:
         """Every sensible stage and tiers, the simplest first."""
