@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 
 import zk
 from tests.world import run_world
-from zk.checkpoint import CheckpointError
 from zk.checkpoint.export import export
-from zk.checkpoint.folders import sealed
 from zk.core.units import flat_of, order_of, shaped_of
 from zk.nn.tiles import pieces_of
 
@@ -287,20 +284,3 @@ def test_tiles_of_one_weight_that_are_frozen_or_start_anew_stay_so(tmp_path: Pat
         other = hold(cut(how), 2)
         other.load_checkpoint(tmp_path / "saved")
         assert_equal(other.consolidated_state_dict(dtype="fp32"), exported)
-
-
-def test_tiles_of_a_manifest_that_does_not_say_so_load_as_they_were_and_missing_ones_are_named(tmp_path: Path) -> None:
-    optimizer = hold(cut("fine"), 2)
-    optimizer.save_checkpoint(tmp_path)
-    want = without_tiles(optimizer)
-    path = next(tmp_path.glob("step-*")) / "manifest.json"
-    head = json.loads(path.read_text())
-    head.pop("crc32")
-    for param in (param for unit in head["units"] for param in unit["params"]):
-        param.pop("whole", None)
-    path.write_bytes(sealed(head))
-    again = hold(cut("fine"), 3)
-    again.load_checkpoint(tmp_path)
-    assert_equal(without_tiles(again), want)
-    with pytest.raises(CheckpointError, match=r"parameter '0\.weight' is not there"):
-        hold(cut("coarse"), 2).load_checkpoint(tmp_path)
