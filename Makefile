@@ -48,10 +48,11 @@ soak: $(READY)
 simulate: $(READY)
 	$(BIN)/python -m tests.simulate $(ARGS)
 
+# the table and the picture are made also where a benchmark failed; what failed is named, and make ends with its status
 bench: $(READY)
 	mkdir -p runs
-	$(BIN)/python -m pytest benchmarks/bench_*.py --benchmark-columns=min,median,stddev,rounds --benchmark-json=runs/bench.json $(ARGS)
-	$(BIN)/python benchmarks/report.py runs/bench.json --plot runs/bench.png
+	$(BIN)/python -m pytest benchmarks/bench_*.py --benchmark-columns=min,median,stddev,rounds --benchmark-json=runs/bench.json $(ARGS); status=$$?; \
+	$(BIN)/python benchmarks/report.py runs/bench.json --plot runs/bench.png && exit $$status
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import SMALL
 from torch import Tensor
 
 from zk.offload.nvme import File, aligned
 
-NBYTES = 1 << 30
+NBYTES = 1 << 20 if SMALL else 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ SYSTEMS: dict[str, tuple[Callable[[Path, Tensor], None], Callable[[Path, Tensor]
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("direction", ("write", "read"))
 def test_io(system: str, direction: str, folder: Path, benchmark: Any) -> None:
-    benchmark.group = f"{direction} 1 GiB"
+    benchmark.group = f"{direction} {NBYTES >> 20} MiB"
     write, read = SYSTEMS[system]
     data = aligned(NBYTES)
     data.copy_(torch.arange(256, dtype=torch.uint8).repeat(NBYTES // 256))
@@ -67,5 +68,5 @@ def test_io(system: str, direction: str, folder: Path, benchmark: Any) -> None:
     back = aligned(NBYTES)
     read(folder, back)
     assert torch.equal(back, data)
-    benchmark.pedantic(lambda: (write if direction == "write" else read)(folder, back), rounds=5, warmup_rounds=1)
+    benchmark.pedantic(lambda: (write if direction == "write" else read)(folder, back), rounds=1 if SMALL else 5, warmup_rounds=1)
     benchmark.extra_info["gbps"] = round(NBYTES / benchmark.stats.stats.median / 1e9, 2)

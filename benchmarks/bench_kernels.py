@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICE, Floors, time_case
+from cases import adam, kernels
+from cases.clock import Case
+from conftest import DEVICE, SMALL, Floors, time_case
 from torch import nn
 
 from zk import TiledLinear
-from zk.bench import adam, kernels
-from zk.bench.clock import Case
 from zk.kernels.tiled_matmul import policy
 
 ON_GPU = DEVICE.type == "cuda"
-NUMEL = 1 << 28 if ON_GPU else 1 << 24
-SIZE = 4096 if ON_GPU else 512
+NUMEL = 1 << 16 if SMALL else 1 << 28 if ON_GPU else 1 << 24
+SIZE = 64 if SMALL else 4096 if ON_GPU else 512
 ROUNDS = 20 if ON_GPU else 5
 needs_compiler = pytest.mark.skipif(not ON_GPU and shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 REDUCES = {**kernels.REDUCES, "torch_compile": torch.compile(kernels.reduce_by_torch)}
@@ -50,7 +50,7 @@ def test_flatten(system: str, count: int, numel: int, benchmark: Any, floors: Fl
 
 
 @pytest.mark.parametrize("system", kernels.ADAMS)
-@pytest.mark.benchmark(group="adam, bf16 gradient in, bf16 parameter out")
+@pytest.mark.benchmark(group="AdamW kernel, bf16 gradient in, bf16 parameter out")
 def test_adam(system: str, benchmark: Any, floors: Floors) -> None:
     torch.manual_seed(0)
     time_case(benchmark, adam.case(system, kernels.ADAMS[system], NUMEL // 2, DEVICE), floors, ROUNDS)

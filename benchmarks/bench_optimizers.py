@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Floors, time_case
+from cases.adam import with_casts
+from cases.clock import CPU, Case, Work
+from conftest import SMALL, Floors, time_case
 from torch import Tensor
 
-from zk.bench.adam import with_casts
-from zk.bench.clock import CPU, Case, Work
 from zk.offload.rules import Run, options_of, rule_for
 
-SIDE = 1024
+SIDE = 64 if SMALL else 1024
+NUMEL = 20_000 if SMALL else 20_000_000
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], int]] = {  # and elements
-    "NAdam": (torch.optim.NAdam, 20_000_000),
-    "RMSprop": (torch.optim.RMSprop, 20_000_000),
+    "NAdam": (torch.optim.NAdam, NUMEL),
+    "RMSprop": (torch.optim.RMSprop, NUMEL),
     "Muon": (torch.optim.Muon, 4 * SIDE * SIDE),
 }
 
@@ -29,7 +30,8 @@ def by_zk(kind: type[torch.optim.Optimizer], param: Tensor, grad: Tensor) -> Wor
     """Chunks of one shard, as the scheduler updates them; Muon's are matrices."""
     options = kind([torch.zeros(2, 2, requires_grad=True)])  # type: ignore[call-arg]
     rule, group = rule_for(options), options_of(options.param_groups[0])
-    fields: dict[str, Tensor] = {name: torch.zeros(param.numel()) for name in rule.state_names(group)}
+    states = rule.state_names(group)
+    fields: dict[str, Tensor] = {name: torch.zeros(param.numel()) for name in states}
     fields |= {"param": param, "grad": grad, "master": param.float()}
     size, count = (SIDE * SIDE, 0) if rule.is_whole else (param.numel(), 0)
     scalars = None
@@ -40,6 +42,8 @@ def by_zk(kind: type[torch.optim.Optimizer], param: Tensor, grad: Tensor) -> Wor
             part = slice(start, start + size)
             run = Run(part, group, count + 1, scalars, (lambda flat: flat.view(SIDE, -1)) if rule.is_whole else None)
             here = {name: field[part] for name, field in fields.items()}
+            if rule.is_whole:  # its state has the shape of its matrix
+                here |= {name: here[name].view(SIDE, -1) for name in states}
             rule.update(here, here.pop("grad"), run, 1.0, torch.get_num_threads())
         count, scalars = count + 1, rule.scalars(group, scalars)
 
@@ -58,6 +62,7 @@ def by_torch(kind: type[torch.optim.Optimizer], param: Tensor, grad: Tensor) -> 
 @pytest.mark.parametrize("name", KINDS)
 def test_update(name: str, system: str, benchmark: Any, host_floors: Floors) -> None:
     kind, numel = KINDS[name]
+    benchmark.group = f"update by {name}, {numel / 1e6:.3g}M parameters"
     draws = torch.Generator().manual_seed(0)
     start, grad = (torch.randn(SIDE * SIDE, generator=draws).bfloat16() for _ in range(2))
     small = []

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import clock, io
+from cases import kernels as bench_kernels
+from cases import link as bench_link
 from gpu_common import GIB, die_first, emit, link_here
 from torch import Tensor
 
-from zk.bench import clock, io
-from zk.bench import kernels as bench_kernels
-from zk.bench import link as bench_link
 from zk.core.memory import aligned, host_memory, zeros
 from zk.kernels.step import AdamStep
 from zk.nn.deferred import default_device

@@ -23,12 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from cases.clock import wait
 from gpu_common import die_first, emit, link_here
 from gpu_model import SIZES, Size, batch, build, context_of, tiny
 from torch import nn
 
 import zk
-from zk.bench.clock import wait
 from zk.core.memory import peak_nbytes
 from zk.nn.deferred import default_device
 

@@ -1,4 +1,10 @@
-"""Turn pytest-benchmark's JSON into dated tables, and pictures. usage: python benchmarks/report.py RESULTS.json [--plot FILE.png] > NAME.md"""
+"""Turn pytest-benchmark's JSON into dated tables and a picture.
+
+usage: python benchmarks/report.py RESULTS.json [--plot FILE.png] > NAME.md
+
+Where no GPU is, rows of the kernels named zk run their plain PyTorch references: they are marked as
+such, as they say nothing about the kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
+FIRST = ("zk", "zk_split_master", "zk_file")  # rows of zk that others are compared with
+LONGEST = 10  # bars end at so many times the fastest
 
 
 def groups(run: dict[str, Any]) -> dict[str, Rows]:
@@ -21,60 +29,89 @@ def groups(run: dict[str, Any]) -> dict[str, Rows]:
     return {name: list(members) for name, members in itertools.groupby(rows, key=job)}
 
 
-def label(row: dict[str, Any]) -> str:
-    """The system of a row."""
+def system(row: dict[str, Any]) -> str:
+    """The system that a row measures."""
     return str((row["params"] or {}).get("system", row["param"] or row["name"]))
 
 
+def is_reference(row: dict[str, Any]) -> bool:
+    """Whether plain PyTorch ran in place of a kernel of zk."""
+    return system(row).startswith("zk") and row["extra_info"].get("device") == "cpu"
+
+
+def label(row: dict[str, Any]) -> str:
+    """The system of a row, and whether it is a reference."""
+    return f"{system(row)} (reference)" if is_reference(row) else system(row)
+
+
 def ours(rows: Rows) -> dict[str, Any]:
-    """The row that others are compared with: the first of zk's in the order of the file, or the fastest of all."""
-    own = [row for row in rows if label(row).startswith("zk")]
-    return next((row for row in own if label(row) in ("zk", "zk_split_master", "zk_file")), (own or rows)[0])
+    """The row that others are compared with: zk's main one, another of zk's, or the fastest."""
+    own = [row for row in rows if system(row).startswith("zk")]
+    return next((row for row in own if system(row) in FIRST), (own or rows)[0])
+
+
+def readable(seconds: float) -> str:
+    """Seconds in a unit that fits."""
+    unit, scale = next(((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e-3)) if seconds >= scale), ("us", 1e-6))
+    return f"{seconds / scale:.3g} {unit}"
 
 
 def table(run: dict[str, Any]) -> str:
     """One table for each job."""
     machine = run["machine_info"]
+    cpu = machine["cpu"]
     lines = [
-        f"# {run['datetime'][:10]}, {machine['cpu'].get('brand_raw', machine['processor'])}, {machine['cpu'].get('count', '?')} cores",
+        f"# {run['datetime'][:10]}, {cpu.get('brand_raw') or machine.get('processor', '')}, {cpu.get('count', '?')} cores",
         "",
-        f"Python {machine['python_version']}. Medians of one run.",
+        f"`make bench`, Python {machine['python_version']}. Medians of one run.",
     ]
-    if any(row["extra_info"].get("device") == "cpu" for row in run["benchmarks"]):
-        lines += ["", "Where the device is cpu, rows named zk run the plain PyTorch references of the kernels, which are not there to be fast."]
+    if any(map(is_reference, run["benchmarks"])):
+        lines += ["", "Rows marked *reference* ran in plain PyTorch, not as kernels: no GPU was there."]
     for name, rows in groups(run).items():
         mine = ours(rows)
         extra = list(dict.fromkeys(key for row in rows for key in row["extra_info"]))
-        lines += ["", f"## {name}", "", f"| system | median ms | {' | '.join(extra)} | times {label(mine)} |", "|---|" + "---|" * (len(extra) + 2)]
+        heading = ["system", "median", *extra, f"times {system(mine)}"]
+        lines += ["", f"## {name}", "", f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
         for row in rows:
             median = row["stats"]["median"]
-            cells = [label(row), f"{median * 1e3:.3g}", *(str(row["extra_info"].get(key, "")) for key in extra)]
-            lines.append("| " + " | ".join([*cells, f"{median / mine['stats']['median']:.2f}"]) + " |")
+            rates = [str(row["extra_info"].get(key, "")) for key in extra]
+            cells = [label(row), readable(median), *rates, f"{median / mine['stats']['median']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def plot(run: dict[str, Any], path: Path) -> None:
-    """Bars of the time each system takes, by job, zk's own coloured."""
+    """Bars of the time that each system takes, by job: zk's coloured, references hatched."""
     from matplotlib.figure import Figure
 
     jobs = groups(run)
-    figure = Figure(figsize=(9, sum(0.7 + 0.32 * len(rows) for rows in jobs.values())), layout="constrained")
-    axes = figure.subplots(len(jobs), 1, squeeze=False, height_ratios=[1 + len(rows) for rows in jobs.values()])[:, 0]
+    heights = [1 + len(rows) for rows in jobs.values()]
+    figure = Figure(figsize=(9, 0.35 * sum(heights) + 0.35 * len(jobs)), layout="constrained")
+    axes = figure.subplots(len(jobs), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (name, rows) in zip(axes, jobs.items(), strict=True):
-        times = [row["stats"]["median"] * 1e3 for row in rows]
-        bars = axis.barh([label(row) for row in rows], times, color=["#228833" if label(row).startswith("zk") else "#bbbbbb" for row in rows])
-        axis.bar_label(bars, [f"{time:.3g} ms" for time in times], padding=3, fontsize=8)
+        times = [row["stats"]["median"] for row in rows]
+        most = LONGEST * min(times)
+        bars = axis.barh(list(map(label, rows)), [min(time, most) for time in times], color="#bbbbbb")
+        for bar, row in zip(bars, rows, strict=True):
+            if is_reference(row):
+                bar.set(hatch="///", facecolor="white", edgecolor="#bbbbbb")
+            elif system(row).startswith("zk"):
+                bar.set_color("#228833")
+        cut = [" (bar cut)" if time > most else "" for time in times]
+        texts = [readable(time) + end for time, end in zip(times, cut, strict=True)]
+        axis.bar_label(bars, texts, padding=3, fontsize=8)
         axis.invert_yaxis()
-        axis.margins(x=0.15)
+        axis.margins(x=0.2)
         axis.set_title(name, fontsize=9, loc="left")
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.suptitle(f"{run['machine_info']['cpu'].get('brand_raw', '')}, {run['datetime'][:10]}: milliseconds, less is better", fontsize=10)
+    cpu = run["machine_info"]["cpu"].get("brand_raw", "")
+    figure.suptitle(f"{cpu}, {run['datetime'][:10]}: time, less is better", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

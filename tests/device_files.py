@@ -21,7 +21,6 @@ IN_PART = (
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
     "test_accumulation.py",
-    "test_bench.py",
     "test_benchmarks_gpu.py",
     "test_compute_dtype.py",
     "test_delay.py",

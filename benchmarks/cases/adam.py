@@ -7,15 +7,15 @@ the same run; its fraction can pass 1, as a copy reads each line that it writes 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.bench.clock import CPU, Case, Report, Work, copy_gbps
 from zk.offload.cpu_adam import CPUAdam
+
+from .clock import CPU, Case, Work
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Make = Callable[[Tensor, Tensor], Work]  # parameter and gradient, bf16 -> the update
@@ -83,15 +83,3 @@ def case(name: str, system: tuple[int, Make], numel: int, device: torch.device =
     check(make, "_moments" in name, device)
     param, grad = (torch.randn(numel, device=device).bfloat16() for _ in range(2))
     return Case(name, make(param, grad), {"gbps": nbytes * numel / 1e9})
-
-
-def measure(numel: int = 10_000_000, rounds: int = 9) -> Report:
-    """All systems; zk's default engine is left out where numba is not installed."""
-    has_numba = importlib.util.find_spec("numba") is not None
-    floors = {"copy_gbps": copy_gbps(CPU, min(1 << 29, 16 * numel), rounds)}
-    cases = (case(name, system, numel) for name, system in SYSTEMS.items() if "torch" in name or has_numba)
-    found = Report.of("adam", cases, floors, rounds)
-    found.settings.update(numel=numel, threads=torch.get_num_threads())
-    for row in found.rows:
-        row["ns_per_parameter"] = row["median_s"] / numel * 1e9
-    return found

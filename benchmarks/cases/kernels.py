@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from zk import kernels
-from zk.bench import adam
-from zk.bench.clock import Case, Report, Work, copy_gbps, matmul_tflops, the_gpu
+
+from . import adam
+from .clock import Case, Report, Work, copy_gbps, matmul_tflops, the_gpu
 
 Kernel = Callable[..., object]
 

@@ -22,7 +22,7 @@ def the_gpu() -> torch.device:
     """This process's GPU; ValueError, with the reason, where there is none."""
     if not torch.cuda.is_available():
         built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
-        raise ValueError(f"torch sees no GPU ({built}), so there is nothing to measure; python -m zk doctor says what there is")
+        raise ValueError(f"torch sees no GPU ({built}), so there is nothing to measure; zk doctor says why")
     return default_device()
 
 

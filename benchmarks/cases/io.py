@@ -11,15 +11,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zk.bench.clock import CPU, Report, copy_gbps, row_of, seconds_of
 from zk.core.memory import aligned
 from zk.offload.nvme import Engine, File
 from zk.offload.tiers import readable
 
+from .clock import seconds_of
+
 _BUFFER_NBYTES = 64 << 20  # of one request
 _BUFFERS = 4
 _LEAST_NBYTES = 4096  # what a drive moves at once
-_MOST_DEPTH = 1024  # each is a thread
 
 
 def check_room(path: str, nbytes: int) -> None:
@@ -65,14 +65,3 @@ def passes(path: str, nbytes: int, block: int, depth: int, rounds: int) -> tuple
             file.wait()
 
         return seconds_of(lambda: whole(file.write_async), rounds), seconds_of(lambda: whole(file.read_async), rounds)
-
-
-def measure(path: str, nbytes: int = 1 << 30, block: int = 4 << 20, depth: int = 4, rounds: int = 5) -> Report:
-    """Write and read passes; the floor is a copy of as many bytes in memory. ValueError and OSError as for ``passes``, or if depth is above 1024."""
-    check_room(path, nbytes)
-    if depth > _MOST_DEPTH:
-        raise ValueError(f"depth, transfers at once, must be at most {_MOST_DEPTH}, as each is a thread; got {depth}: drives are busy with 4 to 64")
-    copy = copy_gbps(CPU, min(nbytes, 1 << 29), rounds)
-    seconds = zip(("write", "read"), passes(path, nbytes, block, depth, rounds), strict=True)
-    rows = [row_of(name, taken, nbytes / copy / 1e9, {"gbps": nbytes / 1e9}) for name, taken in seconds]
-    return Report("io", {"copy_gbps": copy}, rows, {"path": str(path), "nbytes": nbytes, "block_nbytes": block, "depth": depth})

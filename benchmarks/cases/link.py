@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from zk.bench.clock import CPU, Case, Report, copy_gbps, the_gpu
 from zk.offload.pinned import Arena
 from zk.offload.streams import Link, link_to
 from zk.offload.transfer import Transfer, pieces_of
+
+from .clock import CPU, Case, Report, copy_gbps, the_gpu
 
 UP, DOWN = "host to device", "device to host"
 

@@ -1,0 +1,1 @@
+"""Jobs that the benchmarks time, each checked against plain torch first."""
