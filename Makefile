@@ -66,14 +66,11 @@ site: $(READY)
 bench-peers: $(READY) $(VENV)/.peers
 	$(BIN)/python benchmarks/peers/compare.py $(ARGS)
 
-# file I/O against fio (which must be installed), and a step with everything on the drive against DeepSpeed
+# a step with everything on the drive beside DeepSpeed's; benchmarks/nvme_vs_fio.py and nvme_floor.py measure the drive itself
 NVME ?= runs/nvme
 bench-nvme: $(READY) $(VENV)/.peers
 	mkdir -p $(NVME)
-	$(BIN)/python benchmarks/nvme_vs_fio.py $(NVME)
-	$(BIN)/python benchmarks/nvme_floor.py $(NVME)
-	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_unchecked zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments
-	for state in fp32 8bit; do ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems zk_stage3_nvme zk_stage3_nvme_handed_over -- --clip 0 --state-dtype $$state || exit 1; done
+	ZK_BENCH_NVME=$(NVME) $(BIN)/python benchmarks/peers/compare.py --systems deepspeed_zero3_nvme zk_stage3_nvme zk_stage3_nvme_cached zk_stage3_nvme_bf16_moments $(ARGS)
 
 # on a machine with a GPU: all that is to be tested and measured there, in less than ten minutes, and a dated report in benchmarks/results/;
 # some of it: make gpu ARGS='--sections floors,7b/zk_stage2'; without a GPU, to see that all parts work: make gpu ARGS='--dry-run --out runs/dry'
