@@ -12,8 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 from zk import __version__
-from zk.bench.commands import app as bench
-from zk.tools.terminal import mendable
 
 
 class Commands(TyperGroup):
@@ -49,9 +47,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="zk", cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
-
-
-app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -166,28 +161,27 @@ def export(
     from zk.checkpoint.export import export as run
     from zk.core.options import parse_dtype, parse_nbytes
 
-    with mendable("export"):
-        done = run(
-            checkpoint,
-            out,
-            None if dtype is None else parse_dtype(dtype, "--dtype"),
-            parse_nbytes(shard_size, "--shard-size"),
-        )
+    done = run(
+        checkpoint,
+        out,
+        None if dtype is None else parse_dtype(dtype, "--dtype"),
+        parse_nbytes(shard_size, "--shard-size"),
+    )
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
     if done.not_there:
-        typer.echo(
-            f"{done.not_there} frozen parameters are not in the checkpoint (save_checkpoint(frozen=False)), nor here"
-        )
+    typer.echo(
+        f"{done.not_there} frozen parameters are not in the checkpoint (save_checkpoint(frozen=False)), nor here"
+    )
     if done.entries:
-        typer.echo(
-            f"{done.entries[0]} and {len(done.entries) - 1} more, which modules add to state_dict() themselves, are not in the checkpoint, nor here: "
-            "codes are of use over the base that they are from (optimizer.consolidated_state_dict() has all of it)"
-        )
+    typer.echo(
+        f"{done.entries[0]} and {len(done.entries) - 1} more, which modules add to state_dict() themselves, are not in the checkpoint, nor here: "
+        "codes are of use over the base that they are from (optimizer.consolidated_state_dict() has all of it)"
+    )
     for name, kept in done.tied.items():
-        typer.echo(
-            f"{name} is tied to {kept}, and written once (safetensors.torch.load_model knows)"
-        )
+    typer.echo(
+        f"{name} is tied to {kept}, and written once (safetensors.torch.load_model knows)"
+    )
 
 
 @app.command()
