@@ -170,18 +170,14 @@ def export(
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
     if done.not_there:
-    typer.echo(
-        f"{done.not_there} frozen parameters are not in the checkpoint (save_checkpoint(frozen=False)), nor here"
-    )
+        typer.echo(f"{done.not_there} frozen parameters are not in the checkpoint, which was saved with frozen=False")
     if done.entries:
-    typer.echo(
-        f"{done.entries[0]} and {len(done.entries) - 1} more, which modules add to state_dict() themselves, are not in the checkpoint, nor here: "
-        "codes are of use over the base that they are from (optimizer.consolidated_state_dict() has all of it)"
-    )
+        typer.echo(
+            f"{done.entries[0]} and {len(done.entries) - 1} more, which modules add to state_dict(), are not in the "
+            "checkpoint: optimizer.consolidated_state_dict() has all of it"
+        )
     for name, kept in done.tied.items():
-    typer.echo(
-        f"{name} is tied to {kept}, and written once (safetensors.torch.load_model knows)"
-    )
+        typer.echo(f"{name} is tied to {kept} and written once")
 
 
 @app.command()
