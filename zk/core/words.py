@@ -1,4 +1,4 @@
-"""Sizes, counts, seconds and paths as people write them."""
+"""Sizes, counts, dtypes and paths as people write them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def count(num_params: int) -> str:
         if num_params >= scale:
             return f"{num_params / scale:.3g}{unit}"
     return str(num_params)
-
-
-def seconds(value: float) -> str:
-    """ "1.06 s"."""
-    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"
 
 
 def short(path: str, most: int = 24) -> str:

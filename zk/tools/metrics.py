@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -90,12 +89,6 @@ class Rates:
             found["peak_device_gib"] = torch.cuda.max_memory_allocated(optimizer.device) / 2**30
         self.last = {name: value for name, value in found.items() if value or name in ("wait_share", "update_share", "prefetch_hit_rate")}
         return self.last
-
-
-def reason_of(rates: Mapping[str, float]) -> str:
-    """What was waited for most: "drive", "link", "ranks", "update", "save" or "other"; empty if nothing was."""
-    found = {name: share for name, share in rates.items() if name.startswith("wait_") and name != "wait_share"}
-    return max(found, key=lambda name: found[name], default="").removeprefix("wait_").removesuffix("_share")
 
 
 def loggable(optimizer: Any, rates: Rates) -> dict[str, float]:
