@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also without a GPU")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU here; --dry-run executes all parts without one, and python -m zk doctor says what there is")
+        sys.exit("torch sees no GPU here; --dry-run executes all parts without one, and zk doctor says what there is")
     options.host = parse_nbytes(options.host, "--host") if options.host else None
     options.out, options.nvme = options.out.absolute(), options.nvme.absolute()
     every = runs(options.dry_run)

@@ -759,7 +759,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             names: of parameters that are wanted, as in ``model.state_dict()``; units without any of them are not gathered. None: all.
 
         What modules' own code adds to ``state_dict()``, such as the scales of bitsandbytes' weights, is there too. Tied parameters share
-        memory. For large models, save a checkpoint and let ``python -m zk export`` write it out.
+        memory. For large models, save a checkpoint and let ``zk export`` write it out.
         """
         self._check_open()
         self.integrity.check("consolidated_state_dict()")

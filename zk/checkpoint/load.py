@@ -286,7 +286,7 @@ def _check(optimizer: Training, manifest: Manifest) -> list[_Target]:
         if shard is not None and ((saved and not set(saved) & names) or is_other):
             raise CheckpointError(
                 f"{manifest.path} has {', '.join(saved)}, the state of another kind of optimizer than {names_of_kinds(optimizer)}; make the "
-                "same kind, or take the weights alone (python -m zk export)"
+                "same kind, or take the weights alone (zk export)"
             )
     return targets
 

@@ -26,7 +26,7 @@ def parse_device(value: object) -> torch.device:
     device = torch.device(value)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={str(device)!r}, and torch sees no CUDA device; python -m zk doctor says why")
+            raise ValueError(f"device={str(device)!r}, and torch sees no CUDA device; zk doctor says why")
         if device.index is None:
             return torch.device("cuda", torch.cuda.current_device())
         count = torch.cuda.device_count()

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from zk import __version__
 
 
 class Commands(TyperGroup):
-    """Errors that users can fix are one line. `zk plan` is imported when it is called: its options need torch."""
+    """Commands whose errors are one line. That of `zk plan` needs torch: it is imported last."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:1] == ["plan"]:
@@ -30,9 +31,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            is_memory = "can't allocate memory" in str(error)  # torch raises RuntimeError for it
-            is_pipe = isinstance(error, BrokenPipeError)
-            if is_pipe or (isinstance(error, RuntimeError) and not is_memory):
+            is_fault = isinstance(error, RuntimeError) and "can't allocate memory" not in str(error)
+            if is_fault or isinstance(error, BrokenPipeError):
                 raise
             said: object = error
             if isinstance(error, OSError) and error.filename and error.strerror:
@@ -44,9 +44,7 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(
-    name="zk", cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(name="zk", cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -61,11 +59,11 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(no_args_is_help=True)
 def start(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
+        Option("--version", callback=show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."""
@@ -78,45 +76,22 @@ def start(
 
 @app.command()
 def train(
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text file; repeatable. Default: Python's documentation.", exists=True),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for model, picture and checkpoints.")] = Path(
-        "runs/latest"
-    ),
-    model: Annotated[
-        str, typer.Option(help="gpt:125m, or sizes by name.")
-    ] = "gpt:layers=6,width=256",
-    context: Annotated[int, typer.Option(min=2, help="Bytes the model sees at once.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 16,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
-    stage: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 3,
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 where it is fast.")
-    ] = None,
-    param_tier: Annotated[
-        str | None, typer.Option(help="device, host, nvme, auto. Default: host at stage 3.")
-    ] = None,
-    optimizer_tier: Annotated[str, typer.Option(help="device, host, nvme, auto.")] = "host",
-    nvme_path: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder for the nvme tier; repeatable.", exists=True, file_okay=False),
-    ] = None,
-    device_budget: Annotated[
-        str | None, typer.Option(help="Most device memory for training state, such as 4GiB.")
-    ] = None,
-    host_budget: Annotated[
-        str | None, typer.Option(help="Most host memory for training state, such as 4GiB.")
-    ] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 0,
-    resume: Annotated[
-        str | None, typer.Option(help="A checkpoint's folder; auto: the newest in OUT, if any.")
-    ] = None,
-    sample: Annotated[
-        int, typer.Option(min=0, help="Bytes to generate before and after training.")
-    ] = 240,
+    data: Annotated[list[Path] | None, Option(help="Text file; repeatable.", exists=True)] = None,
+    out: Annotated[Path, Option(help="Folder to write.")] = Path("runs/latest"),
+    model: Annotated[str, Option(help="gpt:125m, or by name.")] = "gpt:layers=6,width=256",
+    context: Annotated[int, Option(min=2, help="Bytes the model sees at once.")] = 128,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 800,
+    batch: Annotated[int, Option(min=1, help="Sequences per rank and step.")] = 16,
+    lr: Annotated[float, Option(min=0.0, help="Peak learning rate.")] = 3e-3,
+    stage: Annotated[int, Option(help="ZeRO stage, 0 to 3.")] = 3,
+    dtype: Annotated[str | None, Option(help="Default: bf16 where it is fast.")] = None,
+    param_tier: Annotated[str | None, Option(help="Default: host at stage 3.")] = None,
+    optimizer_tier: Annotated[str, Option(help="device, host, nvme or auto.")] = "host",
+    nvme_path: Annotated[list[Path] | None, Option(help="Folder, repeatable.")] = None,
+    host_budget: Annotated[str | None, Option(help="For training state, as 4GiB.")] = None,
+    save_every: Annotated[int, Option(min=0, help="Steps between checkpoints.")] = 0,
+    resume: Annotated[str | None, Option(help="A folder; auto: OUT's newest, if any.")] = None,
+    sample: Annotated[int, Option(min=0, help="Bytes to write before and after.")] = 240,
 ) -> None:
     """Train a small GPT on text. On several GPUs: torchrun --nproc_per_node 2 -m zk train.
 
@@ -128,8 +103,7 @@ def train(
 
     place: dict[str, Any] = {"nvme_path": tuple(map(str, nvme_path or ())) or None}
     place |= {"param_tier": param_tier or ("host" if stage == 3 else "device")}
-    place |= {"optimizer_tier": optimizer_tier, "device_budget": device_budget}
-    place |= {"host_budget": host_budget}
+    place |= {"optimizer_tier": optimizer_tier, "host_budget": host_budget}
     zero = ZeroConfig(stage=stage, dtype=dtype, clip_grad_norm=1.0, **place)
     sizes = config_of(model, context)
     run = Training(sizes, zero, data or (), out, steps, batch, lr, sample, save_every, resume)
@@ -143,49 +117,31 @@ def plan() -> None:
 
 @app.command()
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            help="What save_checkpoint was given, or the folder of one step.",
-            exists=True,
-            file_okay=False,
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(help="Folder to make.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32. Default: as each parameter was trained.")
-    ] = None,
-    shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB.")] = "5GB",
+    checkpoint: Annotated[Path, Argument(help="Folder of checkpoints, or one.", exists=True)],
+    out: Annotated[Path, Argument(help="Folder to make.")],
+    dtype: Annotated[str | None, Option(help="Default: as each was trained.")] = None,
+    shard_size: Annotated[str, Option(help="Largest file.")] = "5GB",
 ) -> None:
-    """Write the model of a checkpoint as plain safetensors files, with its own parameter names."""
+    """Write the model of a checkpoint as safetensors files, with its own parameter names."""
     from zk.checkpoint.export import export as run
     from zk.core.options import parse_dtype, parse_nbytes
 
-    done = run(
-        checkpoint,
-        out,
-        None if dtype is None else parse_dtype(dtype, "--dtype"),
-        parse_nbytes(shard_size, "--shard-size"),
-    )
+    wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
+    done = run(checkpoint, out, wanted, parse_nbytes(shard_size, "--shard-size"))
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     typer.echo(f"{done.num_tensors} tensors, {done.nbytes / 1e9:.3f} GB in {files}: {out}")
     if done.not_there:
-        typer.echo(f"{done.not_there} frozen parameters are not in the checkpoint, which was saved with frozen=False")
+        typer.echo(f"{done.not_there} frozen parameters are not in the checkpoint, nor here")
     if done.entries:
-        typer.echo(
-            f"{done.entries[0]} and {len(done.entries) - 1} more, which modules add to state_dict(), are not in the "
-            "checkpoint: optimizer.consolidated_state_dict() has all of it"
-        )
+        more = f"{done.entries[0]} and {len(done.entries) - 1} more, which state_dict() adds"
+        typer.echo(f"left out: {more}; optimizer.consolidated_state_dict() has them")
     for name, kept in done.tied.items():
-        typer.echo(f"{name} is tied to {kept} and written once")
+        typer.echo(f"{name} is tied to {kept}, and written once")
 
 
 @app.command()
 def doctor(
-    path: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder for the nvme tier, whose drive is measured; repeatable."),
-    ] = None,
+    path: Annotated[list[Path] | None, Option(help="Drive to measure, repeatable.")] = None,
 ) -> None:
     """Check this machine for problems and suggest fixes. Exit code 1 if something must be fixed."""
     from rich.console import Console
@@ -194,12 +150,8 @@ def doctor(
     from zk.tools import doctor as checks
 
     table = Table("", "", "found", "what to do", box=None, pad_edge=False)
-    must, shown = False, ""
-    for row in (
-        *checks.packages(),
-        *checks.machine(),
-        *(row for one in path or () for row in checks.drive(one)),
-    ):
+    must, shown, drives = False, "", [row for one in path or () for row in checks.drive(one)]
+    for row in (*checks.packages(), *checks.machine(), *drives):
         style = "red" if row.must else "yellow" if row.to_do else ""
         table.add_row(row.part * (row.part != shown), row.what, row.found, row.to_do, style=style)
         must, shown = must or row.must, row.part

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPTConfig:
     """Sizes of a GPT. Raises ValueError for a width that its heads do not divide."""
-
     vocab: int = 256
     width: int = 256
     layers: int = 6
@@ -22,8 +21,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            given = f"{self.width} and {self.heads}"
-            raise ValueError(f"width must be a multiple of heads; got {given}")
+            raise ValueError(f"heads must divide width; got {self.heads} and {self.width}")
 
 
 def config_of(spec: str, context: int = 128) -> GPTConfig:
@@ -37,8 +35,8 @@ def config_of(spec: str, context: int = 128) -> GPTConfig:
     sizes, known = {"context": context}, [field.name for field in dataclasses.fields(GPTConfig)]
     for name, _, value in (part.partition("=") for part in text.split(",")):
         if name not in known or not value.isdecimal() or not int(value):
-            example = f"gpt:125m, gpt:10b, or gpt:NAME=NUMBER,... of {', '.join(known)}"
-            raise ValueError(f"a model is {example}; got {spec!r}")
+            names = ", ".join(known)
+            raise ValueError(f"give gpt:125m, gpt:10b or gpt:NAME=N,... of {names}; got {spec!r}")
         sizes[name] = int(value)
     return GPTConfig(**sizes)
 

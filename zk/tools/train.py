@@ -37,7 +37,6 @@ from zk.tools.gpt import GPT, GPTConfig
 @dataclasses.dataclass(slots=True)
 class Run:
     """Measurements of a run. Checkpoints keep them."""
-
     crc32: int  # of the text
     steps: list[tuple[float, float, int]]  # loss, seconds, bytes of memory
     views: list[tuple[float, str]]  # loss and sample, before and after
@@ -99,8 +98,7 @@ def draw_picture(run: Run, path: Path) -> str:
     labels = ("loss, nats per byte", "s per step", "bytes of memory in use")
     for axes, label, values in zip(figure.subplots(3, sharex=True), labels, rows, strict=True):
         axes.plot(range(2, len(values) + 1), values[1:], linewidth=1)  # the first step is slow
-        axes.set(ylabel=label, xlabel="step")
-        axes.set_ylim(bottom=0)
+        axes.set(ylabel=label, xlabel="step", ylim=(0, None))
     figure.savefig(path, dpi=120)
     return f", {path}"
 
@@ -108,7 +106,6 @@ def draw_picture(run: Run, path: Path) -> str:
 @dataclasses.dataclass
 class Training:
     """The command, with its options, on this rank; the first rank prints and writes."""
-
     sizes: GPTConfig
     zero: zk.ZeroConfig
     data: Sequence[Path] = ()
@@ -144,11 +141,9 @@ class Training:
         self.optimizer = self.zero_optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         self.run = self.resumed(Run(zlib.crc32(text), [], []))
-        self.first, console = len(self.run.steps), self.console
+        self.first, console, line = len(self.run.steps), self.console, "{task.description}"
         self.shown = deque([(time.monotonic(), self.first)])  # in two minutes: when, which step
-        self.bar = Progress(
-            BarColumn(20), "{task.description}", console=console, auto_refresh=False
-        )
+        self.bar = Progress(BarColumn(20), line, console=console, auto_refresh=False)
         self.bar.disable = not console.is_terminal
         self.task = self.bar.add_task("", total=self.steps)
 
@@ -163,8 +158,7 @@ class Training:
         dtype = "bf16" if has_bf16 and has_fast_products(torch.bfloat16) else "fp32"
         if self.device.type == "cuda":
             dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-        dtype = str(self.zero.dtype or dtype)
-        return zk.ZeroOptimizer(self.model, adamw, self.zero, dtype=dtype)
+        return zk.ZeroOptimizer(self.model, adamw, self.zero, dtype=self.zero.dtype or dtype)
 
     def rate(self, step: int) -> float:
         """The share of --lr: warm up over a tenth of the steps, then a cosine to a tenth."""
@@ -222,8 +216,7 @@ class Training:
         text = bytes(byte for byte in ids[0, prompt.shape[1] :].tolist() if byte < 256)
         shown = text.decode(errors="replace").replace("\ufffd", "·")
         self.run.views.append((loss, "".join(c for c in shown if c.isprintable() or c == "\n")))
-        hint = ": try a lower --lr" * (not math.isfinite(loss))
-        self.console.print(f"{loss:.4f} nats per byte{hint}")
+        self.console.print(f"{loss:.4f} nats per byte" + ": try a lower --lr" * math.isnan(loss))
 
     def step(self, step: int, asked: Sequence[int]) -> bool:
         """Train one step. True on all ranks if a signal has been ``asked`` on one of them."""
@@ -265,8 +258,8 @@ class Training:
         export(out / "checkpoints", out / "model")
         _, seconds, memory = zip(*run.steps, strict=True)
         say(f"saved        {out / 'model'}{draw_picture(run, out / 'training.png')}")
-        say(f"time         {statistics.median(seconds):.3f} s per step, the median")
-        say(f"memory       {readable(max(memory))} at most")
+        used = f"{statistics.median(seconds):.3f} s (median) and at most {readable(max(memory))}"
+        say(f"a step took  {used} of memory")
         for when, (_, text) in zip(("before", "after"), run.views, strict=True):
             lines = "\n".join(f"  | {line}" for line in text.splitlines())
             say(f"\nsample {when} training\n{lines}", markup=False)
