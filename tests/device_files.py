@@ -22,7 +22,6 @@ IN_PART = (
     "integrations/test_lightning.py",
     "test_accumulation.py",
     "test_benchmarks_gpu.py",
-    "test_compute_dtype.py",
     "test_delay.py",
     "test_deepspeed.py",
     "test_doctor.py",

@@ -405,8 +405,6 @@ def _on_host(mutant: Mutant) -> Iterator[Check]:
         yield _pytest("tests/test_nvme_coherence.py")
     if file in ("zk/core/store.py", "zk/parallel/gather.py", "zk/optimizer.py", "zk/core/updates.py", "zk/core/events.py", "zk/offload/worker.py", "zk/offload/pipeline.py"):  # noqa: E501
         yield _pytest("tests/test_overlap.py")
-    if file in ("zk/offload/section.py", "zk/core/speculation.py"):
-        yield _pytest("tests/test_speculation.py", "-k", "no_more_gradients or is_dropped")
     if file == "zk/core/store.py":
         yield _pytest("tests/test_optimizers.py::test_where_state_is_when_it_is_updated_and_how_many_ranks_have_it_change_no_bit[2]")
     if file == "zk/core/updates.py":

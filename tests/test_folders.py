@@ -15,8 +15,6 @@ from tests.models import train
 from tests.programs import Program
 from tests.test_load import made
 from zk.checkpoint import folders
-from zk.offload import scratch
-from zk.offload.scratch import Scratch, sweep
 
 SAVES = textwrap.dedent(
     """
@@ -97,21 +95,6 @@ def test_names_that_dead_processes_left_are_in_nobodys_way(tmp_path: Path) -> No
     optimizer.save_checkpoint(tmp_path)
     optimizer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000000"]
-
-
-@pytest.mark.parametrize(
-    ("host", "boot", "goes"),
-    (("another host", "another start", False), (os.uname().nodename, "another start", True), ("a container", scratch._boot(), True)),
-    ids=("another machine", "before this machine was started again", "another container on it"),
-)
-def test_a_scratch_folder_is_swept_where_its_lock_can_be_known(host: str, boot: str, goes: bool, tmp_path: Path) -> None:
-    left = tmp_path / "zk-scratch-somewhere-1-0123abcd-rank0"
-    left.mkdir()
-    (left / "owner").write_text(f"{scratch._MARK}{host}\n{boot}\n1\n")
-    (left / "state.bin").write_bytes(b"state")
-    Scratch([str(tmp_path)], 0).close()
-    assert left.exists() != goes and (goes or (left / "state.bin").read_bytes() == b"state")
-    assert sweep(str(tmp_path)) == []
 
 
 def test_a_folder_that_cannot_be_locked_is_saved_into_with_a_warning(

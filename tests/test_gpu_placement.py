@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,7 @@ import zk
 from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk import kernels
-from zk.offload.pinned import Arena
-from zk.offload.streams import CudaLink, link_to
+from zk.offload.streams import link_to
 from zk.parallel.comm import Group
 from zk.tools.gpt import GPTConfig
 from zk.tools.train import Training
@@ -86,60 +84,6 @@ def test_nothing_of_a_model_stays_on_the_device_after_its_optimizer() -> None:
     assert allocated() <= before
 
 
-def test_a_link_holds_memory_of_copies_until_they_are_over_and_no_longer() -> None:
-    link = link_to(torch.device("cuda"))
-    torch.cuda.synchronize()
-    link.mark()
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    host = torch.ones(1 << 16)
-    near = torch.zeros(1 << 16, device="cuda")
-    event = link.upload(near, host, [link.mark()])
-    del near
-    assert torch.cuda.memory_allocated() == before + host.nbytes, "the copy still writes there"
-    event.wait()
-    assert torch.cuda.memory_allocated() <= before
-
-
-@pytest.mark.parametrize("other_stream", (False, True))
-def test_a_link_lets_go_of_device_memory_once_compute_follows_the_copy(other_stream: bool) -> None:
-    link, host = link_to(torch.device("cuda")), torch.zeros(1 << 16)
-    torch.cuda.synchronize()
-    link.mark()
-    gc.collect()
-    before, stream = torch.cuda.memory_allocated(), torch.cuda.Stream() if other_stream else torch.cuda.current_stream()
-    with torch.cuda.stream(stream):
-        near = torch.ones(1 << 16, device="cuda")
-    torch.cuda.current_stream().wait_stream(stream)
-    event = link.offload(host, near, [link.mark()])
-    link.follow(event)
-    del near
-    assert torch.cuda.memory_allocated() == before, "whether or not the host knows that the copy is over"
-    event.wait()
-    assert host.sum() == host.numel()
-
-
-def test_page_locked_memory_that_cuda_does_not_give_up_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = link_to(torch.device("cuda"))
-    assert isinstance(link, CudaLink)
-    runtime = link.cupy.cuda.runtime
-
-    class Refused(runtime.CUDARuntimeError):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            Exception.__init__(self, "cudaErrorIllegalAddress: an illegal memory access was encountered")
-
-    def refuse(*_: Any) -> None:
-        raise Refused
-
-    arena = Arena(link, 4096)
-    arena.acquire(1024, torch.float32)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="illegal memory access"):
-        patch.setattr(runtime, "hostUnregister", refuse)
-        regions = list(arena._regions)
-        arena.close()
-    link.unpin(regions[0].memory)
-
-
 # ---- devices that are named ------------------------------------------------------------------------------------------------------
 
 
@@ -150,19 +94,6 @@ def test_cuda_without_an_index_is_the_current_device_everywhere() -> None:
     with zk.ZeroOptimizer(model, adamw(model), stage=2) as optimizer:
         assert [held.unit.name for held in optimizer.held] == ["rest"], "one device is one unit"
         assert {param.device for param in model.parameters()} == {torch.device("cuda", 0)}
-
-
-def test_memory_of_gradients_of_a_deferred_model_is_used_again() -> None:
-    with zk.deferred_init("cuda"):
-        model = nn.Linear(64, 64)
-    with zk.ZeroOptimizer(model, adamw(model), stage=2) as optimizer:
-        addresses = set()
-        for _ in range(4):
-            model(torch.ones(2, 64, device="cuda")).sum().backward()
-            addresses |= {bucket.data_ptr() for free in optimizer.grads.pool.values() for bucket, _ in free}
-            optimizer.step()
-            optimizer.zero_grad()
-        assert any(optimizer.grads.pool.values()), "a gradient's bucket comes back"
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -411,31 +342,3 @@ def test_deepspeeds_initialize_takes_the_gpu_of_its_rank(deferred: bool, monkeyp
         assert torch.cuda.current_device() == 1
         engine.backward(engine(torch.ones(2, 6, device=engine.device)).sum())
         engine.step()
-
-
-@needs_two
-def test_a_link_leaves_the_current_device_of_every_thread_as_it_was() -> None:
-    link = link_to(OTHER)
-    arena = Arena(link, 1 << 20)
-    found = []
-    meet = threading.Barrier(2)
-
-    def use(current: int) -> None:
-        torch.cuda.set_device(current)
-        meet.wait()
-        for number in range(30):
-            host = arena.acquire(64, torch.float32)
-            host.tensor.fill_(number)
-            near = torch.zeros(64, device=OTHER)
-            event = link.upload(near, host.tensor, [link.mark()])
-            link.follow(event)
-            found.append(float(near.sum()) == 64 * number and torch.cuda.current_device() == current)
-            host.release(event)
-
-    threads = [threading.Thread(target=use, args=(current,)) for current in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    arena.close()
-    assert found == [True] * 60

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zk
 from tests import softgpu
@@ -94,32 +94,3 @@ def test_tiles_multiply_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         streams.profiles.remove(seen)
     counts = collections.Counter(name for kind, name, *_ in seen if kind == "kernel")
     assert counts["_matmul_kernel"] >= 4 and counts["_move_kernel"] == len(optimizer.held), counts
-
-
-def losses(case: Case) -> tuple[list[float], list[str]]:
-    """Losses of training, and the collectives that carried the gradients of its last step."""
-    torch.manual_seed(0)
-    device = torch.device("cuda", dist.get_rank())
-    model, found, asked = GPT().to(device), list[Tensor](), list[str]()
-    note = {name: getattr(dist, name) for name in ("all_to_all_single", "reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)}
-    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dtype="bf16", **HOST, **case) as optimizer:
-        for step in range(3):
-            asked.clear()
-            with mock.patch.multiple(
-                dist, **{name: lambda *args, name=name, call=call, **more: asked.append(name) or call(*args, **more) for name, call in note.items()}
-            ):
-                loss = loss_of(model, batch(2 * step + dist.get_rank()).to(device))
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        assert len(asked) == len(optimizer.held)
-    return [float(loss) for loss in found], sorted(set(asked))
-
-
-def test_the_reduction_is_left_to_nccl_where_that_is_asked_for() -> None:
-    table = run_world(2, losses, [{"exact_reduce": True}, {"exact_reduce": False}], backend="nccl")
-    assert not any(isinstance(rank, BaseException) for ranks in table for rank in ranks), "\n".join(map(str, table[0]))
-    (exact, by_zk), (other, by_nccl) = table[0][0], table[1][0]
-    assert by_zk == ["all_to_all_single"] and len(by_nccl) == 1 and by_nccl[0].startswith("reduce_scatter_"), (by_zk, by_nccl)
-    torch.testing.assert_close(torch.tensor(other), torch.tensor(exact), rtol=1e-2, atol=1e-2)

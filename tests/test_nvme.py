@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import stat
 import subprocess
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.programs import Program, run
+from tests.programs import run
 from zk.offload import nvme, scratch
 from zk.offload.nvme import ALIGN, Engine, Excerpt, Excerpts, File, aligned, identity_of
-from zk.offload.scratch import Scratch, sweep
-
-ROOT = Path(__file__).parent.parent
+from zk.offload.scratch import Scratch
 
 
 @pytest.fixture(scope="module")
@@ -347,60 +343,6 @@ def test_scratch_folders_go_at_exit(how: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("how", ("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)", "os._exit(1)"))
-def test_what_a_dead_run_left_is_removed_by_the_next_one(how: str, tmp_path: Path) -> None:
-    name = leave_behind(tmp_path, how)
-    assert os.listdir(tmp_path) == [name]
-    Scratch([str(tmp_path)], 0).close()
-    assert os.listdir(tmp_path) == []
-
-
-def test_nothing_else_is_ever_removed(tmp_path: Path) -> None:
-    alive = Scratch([str(tmp_path)], 0)
-    (tmp_path / "zk-scratch-mine").mkdir()  # the name, but not our mark
-    (tmp_path / "zk-scratch-mine" / "state.bin").write_bytes(b"precious")
-    (tmp_path / "zk-scratch-other").mkdir()
-    (tmp_path / "zk-scratch-other" / "owner").write_text("somebody else")
-    (tmp_path / "zk-scratch-file").write_text("a file")
-    (tmp_path / "notes.txt").write_text("notes")
-    (tmp_path / "zk-scratch-link").symlink_to(tmp_path / "zk-scratch-mine")
-    before = sorted(os.listdir(tmp_path))
-    assert sweep(str(tmp_path)) == []
-    assert sorted(os.listdir(tmp_path)) == before
-    name = leave_behind(tmp_path, "os._exit(1)")
-    (tmp_path / name / "thesis.tex").write_text("precious")  # a stranger's file in a dead run's folder stays, with the folder
-    assert sweep(str(tmp_path)) == [name]
-    assert os.listdir(tmp_path / name) == ["thesis.tex"]
-    alive.close()
-
-
-@pytest.mark.parametrize("gone", ("found", "judged"))
-def test_a_folder_that_goes_away_during_the_sweep_is_no_error(gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that start together sweep the same path: what one of them has found, another removes or gives its final name."""
-    making, dead = tmp_path / ".zk-scratch-making", tmp_path / leave_behind(tmp_path, "os._exit(1)")
-    making.mkdir()
-    scan, entries, judge = os.scandir, list(os.scandir(tmp_path)), scratch._is_abandoned
-
-    def vanish() -> None:
-        making.rename(tmp_path / "zk-scratch-made")
-        scratch._remove_folder(dead)
-
-    def judged(entry: os.DirEntry[str]) -> bool:
-        verdict = judge(entry)
-        if entry.name == dead.name:
-            vanish()
-        return verdict
-
-    monkeypatch.setattr(scratch.os, "scandir", lambda path: iter(entries) if path == str(tmp_path) else scan(path))
-    if gone == "found":
-        vanish()
-    else:
-        monkeypatch.setattr(scratch, "_is_abandoned", judged)
-    sweep(str(tmp_path))
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["zk-scratch-made"]
-
-
 def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="must be an existing folder"):
         Scratch([str(tmp_path / "none")], 0)
@@ -454,100 +396,12 @@ def test_each_wait_for_a_request_that_failed_raises_an_error_of_its_own(tmp_path
         assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
 
 
-def test_a_request_that_is_cut_short_by_ctrl_c_ends(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of its blocks come to the threads, and the others never do."""
-    submit, calls = engine.submit, itertools.count()
-
-    def interrupted(*args: Any) -> None:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        submit(*args)
-
-    data = aligned(4 * engine.block_nbytes)
-    file = File(tmp_path / "x", data.nbytes, engine=engine)
-    monkeypatch.setattr(engine, "submit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        file.write_async(data)
-    file.wait()  # for what had begun
-    monkeypatch.undo()
-    file.write(data)
-    file.close()
-
-
-def test_a_forked_child_reads_with_its_own_threads_and_is_told_where_it_cannot(tmp_path: Path) -> None:
-    program = f"""
-import os, torch
-from zk.offload.nvme import Engine, File, aligned
-path = {str(tmp_path / "x")!r}
-data = aligned(8192).fill_(7)
-file = File(path, 8192)
-file.write(data)
-child = os.fork()
-if child == 0:
-    data.zero_()
-    try:
-        file.read(data)
-        os._exit(1)
-    except RuntimeError as error:
-        assert "open the file again here" in str(error)
-    file.close()
-    with File(path) as own:
-        own.read(data)
-    os._exit(0 if bool((data == 7).all()) else 2)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-file.read(data)
-file.close()
-print("fine")
-"""
-    done = run("-c", program)
-    assert done.stdout == "fine\n", done.stderr
-
-
 def test_a_closed_engine_says_so(tmp_path: Path) -> None:
     own = Engine(1)
     with File(tmp_path / "x", 4096, engine=own) as file:
         own.close()
         with pytest.raises(RuntimeError, match="this engine was closed"):
             file.write(torch.ones(10))
-
-
-def test_a_forked_child_does_not_keep_a_dead_run_s_folder(tmp_path: Path) -> None:
-    program = f"""
-import os, sys, time
-from zk.offload.scratch import Scratch
-scratch = Scratch([{str(tmp_path)!r}], 0)
-child = os.fork()
-if child == 0:
-    os.write(1, b"forked\\n")  # in one piece, beside the other's
-    time.sleep(60)
-    os._exit(0)
-os.write(1, b"%d\\n" % child)
-time.sleep(60)
-"""
-    process = Program("-c", program)
-    lines = {process.stdout.readline().strip() for _ in range(2)}
-    child = int(next(iter(lines - {"forked"})))
-    try:
-        assert sweep(str(tmp_path)) == []
-        process.kill()
-        process.wait()
-        assert len(sweep(str(tmp_path))) == 1 and not list(tmp_path.iterdir())
-    finally:
-        os.kill(child, 9)
-        process.stdout.close()
-
-
-def test_a_folder_whose_making_was_cut_short_goes_once_it_is_old(tmp_path: Path) -> None:
-    made = Scratch([str(tmp_path)], 0)
-    half = made.folders[0].rename(tmp_path / f".{made.folders[0].name}")
-    for lock in made._locks:
-        os.close(lock)
-    made._locks.clear()
-    made.folders.clear()
-    assert sweep(str(tmp_path)) == [] and half.exists()  # somebody may just be making it
-    old = time.time() - 3600
-    os.utime(half, (old, old))
-    assert sweep(str(tmp_path)) == [half.name] and not half.exists()
 
 
 # ---- excerpts of other files -------------------------------------------------------------------------------------------------------------

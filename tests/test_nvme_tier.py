@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import functools
 import logging
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,7 @@ from tests.programs import Program, run
 from tests.test_nvme import Faults
 from zk.offload import nvme, spill
 from zk.offload.nvme import Engine, File
-from zk.offload.spill import Buffers, FileParams, Piece, Spill
 from zk.offload.tiers import Needs, NVMeTier, place
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -338,95 +334,6 @@ def test_a_run_ended_in_mid_step_leaves_nothing_for_the_next(number: int, tmp_pa
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------------------------
-
-
-def test_buffers_are_bounded_and_a_kept_piece_survives_reading(tmp_path: Path) -> None:
-    tier = Spill(lambda nbytes, _: File(tmp_path / "x", nbytes))
-    pieces = [Piece(tier.reserve(8192), 8192) for _ in range(10)]
-    tier.create()
-    buffers = Buffers(tier, 8192, 3)
-    for value, piece in enumerate(pieces):
-        buffers.open(piece, read=False).fill_(value)
-        buffers.evict(piece, changed=True)
-    assert len(buffers.slots) + len(buffers.free) <= 3
-    for value, piece in enumerate(pieces):
-        assert buffers.open(piece).unique().tolist() == [value]
-        buffers.evict(piece, changed=False)
-    kept = buffers.open(pieces[4])
-    kept.fill_(99)
-    buffers.keep(pieces[4])
-    buffers.open(pieces[4])
-    buffers.evict(pieces[4], changed=False)  # only read this time, but the file does not have it yet
-    assert buffers.open(pieces[4]).unique().tolist() == [99]
-    assert buffers.fetch(pieces[5]) and buffers.fetch(pieces[6])
-    assert not buffers.fetch(pieces[7])  # all are in use
-    buffers.evict(pieces[4], changed=False)
-    with pytest.raises(AssertionError, match="all 3 buffers"):
-        for piece in pieces:
-            buffers.open(piece)
-    tier.close()
-
-
-def test_what_could_not_be_written_is_replaced_whole_or_in_part(tmp_path: Path, faults: Faults) -> None:
-    spill = Spill(lambda nbytes, _: File(tmp_path / "x", nbytes))
-    wholes, parts = Buffers(spill, 0, 2, caches=True), Buffers(spill, 0, 2)
-    home = FileParams(parts, wholes, [slice(0, 2048), slice(2048, 4096)], torch.bfloat16)
-    other = FileParams(parts, wholes, [slice(0, 2048)], torch.bfloat16)
-    spill.create()
-    other.write(torch.zeros(2048))
-
-    def write_part(chunk: slice, value: float) -> None:
-        home.open(chunk, read=False)["param"].fill_(value)
-        home.close(chunk, changed=True)
-
-    def fail(write: Callable[[], None]) -> None:
-        """The first to hear of it is somebody else, who needs a buffer."""
-        spill.flush()
-        faults.fail = {"pwritev": [errno.EIO]}
-        write()
-        with pytest.raises(OSError, match="Input/output error"):
-            spill.flush()
-
-    fail(lambda: home.write(torch.ones(4096)))
-    other.whole()
-    other.release()
-    write_part(home.chunks[0], 2)
-    with pytest.raises(OSError, match="Input/output error"):
-        home.open(home.chunks[1])
-    write_part(home.chunks[1], 3)
-    spill.flush()
-    assert home.whole().unique().tolist() == [2, 3]
-    home.release()
-    fail(lambda: write_part(home.chunks[0], 4))
-    home.write(torch.full((4096,), 5.0))
-    assert home.open(home.chunks[0])["param"].unique().tolist() == [5]
-    home.close(home.chunks[0], changed=False)
-    spill.close()
-
-
-def test_buffers_outlive_a_reader_and_a_write_that_ctrl_c_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    spill = Spill(lambda nbytes, _: File(tmp_path / "x", nbytes))
-    pieces = [Piece(spill.reserve(4096), 4096) for _ in range(2)]
-    spill.create()
-    buffers = Buffers(spill, 4096, 1)
-    buffers.open(pieces[0], read=False).fill_(1)
-    buffers.evict(pieces[0], changed=True)
-    buffers.open(pieces[0])  # by somebody who never comes to put it back
-    for value, puts_back in enumerate((functools.partial(buffers.evict, changed=True), buffers.keep), 2):
-        buffers.open(pieces[0]).fill_(value)
-        puts_back(pieces[0])
-        assert buffers.open(pieces[0]).unique().tolist() == [value]
-    buffers.open(pieces[0]).fill_(4)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Engine, "submit", interrupted)
-        buffers.evict(pieces[0], changed=True)
-    buffers.open(pieces[1], read=False)  # takes its buffer
-    buffers.evict(pieces[1], changed=True)
-    assert buffers.open(pieces[0]).unique().tolist() == [4]
-    spill.close()
 
 
 def test_frozen_codes_of_one_byte_are_saved_as_they_are(tmp_path: Path) -> None:

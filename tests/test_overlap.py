@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,17 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk
-from benchmarks.throttled import ThrottledLink, pretend
 from tests.adversary import late_worker
 from tests.models import GPT, batch, loss_of, train
 from tests.world import run_world
-from zk.checkpoint import load as loading
-from zk.core.events import Ticket
 from zk.core.precision import DynamicLossScale
 from zk.core.store import UnitStore
 from zk.offload import rules, transfer
-from zk.offload.worker import Worker
-from zk.parallel.comm import Group
 from zk.parallel.released import Updating
 
 ROOT = Path(__file__).parent.parent
@@ -194,37 +188,6 @@ def test_zeros_in_place_of_gradients_do_not_reach_an_update_in_flight(tier: str,
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
-def test_forward_waits_for_the_units_it_has_reached_and_for_no_other() -> None:
-    model, optimizer = make()
-    reached: list[int] = []
-    for number, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda module, args, number=number: reached.append(number))
-    train(model, optimizer, steps=2)
-    optimizer.synchronize()
-    with gated() as gate:
-        loss = loss_of(model, batch(7))
-        loss.backward()
-        optimizer.step()  # returns, though nothing can be updated
-        reached.clear()
-        second = next(store.underway.done for store in optimizer.held if store.unit.name == "blocks.1" and store.underway is not None)
-        waits, wait = threading.Event(), Ticket.wait
-
-        def noted(ticket: Ticket) -> None:
-            if ticket is second:
-                waits.set()
-            wait(ticket)
-
-        with mock.patch.object(Ticket, "wait", noted):
-            gate.through.release(2)  # what is left over, used first, and the first block
-            thread = threading.Thread(target=lambda: loss_of(model, batch(8)))
-            thread.start()
-            assert waits.wait(20) and gate.calls == 2 and reached == [0], "updates in the order of forward, which waits before the second block"
-        gate.through.release(10_000)
-        thread.join()
-        assert reached == [0, 1, 2]
-    optimizer.close()
-
-
 USES = {
     "arithmetic": lambda model, optimizer: model.blocks[1].up.weight.sum(),
     "data": lambda model, optimizer: model.blocks[1].up.weight.data.sum(),
@@ -284,57 +247,6 @@ def test_a_state_dict_that_somebody_holds_neither_changes_nor_is_written_through
     train(model, optimizer, start=2)
     assert not any(value.isnan().any() for value in values(model))
     optimizer.close()
-
-
-def test_step_waits_for_a_unit_whose_memory_somebody_holds() -> None:
-    """A background update cannot make a tensor wait that was taken before it."""
-    model, optimizer = make(dtype="fp32")
-    memory = model.head.weight.detach().numpy()
-    before = memory.copy()
-    with gated() as gate:
-        timer = threading.Timer(0.05, gate.through.release, (10_000,))
-        timer.start()
-        train(model, optimizer)
-        after = memory.copy()
-        timer.join()
-        assert gate.calls > 0
-    optimizer.synchronize()
-    assert (after != before).any() and (after == memory).all()
-    del memory
-    with gated() as gate:  # nobody holds it any more
-        train(model, optimizer, start=1)
-        gate.through.release(10_000)
-    optimizer.close()
-
-
-def test_threads_that_read_parameters_do_not_disturb_training() -> None:
-    model, optimizer = make(overlap_step=False)
-    want = train(model, optimizer, 12), values(model)
-    model, optimizer = make()
-    stop, failed = threading.Event(), []
-    switch, params = sys.getswitchinterval(), list(model.parameters())
-
-    def read() -> None:
-        while not stop.is_set():
-            try:
-                for param in params:
-                    param.detach().float().norm()
-            except BaseException as error:
-                failed.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    sys.setswitchinterval(1e-5)
-    try:
-        for reader in readers:
-            reader.start()
-        losses = train(model, optimizer, 12)
-    finally:
-        stop.set()
-        sys.setswitchinterval(switch)
-        for reader in readers:
-            reader.join()
-    assert failed == [] and losses == want[0]
-    assert all(map(torch.equal, values(model), want[1]))
 
 
 class Dropped:
@@ -413,30 +325,6 @@ def test_a_step_that_is_refused_changes_nothing_and_one_that_is_interrupted_says
         optimizer.step()
     with pytest.raises(RuntimeError, match="half-way"):
         optimizer.step()
-
-
-def test_a_process_forked_in_an_update_does_not_wait_for_it() -> None:
-    gate = Gate()
-    with mock.patch.object(rules, "adam_", gate):
-        model, optimizer = make()
-        train(model, optimizer)
-        reads, writes = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads
-            child = os.fork()
-        if child == 0:
-            try:
-                next(model.parameters()).sum()
-            except BaseException as error:
-                os.write(writes, str(error).encode())
-            os._exit(0)
-        os.close(writes)
-        with os.fdopen(reads) as pipe:
-            said = pipe.read()
-        os.waitpid(child, 0)
-        gate.through.release(100)
-        optimizer.synchronize()
-    assert "forked" in said and "spawn" in said
 
 
 def test_gradients_dropped_after_step_are_those_of_the_next_one() -> None:
@@ -525,53 +413,6 @@ def test_a_rank_adds_to_gradients_that_a_step_still_uses_when_it_is_over() -> No
     assert run_world(2, adding_where_another_rank_has_a_gradient, [None])[0] == ["", ""]
 
 
-def test_a_core_is_left_for_the_thread_that_launches() -> None:
-    seen = []
-    adam_ = rules.adam_
-
-    def spy(*args: Any, num_threads: int, **kwargs: Any) -> None:
-        seen.append(num_threads)
-        adam_(*args, num_threads=num_threads, **kwargs)
-
-    with mock.patch.object(rules, "adam_", spy), mock.patch("zk.optimizer.default_threads", lambda: 4):
-        for options, want in (({}, 3), ({"num_threads": 2}, 2), ({"overlap_step": False}, 4)):
-            seen.clear()
-            model, optimizer = make(**options)
-            train(model, optimizer)
-            optimizer.close()
-            assert set(seen) == {want}
-
-
-def test_a_piece_is_updated_while_the_one_before_is_still_on_its_way_up() -> None:
-    class Slow(ThrottledLink):
-        """Uploads wait until they are let go."""
-
-        def __init__(self) -> None:
-            super().__init__(1e12)
-            self.go = threading.Event()
-
-        def upload(self, target: Tensor, host: Tensor, after: Any) -> Any:
-            return super().upload(target, host, [*after, self.go])  # type: ignore[list-item]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64))
-    with pretend(Slow()) as link, mock.patch.object(transfer, "PIECE_NUMEL", 1024):
-        link.go.set()
-        optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), dtype="bf16", optimizer_tier="host", overlap_step=True)
-        link.go.clear()
-        with gated() as gate:
-            gate.through.release(10_000)
-            model(torch.randn(2, 64)).sum().backward()
-            optimizer.step()
-            for _ in range(6000):  # a minute, should it not come to that
-                if gate.calls >= 5:
-                    break
-                threading.Event().wait(0.01)
-            assert gate.calls == 5, "all five pieces, though none has come up"
-            link.go.set()
-        optimizer.close()
-
-
 # ---- errors and ends ---------------------------------------------------------------------------------------------------------
 
 
@@ -605,96 +446,6 @@ def test_what_fails_beside_training_raises_in_it_with_its_traceback_and_can_be_m
     optimizer.close()
 
 
-def test_close_after_an_error_does_not_wait_for_the_rest() -> None:
-    model, optimizer = make()
-    ends = []
-
-    def until_the_end(*args: Any, **kwargs: Any) -> None:
-        ends.append(optimizer.worker.stop.wait(60))
-
-    with mock.patch.object(rules, "adam_", until_the_end), pytest.raises(KeyError), optimizer:
-        train(model, optimizer)
-        raise KeyError("the user's")
-    assert ends in ([], [True]) and optimizer.closed
-    assert optimizer.worker.thread is None
-
-
-class Skips(nn.Module):
-    """Blocks, of which a forward may leave out the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor, used: int) -> Tensor:
-        for block in self.blocks[:used]:
-            x = block(x)
-        return x
-
-
-def launches_of_the_step_after(use: str) -> list[str]:
-    """What this rank launches once the update of the first step has begun: its last block is published as late as may be."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    model = Skips().to(device)
-    launched, training_goes_on = [], threading.Event()
-    with zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, optimizer_tier="host", overlap_step=True) as optimizer:
-        publisher = optimizer.updates.publisher
-        assert isinstance(publisher, Group) and publisher is not optimizer.comm
-        publish, reduce, broadcast = publisher.all_gather, optimizer.comm.reduce_scatter, optimizer.comm.broadcast
-
-        def late(unit: int, *args: Any) -> Any:
-            if unit == 2:
-                training_goes_on.wait(2)
-            launched.append("publish")
-            return publish(unit, *args)
-
-        def seen(name: str, call: Any) -> Any:
-            def collective(*args: Any) -> Any:
-                launched.append(name)
-                training_goes_on.set()
-                return call(*args)
-
-            return collective
-
-        model(torch.ones(2, 8, device=device), 3).sum().backward()
-        with mock.patch.object(publisher, "all_gather", late):
-            optimizer.step()
-            in_training = {"reduce_scatter": seen("reduce", reduce), "broadcast": seen("broadcast", broadcast)}
-            with mock.patch.multiple(optimizer.comm, **in_training):
-                if use == "backward":
-                    model(torch.ones(2, 8, device=device), 2).sum().backward()
-                else:
-                    with zk.gather(model.blocks[0].weight, write=True):
-                        pass
-            optimizer.synchronize()
-    return launched
-
-
-def test_ranks_launch_what_they_publish_before_training_goes_on_with_collectives_of_its_own() -> None:
-    """Two communicators of NCCL need one order on all ranks, or wait for each other; a block that forward leaves out is published late."""
-    uses = ("backward", "gather")
-    for use, ranks in zip(uses, run_world(2, launches_of_the_step_after, uses), strict=True):
-        for launched in ranks:
-            assert launched[:3] == ["publish"] * 3 and len(launched) > 3, f"{use}: {launched}"
-
-
-def test_a_worker_ends_with_its_owner_and_does_its_jobs_in_order() -> None:
-    worker, done = Worker("zk test"), []
-    tickets = [worker.submit(lambda number=number: done.append(number)) for number in range(20)]
-    tickets[-1].wait()
-    assert done == list(range(20))
-    failed = worker.submit(lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        failed.wait()
-    worker.submit(lambda: done.append(-1)).wait()  # one failed job does not end it
-    thread = worker.thread
-    del worker, tickets, failed
-    assert thread is not None
-    thread.join(5)
-    assert not thread.is_alive() and done[-1] == -1
-
-
 def test_an_import_starts_nothing_and_ctrl_c_ends_a_run_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
@@ -724,31 +475,3 @@ def test_an_import_starts_nothing_and_ctrl_c_ends_a_run_at_once_and_leaves_nothi
         process.kill()
     assert "KeyboardInterrupt" in errors and process.returncode in (-signal.SIGINT, 130), errors
     assert "Fatal" not in errors and os.listdir(tmp_path) == []
-
-
-def test_a_checkpoint_is_loaded_after_the_update_beside_training_has_ended(tmp_path: Path) -> None:
-    model, optimizer = make()
-    train(model, optimizer)
-    optimizer.save_checkpoint(tmp_path)
-    adam_, join, load = rules.adam_, Ticket.join, loading.load
-    asked, underway = threading.Event(), []
-
-    def when_asked(*args: Any, **kwargs: Any) -> None:
-        assert asked.wait(60)
-        adam_(*args, **kwargs)
-
-    def joined(ticket: Ticket) -> None:
-        asked.set()
-        join(ticket)
-
-    def loads(*args: Any) -> Any:
-        underway.extend(held.underway for held in optimizer.held if held.underway is not None)
-        asked.set()
-        return load(*args)
-
-    with mock.patch.object(rules, "adam_", when_asked), mock.patch.object(Ticket, "join", joined), mock.patch.object(loading, "load", loads):
-        loss_of(model, batch(2)).backward()
-        optimizer.step()
-        optimizer.load_checkpoint(tmp_path)
-    assert not underway
-    optimizer.close()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,13 +20,10 @@ from tests.models import GPT, batch, loss_of
 from tests.world import run_world
 from zk.core import probe
 from zk.core.assemble import Assembly
-from zk.core.events import COMPLETED
 from zk.core.nbytes import placed_of
 from zk.core.precision import DynamicLossScale
 from zk.offload import spill, streamed, transfer
 from zk.offload.streamed import best_share
-from zk.offload.tiers import _add_up
-from zk.offload.transfer import Arrival, Transfer
 from zk.tools.summary import sizes_of
 
 STEPS = 4
@@ -213,25 +207,6 @@ def test_nothing_streams_any_more_once_synchronize_has_returned() -> None:
 
 
 @pytest.mark.device_only
-def test_memory_of_a_gradient_that_is_read_is_kept_until_all_of_it_has_come() -> None:
-    """Also where its reader was given up after the first piece."""
-    order: list[str] = []
-    record = SimpleNamespace(tensor=None, release=lambda event: order.append("released after its reader" if event is reader else "released"))
-    pieces = [SimpleNamespace(wait=functools.partial(order.append, f"piece {index}")) for index in range(2)]
-    reader = SimpleNamespace(done=False)
-    Arrival(record, [], pieces).drop(reader)  # type: ignore[arg-type]
-    assert order == ["piece 1", "released after its reader"]
-
-
-@pytest.mark.device_only
-def test_a_sum_changes_once_its_reader_has_what_was_there() -> None:
-    total, seen = torch.ones(4), list[float]()
-    second = SimpleNamespace(whole=lambda: torch.full((4,), 2.0), drop=lambda: None)
-    _add_up(total, None, second, SimpleNamespace(wait=lambda: seen.append(total.sum().item())))  # type: ignore[arg-type]
-    assert seen == [4.0] and total.tolist() == [3.0] * 4
-
-
-@pytest.mark.device_only
 @pytest.mark.parametrize("place", ("host", "nvme"))
 def test_checkpoints_of_either_side_are_the_other_s(place: str, tmp_path: Path) -> None:
     """Also of a save that goes on while the next update changes what it has not read."""
@@ -276,106 +251,6 @@ def rank_differs(case: tuple[int, Any, float]) -> list[str]:
 def test_ranks_publish_what_the_device_has_updated() -> None:
     cases = [(2, "backward", 0.5), (3, True, 1.0)]
     assert run_world(2, rank_differs, cases) == [[[], []] for _ in cases]
-
-
-@pytest.mark.device_only
-@pytest.mark.parametrize("grows", (False, True))
-def test_states_are_in_host_memory_once_all_is_done(grows: bool) -> None:
-    with small_blocks():
-        model = GPT()
-        with optimizer_of(model, update_on="device") as optimizer:
-            backward(model, optimizer, 0)
-            optimizer.step()
-            stream = optimizer.assembly.stream
-            assert stream is not None
-            if grows:
-                stream.reserve(2 * stream.nbytes)
-            else:
-                optimizer.synchronize()
-            for held in optimizer.held:
-                for section in held.shard.sections:  # type: ignore[union-attr]
-                    assert all(bool(torch.isfinite(field).all()) for field in section.state.fields.values())  # type: ignore[union-attr]
-
-
-@pytest.mark.device_only
-def test_sums_over_micro_batches_go_up_from_page_locked_memory_that_stays_bounded() -> None:
-    with small_blocks():
-        model = GPT()
-        with optimizer_of(model, update_on="device") as optimizer:
-            arena, upload, seen = optimizer.transfer.arena, Transfer.upload, []
-            assert arena is not None
-            sizes = list[int]()
-
-            def spy(self: Transfer, target: Tensor, host: Tensor, *events: Any) -> Any:
-                start = host.data_ptr()
-                seen.append(any(region.memory.data_ptr() <= start < region.memory.data_ptr() + region.memory.nbytes for region in arena._regions))
-                return upload(self, target, host, *events)
-
-            for step in range(4):
-                several(model, optimizer, 10 + step)
-                with mock.patch.object(Transfer, "upload", spy):
-                    optimizer.step()
-                optimizer.zero_grad()
-                sizes.append(arena.nbytes)
-            numel = sum(held.held_numel for held in optimizer.held)
-    assert len(seen) > 16 and all(seen)
-    # however late the thread is that adds them up; four steps' sums that nobody gives back would take 16
-    assert sizes[-1] <= (10 + 8) * numel + 40 * 4096, "states, two gradients, and sums"
-
-
-@pytest.mark.device_only
-@pytest.mark.parametrize("early", (False, "backward"))
-def test_a_chunk_on_the_drive_streams_while_the_next_one_is_read(early: bool | str, tmp_path: Path) -> None:
-    """It is put back when the next one has been started, and the last one before the update is over."""
-    stream, put_back, seen = streamed.Stream.update, spill.FileFields.close, ""
-
-    def update(*given: Any) -> Any:
-        nonlocal seen
-        seen += "s"
-        return stream(*given)
-
-    def close(fields: Any, chunk: slice, changed: bool, keep: bool = False) -> None:
-        nonlocal seen
-        seen += "p" * changed
-        put_back(fields, chunk, changed, keep)
-
-    with small_blocks(), mock.patch.object(streamed.Stream, "update", update), mock.patch.object(spill.FileFields, "close", close):
-        model = GPT()
-        with optimizer_of(model, update_on="device", optimizer_tier="nvme", nvme_path=str(tmp_path), overlap_step=early) as optimizer:
-            for step in range(2):
-                seen = ""
-                backward(model, optimizer, step)
-                optimizer.step()
-                optimizer.synchronize()
-                optimizer.zero_grad()
-            assert optimizer.metrics().get("updates_in_backward_taken", 0) == (3 if early else 0)
-    assert re.fullmatch("(s(sp)*p)+" if early else "s(sp)+p", seen) and "ssp" in seen, seen
-
-
-def without(planted: str) -> Any:
-    """Context: an event of the update is forgotten, or buffers are filled again at once, or updates come after nothing."""
-    if planted in ("read", "ready", "written"):
-        real = streamed.Streamed
-        return mock.patch.object(streamed, "Streamed", lambda *events: dataclasses.replace(real(*events), **{planted: COMPLETED}))
-    if planted == "left":
-        full = type("Full", (streamed._Buffer,), {"left": property(lambda self: COMPLETED, lambda self, event: None)})
-        return mock.patch.object(streamed, "_Buffer", full)
-
-    def forgetful(*args: Any) -> Transfer:
-        made = Transfer(*args)
-        made.follow = lambda event: None
-        return made
-
-    return mock.patch.object(streamed, "Transfer", forgetful)
-
-
-@pytest.mark.device_only
-@pytest.mark.races
-@pytest.mark.parametrize("planted", ("read", "ready", "written", "left", "follow"))
-def test_a_wait_that_is_missing_is_noticed(planted: str) -> None:
-    """Planted faults, each of which the software GPU sees as a race."""
-    with without(planted):
-        trained(at_once, update_on="device", overlap_step="backward")
 
 
 # ---- bytes, and who says what ---------------------------------------------------------------------------------------------------
