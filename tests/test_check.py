@@ -107,18 +107,11 @@ def test_a_refusal_names_what_lacks_and_offers_what_fits(
                 train(net, optimizer)
 
 
-def test_what_nothing_helps_is_said_so() -> None:
-    with free(host=2 * KIB, nvme=KIB):
-        message = refused(model(), dtype="bf16")
-    assert "No other tier, state or budget fits: use more memory or ranks" in message
-    assert not offered(message)
-
-
 def test_after_a_refusal_model_and_optimizer_are_as_they_were() -> None:
     net, twin = model(), model()
     adam, other = torch.optim.AdamW(net.parameters()), torch.optim.AdamW(twin.parameters())
     train(net, adam), train(twin, other)
-    with free(host=KIB), pytest.raises(MemoryError):
+    with free(host=KIB, nvme=KIB), pytest.raises(MemoryError, match="No other tier, state or budget fits"):
         zk.ZeroOptimizer(net, adam, stage=3, optimizer_tier="host", dtype="bf16")
     assert train(net, adam) == train(twin, other)
     for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
@@ -186,9 +179,6 @@ def test_the_check_can_be_switched_off_for_what_it_cannot_know() -> None:
             pass
     with pytest.raises(TypeError, match="check_memory must be True or False; got 'yes'"):
         zk.ZeroConfig(check_memory="yes")  # type: ignore[arg-type]
-
-
-# ---- several ranks, and real runs --------------------------------------------------------------
 
 
 def on_ranks(what: str) -> str:
@@ -259,29 +249,27 @@ from zk.core import fit, memory
 
 def run(width, layers, **config):
     net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
-    adam, found = torch.optim.AdamW(net.parameters()), []
-    with mock.patch.object(fit, "lacking", lambda need, free: found.append(need) or {}):
+    found = []
+    with mock.patch.object(fit, "lacking", lambda need, free: found.append(need["host"]) or {}):
         gc.collect(), memory.trim()  # what the run before has left is not this one's
         open("/proc/self/clear_refs", "w").write("5")  # the peak is that from here on
         before = memory.peak_nbytes()
-        optimizer = zk.ZeroOptimizer(net, adam, dtype="bf16", **config)
+        optimizer = zk.ZeroOptimizer(net, torch.optim.AdamW(net.parameters()), dtype="bf16", **config)
     for _ in range(2):
         net(torch.randn(1, width).bfloat16()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    grown = memory.peak_nbytes() - before
+    print(found[0], memory.peak_nbytes() - before)
     optimizer.close()
-    return found[0]["host"], grown
 
 torch.set_num_threads(1)
 run(64, 2)  # what is loaded with the first step
-drive = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme", "nvme_path": sys.argv[1]}
-print(*run(1024, 24, stage=2), *run(1024, 24, **drive))
+run(1024, 24, stage=2)
+run(1024, 24, stage=3, param_tier="nvme", optimizer_tier="nvme", nvme_path=sys.argv[1])
 """
 
 
 def test_what_is_needed_is_no_more_than_a_real_run_takes(tmp_path: Path) -> None:
     words = run("-c", REAL, str(tmp_path), check=True).stdout.split()
-    least, took, on_drive, took_drive = map(int, words)
-    assert 0.8 * took < least <= took + 4 * MIB
-    assert on_drive <= took_drive + 4 * MIB
+    _, _, least, took, on_drive, took_drive = map(int, words)
+    assert 0.8 * took < least <= took + 4 * MIB and on_drive <= took_drive + 4 * MIB

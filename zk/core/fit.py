@@ -49,17 +49,10 @@ class Footprint:
 
 
 def footprint_of(
-    model: nn.Module,
-    units: Sequence[Unit],
-    config: ZeroConfig,
-    world: int,
-    joined: bool,
-    rules: Sequence[Rule],
-    groups: Sequence[Mapping[str, Any]],
-    device: torch.device = CPU,
-    at_least: bool = False,
-    placed: Sequence[Place] | None = None,
-) -> Footprint:
+    model: nn.Module, units: Sequence[Unit], config: ZeroConfig, world: int, joined: bool,
+    rules: Sequence[Rule], groups: Sequence[Mapping[str, Any]], device: torch.device = CPU,
+    at_least: bool = False, placed: Sequence[Place] | None = None,
+) -> Footprint:  # fmt: skip
     """Bytes of training ``units`` of ``model`` (meta or real) on one of ``world`` ranks.
 
     ``rules`` are those of the optimizer's ``groups``. Alike units may be one object, many times.
@@ -134,9 +127,6 @@ def _bucket(placement: Placement, trained: Counter[int], at_least: bool, away: b
         return nbytes - nbytes // world * at_least  # the slices come after, one by one
     in_flight = 0 if at_least else 3 if world > 1 else 1 if placement.joined else 2
     return sum(nbytes * min(count, in_flight) for nbytes, count in trained.items())
-
-
-# ---- the check ---------------------------------------------------------------------------------
 
 
 def refuse_what_cannot_fit(optimizer: Any, units: Sequence[Unit], local: int) -> None:
