@@ -284,7 +284,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def test_a_profile_has_forward_and_backward_by_unit_and_what_other_threads_do(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with wrapped(**on_drive(tmp_path)) as optimizer:
-        recording = zk.profile(tmp_path / "profile", optimizer, steps=2, skip=1)
+        recording = zk.profile(optimizer, tmp_path / "profile", steps=2, skip=1)
         for number in range(5):
             step(optimizer)
             assert (tmp_path / "profile" / "trace.json").exists() == (number >= 2)
@@ -320,18 +320,18 @@ def test_a_context_records_what_is_inside_and_checkpointed_blocks_too(tmp_path: 
 
     model = Checkpointed()
     wrapper = types.SimpleNamespace(optimizer=ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), **ON_HOST))
-    with wrapper.optimizer as optimizer, zk.profile(tmp_path, wrapper):
+    with wrapper.optimizer as optimizer, zk.profile(wrapper, tmp_path):
         model(torch.arange(8)).sum().backward()
         optimizer.step()
     counts = Counter(event["name"] for event in events_of(tmp_path / "trace.json"))
     assert counts["zk: blocks.1 backward"] == counts["zk: blocks.0 backward"] == 1 and counts["zk: blocks.0 forward"] == 2
     for options in ({"steps": 0}, {"skip": -1}):
         with pytest.raises(ValueError, match="steps must be at least 1, or None, and skip at least 0"):
-            zk.profile(tmp_path, optimizer, **options)  # type: ignore[arg-type]
+            zk.profile(optimizer, tmp_path, **options)  # type: ignore[arg-type]
 
 
 def profiled(folder: Path) -> list[str]:
-    with wrapped(**ON_HOST) as optimizer, zk.profile(folder, optimizer):
+    with wrapped(**ON_HOST) as optimizer, zk.profile(optimizer, folder):
         step(optimizer)
     return sorted(path.name for path in folder.iterdir())
 

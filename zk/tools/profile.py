@@ -29,18 +29,19 @@ _PASSES, _BINS = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"
 
 
 class profile(contextlib.ExitStack):  # a verb, as contextlib's are
-    """Record steps of a ZeroOptimizer into ``folder``: ``trace.json`` for https://ui.perfetto.dev, ``timeline.png`` of the last step.
+    """Record steps: ``trace.json`` for https://ui.perfetto.dev, ``timeline.png`` of the last one.
 
-    ``with zk.profile("profile", optimizer):`` records all steps inside; ``zk.profile("profile", optimizer, steps=3)`` the next three, and ends.
+    ``with zk.profile(optimizer, "profile"):`` records all steps inside;
+    ``zk.profile(optimizer, "profile", steps=3)`` records the next three, and ends.
 
     Args:
-        folder: made if need be. Other ranks than the first write ``trace-rank1.json`` and ``timeline-rank1.png``.
         optimizer: a ZeroOptimizer, or what has one as ``.optimizer``.
+        folder: is made if missing. Rank 1 writes ``trace-rank1.json`` and ``timeline-rank1.png``.
         steps: to record, at least 1; None records until the context ends.
         skip: steps to let pass first, in which caches fill and kernels are compiled.
     """
 
-    def __init__(self, folder: str | Path, optimizer: Any, *, steps: int | None = None, skip: int = 0) -> None:
+    def __init__(self, optimizer: Any, folder: str | Path, *, steps: int | None = None, skip: int = 0) -> None:
         if (steps is not None and steps < 1) or skip < 0:
             raise ValueError(f"steps must be at least 1, or None, and skip at least 0; got steps={steps!r}, skip={skip!r}")
         super().__init__()
