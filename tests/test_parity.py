@@ -129,6 +129,7 @@ TWO = [
     *(case for case in NARROW if (case.stage, case.tier) in ((0, "host"), (1, "device"), (3, "nvme"))),
     *(case for case in NVME if case.adversary and (case.no_sync or (case.stage, case.model) == (0, "unfreezing"))),
     *(case for case in NVME if case.adversary and case.model in ("sometimes", "experts_checkpointed", "elsewhere")),
+    Case(stage=3, dtype="bf16", computes="fp32", tier="nvme", accumulation=2, adversary=True),
     MIXED,
 ]
 # Three divide units unevenly: at stage 0, where nothing is divided, one mean.
