@@ -242,6 +242,18 @@ def test_a_message_that_has_changed_is_noticed() -> None:
     assert not occurs("rank … of … broke in collective", message) and not occurs("failed in collective … of", message)
 
 
+def test_the_site_shows_all_of_a_line_of_code() -> None:
+    """Its column has 84 characters."""
+    wide = [
+        f"{name_of(page)}:{first + number}"
+        for page in ALL
+        for language, content, first in blocks(page.read_text())
+        for number, line in enumerate(content.splitlines())
+        if language in ("python", "diff", "sh", "json") and len(line) > 84
+    ]
+    assert not wide, "\n".join(wide)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}

@@ -10,15 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # folder or file, pattern of its files, lines at most
 CEILINGS = {
-    "zk": ("*.py", 33_900),
-    "zk/core": ("*.py", 7_300),
-    "zk/tools": ("*.py", 5_700),
-    "zk/nn": ("*.py", 2_000),
-    "zk/checkpoint": ("*.py", 3_080),
-    "zk/integrations": ("*.py", 3_300),
-    "tests": ("*.py", 43_200),
-    "docs": ("*.md", 5_110),
-    "README.md": ("", 196),
+    "zk": ("*.py", 23_800),
+    "zk/core": ("*.py", 7_150),
+    "zk/tools": ("*.py", 1_730),
+    "zk/nn": ("*.py", 2_020),
+    "zk/checkpoint": ("*.py", 2_460),
+    "zk/integrations": ("*.py", 1_160),
+    "tests": ("*.py", 32_000),
+    "docs": ("*.md", 3_310),
+    "README.md": ("", 130),
 }
 BELOW = ("kernels", "offload", "parallel", "core", "config", "optimizer")
 ABOVE = ("integrations",)
