@@ -112,7 +112,7 @@ def train(
 
 @app.command()
 def plan() -> None:
-    """Say what of a model fits where, and how long a step takes, without training."""
+    """Estimate memory and step time of a model before training."""
 
 
 @app.command()
