@@ -10,28 +10,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import zk
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.plain import train_plain
-from tests.programs import rank_of, run
-from tests.world import run_world
-from zk.checkpoint.files import CheckpointError
+from tests.programs import run
 
-lightning = pytest.importorskip("lightning")
-
-import lightning as L  # noqa: E402
-from lightning.pytorch import callbacks  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+L = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
 
 import zk.integrations.lightning as zl  # noqa: E402
 
@@ -123,9 +115,9 @@ def same_weights(one: Any, other: Any) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def host(stage: int, **kwargs: Any) -> Any:
+def host(stage: int) -> Any:
     tier = {"param_tier": "host"} if stage == 3 else {}
-    return zl.ZeroStrategy(stage=stage, optimizer_tier="host", **tier, **kwargs)
+    return zl.ZeroStrategy(stage=stage, optimizer_tier="host", **tier)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +128,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
-ON_DEVICE = ("zk_stage_2_offload", "zk_stage_3_offload", "zk_stage_3_offload_nvme")
+ON_DEVICE = ("zk_stage_3_offload", "zk_stage_3_offload_nvme")
 EVERY = [pytest.param(name, marks=[pytest.mark.device] * (name in ON_DEVICE)) for name in zl.NAMES]
 
 
@@ -151,23 +143,6 @@ def test_every_name_trains_as_the_stock_trainer_and_leaves_a_plain_model(
     ids = batch(3).to(next(reference.parameters()).device)
     assert torch.equal(module(ids), reference(ids)) and not list(drive.iterdir())
     assert module.trainer.strategy.model is module and module.trainer.optimizers[0].closed
-
-
-class Manual(Language):
-    """Also: what is called on Lightning's wrapper of an optimizer must reach it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, rows: Any, index: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = super().training_step(rows, index)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.5, "norm")
-        optimizer.step()
-        self.lr_schedulers().step()
 
 
 class Skips(Language):
@@ -192,9 +167,7 @@ class Direct(Language):
     [
         ({"accumulate_grad_batches": 2, "steps": 3}, 0.0),
         ({"gradient_clip_val": 0.3, "accumulate_grad_batches": 3, "steps": 3}, 1e-6),
-        ({"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, 1e-6),
         ({"module": ByEpoch, "steps": 9}, 0.0),
-        ({"module": Manual}, 1e-6),
         ({"module": Skips}, 0.0),
         ({"module": Direct}, 0.0),
     ],
@@ -202,7 +175,7 @@ class Direct(Language):
 def test_what_a_trainer_does_is_that_of_the_stock_trainer(options: Any, tolerance: float) -> None:
     reference = fit(**options).losses
     assert reference[: len(stock().losses)] != stock().losses[: len(reference)]
-    for strategy in ("zk_stage_2_offload", "zk_stage_3_offload_nvme"):
+    for strategy in ("zk_stage_2", "zk_stage_3_offload_nvme"):
         assert fit(strategy, **options).losses == pytest.approx(reference, abs=tolerance, rel=0)
 
 
@@ -255,7 +228,7 @@ class Configured(Language):
 @pytest.mark.device
 def test_configure_model_builds_without_memory_and_trains_the_same(tmp_path: Path) -> None:
     reference = fit(module=Configured)
-    for strategy in ("zk_stage_2_offload", "zk_stage_3_offload_nvme"):
+    for strategy in ON_DEVICE:
         module = fit(strategy, module=Configured)
         assert module.was_deferred and module.losses == reference.losses
     reference.trainer.save_checkpoint(tmp_path / "stock.ckpt")
@@ -296,61 +269,33 @@ def test_a_run_that_fails_raises_its_own_error_and_leaves_a_model_that_can_be_us
     trainer("zk_stage_3_offload_nvme", 2).fit(module, rows())
 
 
-def test_ctrl_c_says_where_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Interrupts(callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.save_checkpoint(tmp_path / "saved.ckpt")
-                raise KeyboardInterrupt
-
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit):
-            fit("zk_stage_3_offload", callbacks=[Interrupts()])
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning has it ignored
-    assert f"stopped after step 2; resume from {tmp_path / 'saved.ckpt'}" in capsys.readouterr().err
-
-
 def test_where_the_whole_model_has_no_room_it_stays_sharded_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = (1 << 30, 4 * 9386 * 2 - 1)  # half of it must do
     monkeypatch.setattr("zk.integrations.lightning.host_memory", lambda: free)
     module = fit("zk_stage_3_offload_nvme")
-    assert "does not fit in half of host memory; it stays sharded" in caplog.text
+    assert "the model does not fit in half of host memory; it stays sharded" in caplog.text
     with pytest.raises(RuntimeError, match="partitioned when the optimizer was closed"):
         module(batch(3))
 
 
-class Two(Manual):
-    def configure_optimizers(self) -> Any:
-        parts = (self.model.blocks, self.model.norm)
-        return [torch.optim.SGD(part.parameters(), lr=1.0) for part in parts]
+class Manual(Language):
+    automatic_optimization = property(lambda self: False, lambda self, value: None)
 
 
-def test_what_cannot_be_right_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    averaging = functools.partial(callbacks.StochasticWeightAveraging, 1e-2, swa_epoch_start=1)
-    pruning = callbacks.ModelPruning("l1_unstructured", amount=0.5)
-    clips = zl.ZeroStrategy(clip_grad_norm=1.0)
-    monkeypatch.delenv("ZK_NVME_PATH")
+def test_what_cannot_be_right_is_refused_with_a_remedy() -> None:
+    averaging = EMAWeightAveraging()
     for error, words, wrong in (
-        (ValueError, "must return one optimizer", lambda: fit("zk", module=Two)),
-        (ValueError, "leave one out", lambda: fit(clips, gradient_clip_val=1.0)),
-        (ValueError, "'bf16-mixed'", lambda: trainer("zk", precision="64-true")),
-        (ValueError, "out", lambda: trainer(zl.ZeroStrategy(dtype="fp16"), precision="bf16-true")),
+        (ValueError, "automatic_optimization must be True", lambda: fit("zk", module=Manual)),
+        (ValueError, "WeightAveraging writes param", lambda: fit("zk", callbacks=[averaging])),
+        (ValueError, "'bf16-mixed'", lambda: fit("zk", precision="64-true")),
+        (TypeError, "Trainer.gradient_clip_val", lambda: zl.ZeroStrategy(clip_grad_norm=1.0)),
+        (TypeError, "Trainer.precision=", lambda: zl.ZeroStrategy(dtype="fp16")),
         (TypeError, "'stag'; the closest one is 'stage'", lambda: zl.ZeroStrategy(stag=1)),
-        (ValueError, "ZK_NVME_PATH", lambda: trainer("zk_stage_3_offload_nvme")),
-        (ValueError, "use stage 2", lambda: fit("zk_stage_3", callbacks=[averaging()])),
-        (ValueError, "remove it", lambda: fit("zk_stage_2", callbacks=[pruning])),
     ):
         with pytest.raises(error, match=words):
             wrong()
-    averages = [
-        fit(name, -1, NoSchedule, max_epochs=3, callbacks=[averaging()])
-        for name in ("auto", "zk_stage_2_offload")
-    ]
-    assert same_weights(*averages) and averages[0].losses == averages[1].losses
 
 
 def saved(folder: Path, strategy: Any, at: int, **kwargs: Any) -> Path:
@@ -371,8 +316,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, at: int) -> None:
         module = fit(strategy, ckpt=source, seed=5)
         assert module.losses == reference.losses and same_weights(module, reference), strategy
     bf16 = saved(tmp_path / "bf16", "zk_stage_2", at, precision="bf16-mixed")
-    more = [fit(name, ckpt=bf16, seed=5, precision="bf16-mixed").losses for name in ON_DEVICE]
-    assert more[0] == more[1] == more[2] and len(more[0]) == STEPS - at
+    more = [fit(name, ckpt=bf16, seed=5, precision="bf16-mixed").losses for name in OURS]
+    assert more[0] == more[1] and len(more[0]) == STEPS - at
 
 
 def test_old_checkpoints_are_removed_and_the_last_is_a_link(tmp_path: Path) -> None:
@@ -384,8 +329,6 @@ def test_old_checkpoints_are_removed_and_the_last_is_a_link(tmp_path: Path) -> N
     assert len(found) == 3 and found[0] == "last.ckpt" and (tmp_path / "last.ckpt").is_symlink()
     inside = sorted(path.name for path in Path(keep.best_model_path).iterdir())
     assert inside[:2] == ["latest", "lightning.ckpt"] and len(inside) == 3
-    trainer("zk").strategy.remove_checkpoint(keep.last_model_path)
-    assert not (tmp_path / "last.ckpt").exists() and Path(keep.best_model_path).exists()
 
 
 def test_weights_come_out_as_a_file_that_plain_lightning_loads(tmp_path: Path) -> None:
@@ -400,7 +343,7 @@ def test_weights_come_out_as_a_file_that_plain_lightning_loads(tmp_path: Path) -
         with pytest.raises((KeyError, ValueError), match="only the model"):
             fit("zk_stage_3", ckpt=tmp_path / f"{name}.ckpt")
     (tmp_path / "folder.ckpt" / "lightning.ckpt").unlink()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"lightning\.ckpt"):
         fit("zk_stage_3", ckpt=tmp_path / "folder.ckpt")
 
 
@@ -429,50 +372,12 @@ def test_two_ranks_train_what_stock_ddp_trains_and_one_resumes_from_them(tmp_pat
     assert loss_of(plain, batch(0)).item() == pytest.approx(first["alone"], abs=1e-6)
 
 
-def on_gpu_of_rank(strategy: str) -> tuple[list[float], str]:
-    rank = torch.distributed.get_rank()
-    os.environ.update(rank_of(2, rank, 1), TORCHELASTIC_RUN_ID="1", GROUP_RANK="0")
-    os.environ["ZK_CPU_ADAM"] = "torch"
-    module = fit(strategy, 4, devices=2, gradient_clip_val=0.5, limit_val_batches=0)
-    return module.losses, str(module.trainer.strategy.root_device)
-
-
-@pytest.mark.device_only
-def test_two_ranks_train_on_their_gpus_on_the_mean_of_their_gradients() -> None:
-    """Compared with a plain loop: Lightning makes DDP on a stream that its training ignores."""
-    torch.manual_seed(0)
-    plain = Language()
-    configured = plain.configure_optimizers()
-    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    numbers: list[list[int]] = [[], []]
-    for rank in range(2):
-        sampler = DistributedSampler(ROWS, 2, rank)  # as Lightning divides training data
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            numbers[rank] += list(sampler)
-    expected: list[list[float]] = [[], []]
-    for step in range(4):
-        for rank in range(2):
-            loss = loss_of(plain, ROWS.tensors[0][numbers[rank][2 * step : 2 * step + 2]])
-            (loss / 2).backward()
-            expected[rank].append(loss.item())
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step(), optimizer.zero_grad(), schedule.step()
-    for found in run_world(2, on_gpu_of_rank, ["zk_stage_3_offload"]):
-        for rank, result in enumerate(found):
-            assert not isinstance(result, Exception), result
-            assert result == (pytest.approx(expected[rank], abs=1e-6, rel=0), f"cuda:{rank}")
-
-
 @pytest.mark.parametrize("package", ("lightning", "pytorch_lightning"))
 def test_the_example_learns_with_either_package(package: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
     text = (ROOT / "examples" / "lightning_gpt.py").read_text()
     text = text.replace("import lightning as L", f"import {package} as L")
     (tmp_path / "example.py").write_text(text)
-    command = [sys.executable, str(tmp_path / "example.py"), "--steps", "30"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run(str(tmp_path / "example.py"), "--steps", "30", check=True)
     first, last = (float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line)
     assert last < first - 0.5
