@@ -29,7 +29,9 @@ def test_each_benchmark_runs_once_and_the_report_has_a_row_of_it(tmp_path: Path)
     files = [str(path) for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))]
     found = tmp_path / "bench.json"
     environment = {**os.environ, "ZK_BENCH_SMALL": "1", "ZK_BENCH_NVME": str(tmp_path / "drive")}
-    options = ["-k", "not compile", "-p", "no:cacheprovider", f"--benchmark-json={found}"]
+    for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
+        del environment[name]  # where it sees one of these, pytest-benchmark times nothing
+    options = ["-k", "not compile", "-p", "no:cacheprovider", "-p", "no:xdist", f"--benchmark-json={found}"]
     done = run("-m", "pytest", *options, *files, str(failing), env={**environment, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1 and " 1 failed" in f" {done.stdout.splitlines()[-1]}", done.stdout[-3000:]
     rows = json.loads(found.read_text())

@@ -26,7 +26,7 @@ ON_RANKS = (
     *("sharpness_aware", "penalize_the_gradient_of_inputs", "backward_with_create_graph", "penalize_through_a_checkpoint"),
     *("backward_twice_through_one_graph", "functional_gradient"),
     # state, of which each has a part
-    *("read_state", "write_state", "forget_state", "assign_state", "state_of_the_users_optimizer"),
+    *("read_state", "write_state", "forget_state", "assign_state"),
     # parameters
     *("set_data_in_forward", "interpolate_in_forward", "assign_data", "change_data_taken_before", "write_data_of_what_is_gathered_to_be_read"),
     *("penalize_what_is_gathered", "transform_what_is_gathered_with_a_graph", "resize_what_is_gathered", "copy_the_model", "channels_last"),
