@@ -9,13 +9,13 @@ A checkpoint that is saved in ``fit`` is a folder:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             if hasattr(part, "_device") and next(part.parameters(), None) is None:
                 part.to(self.root_device)
         self._dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
-        config = dataclasses.replace(self.config, device=self.root_device, dtype=plugin.dtype)
+        config = replace(self.config, device=self.root_device, dtype=plugin.dtype)
         if self._fitting:
             if not module.automatic_optimization:
                 raise ValueError("automatic_optimization must be True; else write a plain loop")
@@ -142,7 +142,7 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             self.zero._without_gradient = lambda: None  # training_step may return None
             self.optimizers = [self.zero]
         elif next(module.parameters(), None) is not None:  # nothing is updated
-            config = dataclasses.replace(config, state_dtype="fp32", overlap_step=False)
+            config = replace(config, state_dtype="fp32", overlap_step=False, keep_gradients=True)
             self.zero = ZeroOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0), config)
         if self._pending is not None:
             self.load_model_state_dict(*self._pending)
