@@ -19,26 +19,17 @@ import zk
 from tests.models import DEVICE, GPT, batch, loss_of
 from tests.plain import train_plain
 from tests.world import run_world
-from zk.checkpoint.files import CheckpointError
 
-CLIPPED = {"gradient_clipping": 1.0}  # so that its absence is not warned of
 ZERO = "zero_optimization"
 
 
-def fields_of(config: dict[str, Any], **more: Any) -> zk.ZeroConfig:
-    return zk.ZeroConfig.from_deepspeed({**CLIPPED, **config}, **more)
-
-
-def test_a_file_that_is_not_json_is_named_with_the_place(tmp_path: Path) -> None:
+def test_a_file_is_read_and_must_hold_an_object(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text('{\n  "zero_optimization": {"stage": 2}\n  "gradient_clipping": 1.0\n}')
-    with pytest.raises(ValueError, match=r"ds_config.json must be JSON: .* line 3 column 3"):
-        zk.ZeroConfig.from_deepspeed(path)
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    assert zk.ZeroConfig.from_deepspeed(path).stage == 2
     path.write_text("[1]")
     with pytest.raises(ValueError, match=r"the config must be an object, \{...\}; got \[1\]"):
         zk.ZeroConfig.from_deepspeed(path)
-    with pytest.raises(FileNotFoundError):
-        zk.ZeroConfig.from_deepspeed(tmp_path / "none.json")
 
 
 SCALE = zk.DynamicLossScale
@@ -49,42 +40,37 @@ FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50, "min
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"stage": 0, "clip_grad_norm": 1.0, "dtype": None}),
     ({"gradient_clipping": 0}, {"clip_grad_norm": None}),
-    ({"bf16": {"enabled": True}}, {"dtype": torch.bfloat16, "loss_scale": "auto"}),
-    ({"bfloat16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+    ({"bfloat16": {"enabled": True}}, {"dtype": torch.bfloat16, "loss_scale": "auto"}),
     ({"fp16": {"enabled": True}}, {"dtype": torch.float16, "loss_scale": SCALE(init=2.0**16)}),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {"loss_scale": 128.0}),
     ({"fp16": FP16}, {"loss_scale": SCALE(init=256.0, window=50, minimum=2.0)}),
     ({ZERO: {"stage": 2, "offload_optimizer": CPU}}, {"stage": 2, "optimizer_tier": "host"}),
     ({ZERO: {"stage": 3, "offload_param": CPU}}, {"param_tier": "host"}),
     ({ZERO: {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}}, DRIVE),
-    ({ZERO: {"offload_optimizer": {**NVME, "device": "cpu"}}}, {"nvme_path": None}),
 ]
 
 
 @pytest.mark.parametrize(("config", "fields"), FIELDS)
 def test_a_key_becomes_a_field(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    found = fields_of(config, num_threads=3)  # overrides win
+    found = zk.ZeroConfig.from_deepspeed(config, num_threads=3)  # overrides win
     assert {name: getattr(found, name) for name in fields} == fields and found.num_threads == 3
 
 
 def test_keys_that_are_not_used_are_in_one_warning_a_line_each(caplog: Any) -> None:
     zero = {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 1, "offload_param": CPU}
-    monitors = {"steps_per_print": 10, "wall_clock_breakdown": False, "wandb": {"enabled": False}}
-    found = fields_of({ZERO: zero, **monitors, "optimizer": {"type": "X"}})
+    more = {"steps_per_print": 10, "aio": {"block_size": 8}, "wandb": {"enabled": False}}
+    found = zk.ZeroConfig.from_deepspeed({ZERO: zero, **more, "optimizer": {"type": "X"}})
     assert found == zk.ZeroConfig(stage=3, param_tier="host", clip_grad_norm=1.0)
-    assert caplog.records[0].message == """zk: DeepSpeed's config has settings that are not used:
-  no effect on results:
-    steps_per_print
-    zero_optimization.
-      max_live_parameters
-      overlap_comm
-    zero_optimization.offload_param.
-      pin_memory
-  set by your loop, or zk.initialize:
-    optimizer"""
-    assert len(caplog.records) == 1
-    assert zk.ZeroConfig.from_deepspeed({}).clip_grad_norm == 1.0
-    assert "gradient_clipping is not set: zk clips to 1.0" in caplog.text
+    assert [record.message for record in caplog.records] == [
+        """\
+zk: zk does not use these settings of the JSON:
+  aio
+  optimizer
+  steps_per_print
+  zero_optimization.max_live_parameters
+  zero_optimization.offload_param.pin_memory
+  zero_optimization.overlap_comm"""
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +78,8 @@ def test_keys_that_are_not_used_are_in_one_warning_a_line_each(caplog: Any) -> N
     [
         ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'.* write 'zero_optimization'"),
         ({ZERO: {"stages": 2}}, "'zero_optimization.stages'; got 2: write 'stage'"),
-        ({ZERO: {"offload_optimizer": {"devices": "cpu"}}}, "offload_optimizer.devices'.*'device'"),
-        ({"train_batchsize": 2}, "write 'train_batch_size'"),
         ({"xyzzy": 3}, "there is no setting 'xyzzy'; got 3: remove it"),
-        ({ZERO: {"stage": 2, "offload_param": CPU}}, "param_tier='host' needs stage=3"),
-        ({ZERO: {"offload_optimizer": {"device": "gpu"}}}, "'none', 'cpu' or 'nvme'; got 'gpu'"),
+        ({ZERO: {"offload_optimizer": {"device": "disk"}}}, "what others call 'disk' is 'nvme'"),
         ({ZERO: 3}, "zero_optimization must be an object"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 must be"),
         ({"bf16": {"enabled": "false"}}, "bf16 and fp16 must be true or false"),
@@ -105,7 +88,7 @@ def test_keys_that_are_not_used_are_in_one_warning_a_line_each(caplog: Any) -> N
 )
 def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fields_of(config)
+        zk.ZeroConfig.from_deepspeed(config)
 
 
 @pytest.mark.parametrize(
@@ -113,19 +96,18 @@ def test_what_zk_cannot_do_is_refused_with_a_remedy(config: dict[str, Any], mess
     [
         ((32, 4, None), 4, (32, 4, 2)),
         ((32, None, 2), 4, (32, 4, 2)),
-        ((None, 4, None), 4, (16, 4, 1)),
-        (("auto", 4, 2), 4, (32, 4, 2)),
-        ((32, 4, 3), 4, "32 is not 4 x 3 x 4; write two of them"),
-        (("auto", "auto", "auto"), 1, "train_batch_size must be"),
+        ((32, 4, 3), 4, "got 32, 4, 3 and 4: write two of them"),
+        ((None, None, None), 1, "train_batch_size must be"),
+        (("auto", 4, 2), 4, "nothing says what that is"),
     ],
 )
 def test_batch_sizes(sizes: Any, world: int, expected: Any, monkeypatch: Any) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     monkeypatch.setattr("zk.integrations.deepspeed.world_to_join", lambda group: world)
-    config = {**CLIPPED, **dict(zip(names, sizes, strict=True))}
+    config, model = dict(zip(names, sizes, strict=True)), nn.Linear(2, 2)
     refused = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else None
     with refused or contextlib.nullcontext():
-        engine, optimizer, _, _ = zk.initialize(nn.Linear(2, 2), adamw, config=config)
+        engine, optimizer, _, _ = zk.initialize(model, adamw(model.parameters()), config=config)
         optimizer.close()
         assert tuple(getattr(engine, name)() for name in names) == expected
 
@@ -135,34 +117,32 @@ def test_batch_sizes(sizes: Any, world: int, expected: Any, monkeypatch: Any) ->
     [
         ({"type": "Adam"}, {"decoupled_weight_decay": True, "lr": 1e-3, "weight_decay": 0.0}),
         ({"type": "Adam", "params": {"adam_w_mode": False}}, {"decoupled_weight_decay": False}),
-        ({"type": "AdamW", "params": {"lr": "auto"}}, {"lr": 0.5, "weight_decay": 0.0}),
-        ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, {"betas": (0.8, 0.9)}),
+        ({"type": "AdamW", "params": {"lr": 0.5, "betas": [0.8, 0.9]}}, {"lr": 0.5}),
         ({"type": "SGD", "params": {"momentum": 0.5}}, {"momentum": 0.5}),
     ],
 )
 def test_the_optimizer_of_the_config(section: Any, options: dict[str, Any]) -> None:
-    config = {**CLIPPED, "train_batch_size": 2, "optimizer": section, "bf16": {"enabled": "auto"}}
-    _, optimizer, loader, scheduler = zk.initialize(
-        nn.Linear(3, 2).bfloat16(), config=config, auto={"optimizer.params.lr": 0.5}
-    )
+    config = {"train_batch_size": 2, "optimizer": section}
+    _, optimizer, loader, scheduler = zk.initialize(nn.Linear(3, 2), config=config)
     group = optimizer.param_groups[0]
     assert {name: group[name] for name in options} == options and loader is scheduler is None
-    assert optimizer.config.dtype is torch.bfloat16
     optimizer.close()
 
 
 def test_initialize_refuses_what_it_cannot_take() -> None:
-    model, config = nn.Linear(2, 2), {"train_batch_size": 2, **CLIPPED}
+    model, config = nn.Linear(2, 2), {"train_batch_size": 2}
+    given = {"model": model, "optimizer": adamw(model.parameters()), "config": config}
     scheduled = {**config, "scheduler": {"type": "WarmupLR"}}
-    for error, message, wrong in (
-        (TypeError, "model must be a module", lambda: zk.initialize("args", config=config)),
-        (TypeError, "config= a path or dict; got .*None", lambda: zk.initialize(model)),
-        (ValueError, "type must be Adam", lambda: zk.initialize(model, config=config)),
-        (TypeError, "stages", lambda: zk.initialize(model, adamw, config=config, stages=2)),
-        (ValueError, "pass lr_scheduler=", lambda: zk.initialize(model, adamw, config=scheduled)),
-    ):
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (TypeError, "model must be a module", {"model": "args", "config": config}),
+        (TypeError, "config= a path or dict; got .*None", {"model": model}),
+        (ValueError, "type must be Adam", {"model": model, "config": config}),
+        (TypeError, "stages", {**given, "stages": 2}),
+        (ValueError, "pass lr_scheduler=", {**given, "config": scheduled}),
+    ]
+    for error, message, wrong in cases:
         with pytest.raises(error, match=message):
-            wrong()
+            zk.initialize(**wrong)
     zk.ZeroOptimizer(model, adamw(model.parameters()), stage=0).close()  # the model is untouched
 
 
@@ -170,10 +150,14 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
+def rate_of(engine: Any) -> float:
+    return float(engine.optimizer.param_groups[0]["lr"])
+
+
 def make(config: dict[str, Any], **given: Any) -> Any:
     torch.manual_seed(3)
-    config = {**CLIPPED, "train_micro_batch_size_per_gpu": 2, **config}
-    return zk.initialize(GPT(), adamw, config=config, **given)[0]
+    config, model = {"train_micro_batch_size_per_gpu": 2, **config}, GPT()
+    return zk.initialize(model, adamw(model.parameters()), config=config, **given)[0]
 
 
 SCRIPT = """
@@ -198,21 +182,21 @@ for index in range(24):
     engine.backward(loss)
     engine.step()
     if engine.global_rank == torch.distributed.get_rank() == 0:
-        print(loss.item(), engine.get_global_grad_norm(), engine.get_lr()[0])
+        print(loss.item(), optimizer.param_groups[0]["lr"])
 """
 
 
 def test_a_script_with_one_import_changed_runs_and_learns(tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
-    config |= {"gradient_clipping": 0.5, ZERO: {"stage": 2}}
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    config = {**sizes, "gradient_clipping": 0.5, ZERO: {"stage": 2}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(SCRIPT.replace("import deepspeed", "import zk as deepspeed"))
     command = [sys.executable, "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [[float(part) for part in line.split()] for line in done.stdout.splitlines()[-24:]]
-    assert len(lines) == 24 and lines[-1][0] < 0.9 * lines[0][0] and lines[-1][1] > 0
-    assert [line[2] for line in lines[3::4]] == [0.02 * 0.5 ** (step // 2) for step in range(1, 7)]
+    assert len(lines) == 24 and lines[-1][0] < 0.9 * lines[0][0]
+    assert [line[1] for line in lines[3::4]] == [0.02 * 0.5 ** (step // 2) for step in range(1, 7)]
 
 
 @pytest.mark.parametrize("stage", (0, pytest.param(2, marks=pytest.mark.device)))
@@ -237,7 +221,7 @@ def test_accumulation_with_clipping_is_plain_pytorchs(stage: int, torch_engine: 
     found = engine.optimizer.consolidated_state_dict("fp32")
     for (name, _), master in zip(model.named_parameters(), masters, strict=True):
         assert torch.equal(found[name], master.cpu())
-    assert engine.get_global_grad_norm() > 0.05 and engine.train_batch_size() == 8
+    assert engine.optimizer.metrics()["grad_norm"] > 0.05 and engine.train_batch_size() == 8
     engine.optimizer.close()
 
 
@@ -249,7 +233,7 @@ def test_an_fp16_step_that_overflows_leaves_the_schedule_where_it_is() -> None:
     for step in range(30):
         engine.backward(loss_of(engine, batch(step)))
         engine.step()
-        assert engine.get_lr() == [1e-2 * 0.5 ** engine.optimizer.counters["steps"]]
+        assert rate_of(engine) == 1e-2 * 0.5 ** engine.optimizer.counters["steps"]
     assert 5 < engine.optimizer.counters["skipped_steps"] < 30 == engine.global_steps
     engine.optimizer.close()
 
@@ -274,20 +258,14 @@ def test_a_run_resumes_from_its_checkpoint(tag: str | None, tmp_path: Path, capl
     assert "has no checkpoint; nothing was loaded" in caplog.text
     train(engine, 0)
     engine.save_checkpoint(tmp_path / "ck", tag, client_state={"epoch": 3})
-    want, rates = train(engine, 6), engine.get_lr()
+    want, rate = train(engine, 6), rate_of(engine)
     engine.optimizer.close()
     engine = make(config, lr_scheduler=schedule)
     folder, client = engine.load_checkpoint(tmp_path / "ck")
     assert folder == str(tmp_path / "ck" / (tag or "global_step3")) and client == {"epoch": 3}
     assert engine.global_steps == 3 and engine.micro_steps == 6
-    assert train(engine, 6) == want and engine.get_lr() == rates
-    engine.optimizer.load_checkpoint(tmp_path / "ck", scheduler=engine.lr_scheduler)  # as zk export
-    assert engine.global_steps == 3
+    assert train(engine, 6) == want and rate_of(engine) == rate
     engine.optimizer.close()
-    without = make(config)
-    with pytest.raises(CheckpointError, match="has a scheduler, and none was given"):
-        without.load_checkpoint(tmp_path / "ck", tag)
-    without.optimizer.close()
 
 
 @pytest.mark.device
@@ -296,29 +274,25 @@ def test_the_engine_is_the_model_where_it_is_nothing_of_its_own() -> None:
     model = engine.module
     assert engine.variant == "plain" and engine.blocks is model.blocks
     assert engine.eval() is engine and not model.training and engine.train().training
-    assert engine.device.type == DEVICE.type and engine.get_lr() == [1e-2]
-    with pytest.raises(AttributeError, match=r"GPT.*nothing_like_it"):
-        engine.nothing_like_it  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no 'timers'; zk.profile"):
-        engine.timers  # noqa: B018
+    assert engine.device.type == DEVICE.type
+    with pytest.raises(AttributeError, match=r"no 'get_lr'; engine.optimizer has param_groups"):
+        engine.get_lr()
     engine.optimizer.close()
 
 
 def test_names_of_deepspeed_say_what_to_write() -> None:
-    assert "initialize" in dir(zk) and zk.init_distributed is zk.init_distributed
+    assert "initialize" in dir(zk)
     for name, words in (("zero", "zero.Init is zk.deferred_init"), ("comm", "torch.distributed")):
         with pytest.raises(AttributeError, match=words):
             getattr(zk, name)
-    done = "import sys, zk; print('zk.integrations.deepspeed' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", done], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"  # import zk does not pay for it
 
 
 def run_two_ranks(stage: int, root: str) -> list[Any]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
-    engine, optimizer, _, _ = zk.initialize(model, adamw, config={**config, ZERO: {"stage": stage}})
+    config: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
+    config[ZERO] = {"stage": stage}
+    engine, optimizer, _, _ = zk.initialize(model, adamw(model.parameters()), config=config)
     rank = optimizer.comm.rank  # there is no LOCAL_RANK: it is the device that the program chose
     assert engine.device.index == (rank if DEVICE.type == "cuda" else None)
     for index in range(6):
@@ -328,7 +302,7 @@ def run_two_ranks(stage: int, root: str) -> list[Any]:
         engine.step()
     engine.save_checkpoint(root)  # all ranks see it at once
     assert engine.load_checkpoint(root)[0] == str(Path(root, "global_step3"))
-    with pytest.raises(RuntimeError, match="ranks see different checkpoints in"):
+    with pytest.raises(ValueError, match=r"manifest\.json is missing"):
         engine.load_checkpoint(root + f"/{rank}" * rank)
     found = [value.tolist() for value in optimizer.consolidated_state_dict().values()]
     optimizer.close()

@@ -21,7 +21,7 @@ from zk.config import ZeroConfig
 from zk.core.logs import log
 from zk.core.memory import host_memory
 from zk.integrations.accelerate import FOLDER, ZeroAccelerator, unwrapped
-from zk.integrations.deepspeed import for_trainer, is_deepspeed
+from zk.integrations.deepspeed import is_deepspeed
 from zk.nn.pretrained import load_pretrained
 from zk.optimizer import ZeroOptimizer
 from zk.tools.metrics import Rates, loggable
@@ -60,9 +60,8 @@ class ZeroTrainerMixin:
             zk's loss scale. ``dtype="fp32"`` with ``bf16=True`` means the Trainer's autocast.
         args, kwargs: the Trainer's.
 
-    Checkpoints hold full weights for ``from_pretrained``, and the optimizer in their folder ``zk``.
-    Logs hold rates under ``zk/``, with ``ZK_METRICS=all`` all of ``optimizer.metrics()``. All ranks
-    call ``save_model``, ``evaluate`` and ``predict``.
+    Checkpoints hold full weights, and the optimizer in ``zk``; logs hold rates under ``zk/``, or all
+    metrics with ``ZK_METRICS=all``. All ranks call ``save_model``, ``evaluate`` and ``predict``.
     """
 
     zero: Any = None  # the ZeroOptimizer, once there is one
@@ -77,7 +76,8 @@ class ZeroTrainerMixin:
             raise ValueError("ZeroTrainingArguments(deepspeed=) and zero= are both given; keep one")
         given: Any = said if zero is None else zero
         if is_deepspeed(given):
-            given = for_trainer(given, arguments or tf.TrainingArguments("tmp_trainer"))
+            auto = {f"{name}.enabled": getattr(arguments, name, False) for name in ("bf16", "fp16")}
+            given = ZeroConfig.from_deepspeed(given, auto=auto, clip_grad_norm=None)
         self._zero_config = given if isinstance(given, ZeroConfig) else ZeroConfig(**(given or {}))
         super().__init__(*args, **kwargs)
         for name, remedy in REFUSED.items():
