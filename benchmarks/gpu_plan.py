@@ -14,8 +14,7 @@ from gpu_model import SIZES, Model, Size, tiny, working_nbytes
 from gpu_step import CLIP, Job
 
 from zk.config import ZeroConfig, changes
-from zk.tools.models import USABLE, Machine
-from zk.tools.plan import Plan, step_of
+from zk.tools.plan import USABLE, Machine, Plan, step_of
 
 Row = dict[str, Any]
 TIERS: dict[str, dict[str, Any]] = {

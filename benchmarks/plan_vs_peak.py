@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 import zk
 from zk.core.memory import peak_nbytes, trim
-from zk.tools.models import Machine
-from zk.tools.plan import Plan
+from zk.tools.plan import Machine, Plan
 
 MIB = 1 << 20
 ROOT = Path(__file__).parent.parent

@@ -1,17 +1,21 @@
-"""`zk plan`: memory and step time of a model on a machine, before training.
+"""`zk plan`: memory and step time of a model on a machine, before training with AdamW.
 
-Bytes come from the optimizer's own arithmetic, for the model's units without memory. Times come
-from a formula at published rates; they are not measured.
+Bytes come from the optimizer's own arithmetic, times from a formula at published rates.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import importlib
 import json
+import re
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -19,58 +23,164 @@ import typer
 from torch import nn
 
 from zk.config import ZeroConfig, changes
-from zk.core.checks import check_state_dtype
 from zk.core.fit import Footprint, footprint_of
+from zk.core.memory import host_memory
+from zk.core.options import parse_nbytes
 from zk.core.precision import stored_dtypes
 from zk.core.units import find_units
+from zk.nn.deferred import deferred_init
 from zk.offload.rules import rule_for
-from zk.tools.models import CARDS, GIB, Machine, model_of
+from zk.tools.gpt import GPT, config_of
 
+GIB = 1 << 30
 NAMES = {"device": "GPU", "host": "host", "nvme": "drive"}
 TOKENS = (16384, 8192, 4096, 2048, 1024, 512)  # of a step, tried in this order
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor"}  # SGD with momentum
-SIZES = [gib for power in range(4, 13) for gib in (1 << power, 3 << power - 1)]  # that are tried
-_MODEL = "gpt:10b, llama:8b, a hub name, a config.json, or module:factory."
-_GPU = f"Memory of each GPU (24GiB), or {', '.join(CARDS)}, or none. Default: this machine's."
-_TOKENS = f"Tokens of a step on each rank. Default: as many as fit, up to {TOKENS[0]}."
-_KINDS = {
-    "parameters": ("param",), "gradients": ("grad",), "lower half of fp32 masters": ("master",),
-    "optimizer state": ("moments",), "parameter copies to update": ("param_copy",),
-    "parameters in use": ("gathered",), "gradients in flight": ("bucket", "fresh"),
-    "buffers": ("buffer", "spare", "shadow"), "activations (estimate)": ("activations",),
-    "logits (estimate)": ("logits",),
-}
+_KINDS = {"param": "parameters", "grad": "gradients", "master": "lower half of fp32 masters"}
+_KINDS |= {"moments": "optimizer state", "gathered": "parameters in use"}
+_KINDS |= {"bucket": "gradients in flight", "fresh": "gradients being made"}
+_RESOURCES = ("compute", "the link", "the drive", "the other ranks", "the CPU update")
+# the share that training may take; the rest is for the system and fragmentation
+USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
+# published: GiB, dense bf16 TFLOP/s, and GB/s of the link each way, as copies reach it
+CARDS = {"3090": (24, 71, 25), "4090": (24, 165, 25), "5090": (32, 210, 50)}
+CARDS |= {"a100": (80, 312, 25), "h100": (80, 989, 50), "h200": (141, 989, 50)}
+# width, blocks, heads, those of keys, width of a head and of the MLP, vocabulary, tied head;
+# without norms and biases. A name without a size is the first of its family.
+_TABLE = """
+llama3:8b 4096 32 32 8 128 14336 128256 0; llama3:1b 2048 16 32 8 64 8192 128256 1
+llama3:3b 3072 28 24 8 128 8192 128256 1; llama3:70b 8192 80 64 8 128 28672 128256 0
+llama2:7b 4096 32 32 32 128 11008 32000 0; llama2:13b 5120 40 40 40 128 13824 32000 0
+llama2:70b 8192 80 64 8 128 28672 32000 0; mistral:7b 4096 32 32 8 128 14336 32768 0
+qwen2.5:7b 3584 28 28 4 128 18944 152064 0; qwen2.5:0.5b 896 24 14 2 64 4864 151936 1
+qwen2.5:1.5b 1536 28 12 2 128 8960 151936 1; qwen2.5:32b 5120 64 40 8 128 27648 152064 0
+qwen3:8b 4096 36 32 8 128 12288 151936 0; qwen3:32b 5120 64 64 8 128 25600 151936 0
+gemma2:9b 3584 42 16 8 256 14336 256000 1; phi4:14b 5120 40 40 10 128 17920 100352 0
+"""
+_ROWS = {name: row for name, *row in map(str.split, re.split("[;\n]", _TABLE.strip()))}
+# family, version and size of llama:8b, meta-llama/Llama-3.1-8B-Instruct, qwen2.5:7b, phi-4
+_NAME = r"(?:.*/)?(?:meta-)?([a-z]+)-?(\d(?:\.5)?)?(?:\.\d)?(?:[-:](\d+(?:\.\d+)?b)\b.*)?"
+
+
+def model_of(spec: str) -> nn.Module:
+    """The model, without memory, of a name, a hub name, a config.json, or ``module:factory``."""
+    if spec.lower().startswith("gpt:"):
+        with torch.device("meta"):
+            return GPT(config_of(spec, 1024))
+    name = re.fullmatch(_NAME, spec.lower())
+    family, version, size = name.groups() if name else ("", "", "")
+    known = re.compile(f"{family}{version or '[23]?'}:{size or '.*'}")
+    for row in filter(known.fullmatch, _ROWS):
+        return _decoder(*_ROWS[row])
+    if Path(spec).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
+        return _from_config(spec)
+    module, _, path = spec.partition(":")
+    sys.path.insert(0, "")  # the folder that the command runs in
+    try:
+        factory: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError, TypeError):
+        raise ValueError(_unknown(spec)) from None
+    with deferred_init("cpu"):
+        return factory()  # type: ignore[no-any-return]
+
+
+def _unknown(spec: str) -> str:
+    """The error for a name: the closest one first, all of them last."""
+    closest = difflib.get_close_matches(spec.lower().rpartition("/")[2], _ROWS, 1)
+    hint = "".join(f"did you mean {name}? " for name in closest)
+    return (
+        f"{hint}There is no model {spec!r} here, nor in the local cache of the hub. A model is "
+        f"gpt:SIZE (gpt:10b), a config.json, module:factory, or one of {', '.join(_ROWS)}"
+    )
+
+
+def _decoder(*row: str) -> nn.Module:
+    """A decoder with the matrices of a row of the table."""
+    width, blocks, heads, kv_heads, head, inner, vocab, tied = map(int, row)
+    ends = [(width, count * head) for count in (heads, kv_heads, kv_heads)]
+    ends += [(heads * head, width), (width, inner), (width, inner), (inner, width)]
+    with torch.device("meta"):
+        model, layer = nn.Module(), functools.partial(nn.Linear, bias=False)
+        made = (nn.Sequential(*(layer(*shape) for shape in ends)) for _ in range(blocks))
+        model.words, model.blocks = nn.Embedding(vocab, width), nn.ModuleList(made)
+        model.head = nn.Identity() if tied else layer(width, vocab)
+    return model
+
+
+def _from_config(spec: str) -> nn.Module:
+    """A model of transformers: a config.json, its folder, or a name in the hub's local cache."""
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(spec, local_files_only=True)
+    except (ImportError, OSError, ValueError) as error:
+        said = f"transformers cannot read {spec}: {error}"
+        raise ValueError(said if Path(spec).exists() else _unknown(spec)) from None
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Memory, and rates in 1e9 bytes/s. Up to 8 ranks share a machine's RAM, CPU and drive."""
+
+    gpu_nbytes: int | None  # of each rank; None: no GPU, so that the device's memory is the host's
+    ram_nbytes: int
+    nvme_nbytes: int = 0
+    world: int = 1
+    tflops: float = 2.4  # 1e12 operations/s of a rank
+    source: str = "16 cores"  # of tflops
+    link_gbps: float = 25.0  # between host and GPU each way, and between ranks
+    dram_gbps: float = 120.0
+    read_gbps: float = 13.0  # of a Gen5 drive
+    written_gbps: float = 9.0
+
+    @classmethod
+    def of(cls, gpu: str | None, ram: str | None, nvme: str | None, world: int) -> Machine:
+        """The machine that options describe. What they leave out is this machine's."""
+        has_one = not gpu and torch.cuda.is_available()
+        here = torch.cuda.get_device_properties(0) if has_one else None
+        sizes: dict[str, Any] = {"ram_nbytes": parse_nbytes(ram or host_memory()[0], "--ram")}
+        sizes |= {"nvme_nbytes": parse_nbytes(nvme, "--nvme") if nvme else 0, "world": world}
+        name = here.name if here else gpu or "none"
+        if name == "none":
+            return cls(gpu_nbytes=None, **sizes)
+        card = next((card for card in CARDS if re.search(rf"\b(rtx)?{card}\b", name.lower())), "")
+        gib, tflops, link = CARDS.get(card, (0, 250, 25))
+        source = f"40% of the {tflops} of {card or 'an unknown card, a guess'}"
+        nbytes = here.total_memory if here else gib * GIB or parse_nbytes(name, "--gpu")
+        return cls(gpu_nbytes=nbytes, tflops=0.4 * tflops, source=source, link_gbps=link, **sizes)
+
+    def capacity(self, memory: str) -> int:
+        """Bytes of a rank that training may take."""
+        here = min(self.world, 8)
+        shared = {"host": self.ram_nbytes // here, "nvme": self.nvme_nbytes // here}
+        return int(USABLE[memory] * shared.get(memory, self.gpu_nbytes or 0))
 
 
 @functools.lru_cache(8)
 def sizes_of(model: nn.Module) -> dict[str, int]:
-    """Blocks, their width, what an MLP makes of a token, vocabulary, and numbers of parameters."""
+    """Blocks, their width, what the layers of one make of a token, vocabulary, and parameters."""
     numels = {param: param.numel() for param in model.parameters()}
     units = find_units(model, dict.fromkeys(numels, 0))
-    shapes = Counter(tuple(sorted(tuple(param.shape) for param in unit.params)) for unit in units)
+    shapes = Counter(tuple(tuple(param.shape) for param in unit.params) for unit in units)
     block, blocks = shapes.most_common(1)[0]
-    sides = Counter(side for shape in block if len(shape) == 2 for side in shape)
-    tables = [tuple(one.weight.shape) for one in model.modules() if isinstance(one, nn.Embedding)]
-    vocab, width = max(tables, default=(0, max(sides, key=lambda side: sides[side], default=0)))
-    inner = max((side for side in sides if side != width), default=width)
-    inner *= max(1, sides[inner] - 1)  # the last layer of an MLP makes the width of it
-    trained = sum(numel for param, numel in numels.items() if param.requires_grad)
-    found = {"numel": sum(numels.values()), "trained": trained, "largest": max(numels.values())}
-    return found | {"blocks": blocks, "width": width, "inner": inner, "vocab": vocab}
+    layers = [shape for shape in block if len(shape) == 2]
+    words = [tuple(one.weight.shape) for one in model.modules() if isinstance(one, nn.Embedding)]
+    vocab, width = max(words, default=(0, max((inner for _, inner in layers), default=0)))
+    found = {"blocks": blocks, "width": width, "made": sum(made for made, _ in layers)}
+    found |= {"vocab": vocab, "numel": sum(numels.values()), "largest": max(numels.values())}
+    return found | {"trained": sum(numels[param] * param.requires_grad for param in numels)}
 
 
 @functools.lru_cache(8)
-def units_of(model: nn.Module, dtype: torch.dtype, experts: bool, optimizer: str) -> Any:
-    """Units, of which alike ones are one object, then rules and groups of the optimizer."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
-    made = getattr(torch.optim, OPTIMIZERS[optimizer])(params, **momentum)
-    trained = {param: 0 for group in made.param_groups for param in group["params"]}
-    units = find_units(model, trained, stored_dtypes(model, dtype), experts=experts)
-    firsts: dict[Any, Any] = {}
-    for place, unit in enumerate(units):
+def units_of(model: nn.Module, dtype: torch.dtype, experts: bool) -> Any:
+    """Units, of which alike ones are one object, then rules and groups of AdamW."""
+    made = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+    trained = dict.fromkeys(made.param_groups[0]["params"], 0)
+    units, firsts = [], dict[Any, Any]()
+    for unit in find_units(model, trained, stored_dtypes(model, dtype), experts=experts):
         alike = unit.trained, unit.dtype, unit.anchors[0] is model
-        units[place] = firsts.setdefault((alike, *(param.shape for param in unit.params)), unit)
+        units.append(firsts.setdefault((alike, *(one.shape for one in unit.params)), unit))
     return units, [rule_for(made)], made.param_groups
 
 
@@ -80,8 +190,19 @@ class Row(NamedTuple):
     config: ZeroConfig
     found: Footprint
     missing: dict[str, int]  # memory -> bytes too few
+    tokens: int  # of a step, on all ranks
     seconds: float  # of a step
     bound: str  # the resource that takes most of them
+
+    def price(self) -> str:
+        """Seconds of a step, and tokens per second."""
+        return f"{self.seconds:10,.2f} s {self.tokens / self.seconds:8,.0f}"
+
+    def dump(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        config = {"stage": self.config.stage, **changes(self.config, ZeroConfig())}
+        nbytes = {f"{memory}_{kind}_nbytes": n for (memory, kind), n in self.found.sizes.items()}
+        return {"config": config, "missing": self.missing, "step_s": self.seconds, **nbytes}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,126 +214,91 @@ class Plan:
     machine: Machine
     tokens: int | None = None  # of a step on a rank; None: as many as fit
     dtype: str = "bf16"
-    optimizer: str = "adamw"
     state_dtype: str = "fp32"
 
     def bytes(self, config: ZeroConfig, tokens: int) -> Footprint:
-        """Bytes of one rank by tier and kind. ValueError for options that do not go together.
+        """Bytes of one rank by tier and kind. ValueError for budgets that are too small.
 
-        Activations are an estimate, with every block checkpointed: the inputs of all blocks, and of
-        one block its tensors and their gradients. Logits are there in ``dtype``, and three times in
-        fp32: their log-softmax and two gradients.
+        Activations are an estimate, with every block checkpointed: inputs of all, and of one three
+        times what its layers make. Logits come in ``dtype``, and three times in fp32.
         """
         assert isinstance(config.dtype, torch.dtype)
-        units, rules, groups = units_of(self.model, config.dtype, config.stage == 3, self.optimizer)
-        if config.state_dtype != torch.float32:
-            check_state_dtype(config.state_dtype, rules, groups, {})
+        units, *optimizer = units_of(self.model, config.dtype, config.stage == 3)
         where = self.machine.world, self.machine.gpu_nbytes is None
-        found = footprint_of(self.model, units, config, *where, rules, groups)
+        found = footprint_of(self.model, units, config, *where, *optimizer)
         size, sizes = config.dtype.itemsize, sizes_of(self.model)
-        block = sizes["width"] * (sizes["blocks"] + 8) + 3 * sizes["inner"]
+        block = sizes["blocks"] * sizes["width"] + 3 * sizes["made"]
         found.sizes["device", "activations"] = tokens * size * block
         found.sizes["device", "logits"] = tokens * (size + 12) * sizes["vocab"]
         return found
 
     def row(self, config: ZeroConfig, tokens: int) -> Row | None:
         """One choice. "auto" tiers get the largest budgets that fit, in GiB; None if none do."""
-        if config.optimizer_tier != "auto":
-            return self._row(config, tokens)
-        grain = GIB if self.machine.capacity("device") > 4 * GIB else 1 << 20
-        room = {name: self.machine.capacity(name) // grain for name in ("device", "host")}
-        while min(room.values()) > 0:
-            budgets: Any = {f"{name}_budget": count * grain for name, count in room.items()}
+        room = {name: self.machine.capacity(name) for name in NAMES}
+        grain = GIB if room["device"] > 4 * GIB else 1 << 20
+        is_auto = config.optimizer_tier == "auto"
+        budgets = {name: room[name] // grain for name in ("device", "host") if is_auto}
+        while min(budgets.values(), default=1) > 0:
+            fields: Any = {f"{name}_budget": count * grain for name, count in budgets.items()}
+            one = dataclasses.replace(config, **fields)
             try:
-                row = self._row(dataclasses.replace(config, **budgets), tokens)
+                found = self.bytes(one, tokens)
             except ValueError:  # the budgets are too small
                 break
-            if not row.missing:
-                return row
-            less = {name: -(-row.missing.get(name, 0) // grain) for name in room}
-            room = {name: room[name] - (less[name] or "nvme" in row.missing) for name in room}
+            missing = {name: n - room[name] for name in NAMES if (n := found.on(name)) > room[name]}
+            if not (is_auto and missing):
+                seconds = step_of(self, one, found, tokens)
+                return Row(one, found, missing, tokens * self.machine.world, *seconds)
+            less = {name: -(-missing.get(name, 0) // grain) for name in budgets}
+            budgets = {name: n - (less[name] or "nvme" in missing) for name, n in budgets.items()}
         return None
 
-    def _row(self, config: ZeroConfig, tokens: int) -> Row:
-        found = self.bytes(config, tokens)
-        over = {name: found.on(name) - self.machine.capacity(name) for name in NAMES}
-        return Row(config, found, +Counter(over), *step_of(self, config, found, tokens))
-
-    def choices(self) -> Iterator[ZeroConfig]:
-        """Every sensible stage and tiers, the simplest first."""
+    def choices(self) -> Iterator[list[ZeroConfig]]:
+        """Every sensible stage and tiers, the simplest first, with each side that may update."""
         has_gpu, has_drive = self.machine.gpu_nbytes is not None, self.machine.nvme_nbytes > 0
-        stages = (0, 1, 2, 3) if self.machine.world > 1 else (2,)
-        tiers = [(stage, "device", tier) for stage in stages for tier in (*NAMES, "auto")]
+        there = {"device": has_gpu, "host": True, "nvme": has_drive, "auto": has_gpu}
+        stages = range(4) if self.machine.world > 1 else [2]
+        tiers = [(stage, "device", state) for stage in stages for state in there]
         pairs = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("auto", "auto"))
         tiers += [(3, *pair) for pair in pairs]
-        for stage, param, state in tiers:
-            if (not has_gpu and state in ("device", "auto")) or (not has_drive and state == "nvme"):
-                continue
-            fields: dict[str, Any] = {"stage": stage, "param_tier": param, "optimizer_tier": state}
-            fields |= {"dtype": self.dtype, "state_dtype": self.state_dtype}
-            if has_drive and state in ("nvme", "auto"):
-                fields["nvme_path"] = "/path/on/the/drive"
-            away = has_gpu and state != "device"
-            yield ZeroConfig(**fields, overlap_step=away)
-            if away and state != "nvme" and self.optimizer == "adamw":
-                yield ZeroConfig(**fields, overlap_step=True, update_on="device")
+        for stage, param, state in (choice for choice in tiers if there[choice[2]]):
+            drive = "/path/on/the/drive" if has_drive and state in ("nvme", "auto") else None
+            fields: Any = {"stage": stage, "param_tier": param, "optimizer_tier": state}
+            fields |= {"dtype": self.dtype, "state_dtype": self.state_dtype, "nvme_path": drive}
+            fields["overlap_step"] = away = has_gpu and state != "device"
+            sides = ["host", *["device"] * (away and state != "nvme")]
+            yield [ZeroConfig(**fields, update_on=side) for side in sides]
 
-    def rows(self, tokens: int) -> list[Row]:
-        """All choices, each with the update on the side that fits and is faster."""
-        found: dict[Any, Row] = {}
-        for row in filter(None, (self.row(config, tokens) for config in self.choices())):
-            key = row.config.stage, row.config.param_tier, row.config.optimizer_tier
-            other = found.setdefault(key, row)
-            if (len(row.missing), row.seconds) < (len(other.missing), 0.95 * other.seconds):
-                found[key] = row
-        return list(found.values())
-
-    def answer(self) -> Answer:
-        """All choices for ``tokens``, or for as many as fit."""
-        for tokens in (self.tokens,) if self.tokens else TOKENS:
-            rows = self.rows(tokens)
+    def answer(self) -> tuple[list[Row], Row]:
+        """All choices, and the simplest of the fastest that fit, or the one that lacks least."""
+        for tokens in [self.tokens] if self.tokens else TOKENS:
+            rows: list[Row] = []
+            for sides in self.choices():
+                found = filter(None, (self.row(config, tokens) for config in sides))
+                rows += sorted(found, key=lambda row: (len(row.missing), row.seconds))[:1]
             fitting = [row for row in rows if not row.missing]
             if fitting:
-                break
-        fastest = min((row.seconds for row in fitting), default=0.0)
-        best = next((row for row in fitting if row.seconds <= 1.03 * fastest), None)
-        return Answer(self, tokens, rows, best)
+                most = 1.03 * min(row.seconds for row in fitting)
+                return rows, next(row for row in fitting if row.seconds <= most)
+        return rows, min(rows, key=lambda row: sum(row.missing.values()))
 
-    def changed(self) -> Iterator[tuple[str, Answer]]:
+    def changed(self) -> Iterator[tuple[str, Row]]:
         """Single options with which something fits, of each kind the smallest change."""
-        tried: dict[str, list[Any]] = {
-            "tokens": [count for k in range(7, 0, -1) if (count := (self.tokens or 0) * k // 8)],
-            "state_dtype": ["bf16", "8bit"] * (self.optimizer == "adamw"),
-            "nvme_nbytes": [GIB * gib for gib in SIZES[6:]],
-            "ram_nbytes": [GIB * gib for gib in SIZES],
-            "gpu_nbytes": [GIB * gib for gib in (16, 24, 32, 48, 80, 141)],
-            "world": [2, 4, 8, 16, 32, 64],
-        }
-        for field, values in tried.items():
-            now = getattr(self.machine, field, 0)
-            for value in values if now is not None else ():  # no GPU
-                change: dict[str, Any] = {field: value}
-                if hasattr(self.machine, field):
-                    change = {"machine": dataclasses.replace(self.machine, **change)}
-                answer = dataclasses.replace(self, **change).answer()
-                if answer.best and (not now or value > now):
-                    option = f"--{field.removesuffix('_nbytes').replace('_', '-')}"
-                    yield f"{option} {f'{value // GIB}GiB' if 'nbytes' in field else value}", answer
+        scales = [(8 - k % 4, 3 + k // 4) for k in range(1, 40)]  # 7/8, 6/8, 5/8, 8/16, ...
+        counts = [(self.tokens * k >> shift) or 1 for k, shift in scales] if self.tokens else []
+        kinds: list[tuple[str, list[Any]]] = [("tokens", counts), ("state_dtype", ["bf16"])]
+        kinds += [("state_dtype", ["8bit"]), ("nvme", ["1TiB", "8TiB"])]
+        kinds += [("ram", [f"{gib << power}GiB" for power in range(3, 12) for gib in (2, 3)])]
+        for name, values in kinds:
+            for value in values:
+                change = {name: value}
+                if name in ("nvme", "ram"):
+                    size: Any = {f"{name}_nbytes": parse_nbytes(value, name)}
+                    change = {"machine": dataclasses.replace(self.machine, **size)}
+                _, row = dataclasses.replace(self, **change).answer()
+                if not row.missing:
+                    yield f"--{name.replace('_', '-')} {value}", row
                     break
-
-
-class Answer(NamedTuple):
-    """All choices for a number of tokens, and the simplest of the fastest that fit."""
-
-    plan: Plan
-    tokens: int
-    rows: list[Row]
-    best: Row | None
-
-    def price(self, row: Row) -> tuple[str, str]:
-        """Seconds of a step, and tokens per second of all ranks."""
-        seconds = f"{row.seconds:,.{2 if row.seconds < 100 else 0}f} s"
-        return seconds, f"{self.tokens * self.plan.machine.world / row.seconds:,.0f}"
 
 
 def step_of(plan: Plan, config: ZeroConfig, found: Footprint, tokens: int) -> tuple[float, str]:
@@ -237,27 +323,17 @@ def step_of(plan: Plan, config: ZeroConfig, found: Footprint, tokens: int) -> tu
     gathered = numel * others * (config.stage == 3)
     link, here = 1e9 * machine.link_gbps, min(machine.world, 8)
     read, written = 1e9 * machine.read_gbps / here, 1e9 * machine.written_gbps / here
-    backward = {
-        "compute": 0.75 * compute,
-        "the link": max(fetched, away * apart) / link,
-        "the drive": param / read + grads["nvme"] / written,
-        "the other ranks": (gathered + trained * others * (2 - (config.stage > 0))) / link,
-    }
-    forward = {
-        "compute": 0.25 * compute,
-        "the link": fetched / link,
-        "the drive": param / read,
-        "the other ranks": gathered / link,
-    }
-    update = {
-        "the CPU update": dram * here / 1e9 / machine.dram_gbps,
-        "the link": (kept + away) * streams / link,
-        "the drive": (state["nvme"] + grads["nvme"]) / read + (state["nvme"] + param) / written,
-        "the other ranks": trained * others * (config.stage in (1, 2)) / link,
-    }
-    beside = {name: forward.get(name, 0) + update.get(name, 0) for name in {**forward, **update}}
+    reduced = gathered + trained * others * (2 - (config.stage > 0))
+    stored = param / read + grads["nvme"] / written
+    backward = [0.75 * compute, max(fetched, away * apart) / link, stored, reduced / link, 0.0]
+    forward = [0.25 * compute, fetched / link, param / read, gathered / link, 0.0]
+    stored = (state["nvme"] + grads["nvme"]) / read + (state["nvme"] + param) / written
+    reduced = trained * others * (config.stage in (1, 2))
+    update = [0.0, (kept + away) * streams / link, stored, reduced / link]
+    update.append(dram * here / 1e9 / machine.dram_gbps)
+    beside = list(map(sum, zip(forward, update, strict=True)))
     phases = (backward, beside) if config.overlap_step else (backward, forward, update)
-    slowest = [max((phase[name], name) for name in phase) for phase in phases]
+    slowest = [max(zip(phase, _RESOURCES, strict=True)) for phase in phases]
     return sum(seconds for seconds, _ in slowest), max(slowest)[1]
 
 
@@ -267,110 +343,86 @@ def deepspeed_nbytes(plan: Plan, config: ZeroConfig) -> tuple[float, float]:
     ranks, here = plan.machine.world, min(plan.machine.world, 8)
     is_off, params_too = config.optimizer_tier != "device", config.param_tier != "device"
     if config.stage < 3:
-        gpu = 2 * total + (0 if is_off else 18 * total / ranks)
+        gpu = 2 * total + 18 * total / ranks * (not is_off)
         return gpu, 1.5 * total * (max(4 * ranks, 16) if is_off else 4 * here)
     if is_off:
-        gpu = 4 * largest + (0 if params_too else 2 * total / ranks)
-        return gpu, 1.5 * (18 if params_too else 16) * total / -(-ranks // here)
+        gpu = 4 * largest + 2 * total / ranks * (not params_too)
+        return gpu, 1.5 * (16 + 2 * params_too) * total / -(-ranks // here)
     return 4 * largest + 18 * total / ranks, 6 * largest * here
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.1f}" if nbytes else ""
+    return f"{nbytes / GIB:,.1f}" if nbytes else "-"
 
 
-def as_dict(row: Row) -> dict[str, Any]:
-    """A row as JSON can hold it."""
-    fields = {"stage": row.config.stage, **changes(row.config, ZeroConfig())}
-    nbytes = {f"{memory}_{kind}_nbytes": n for (memory, kind), n in row.found.sizes.items() if n}
-    missing = {f"{memory}_missing_nbytes": n for memory, n in row.missing.items()}
-    return {"config": fields, "step_s": row.seconds, "bound": row.bound, **missing, **nbytes}
-
-
-def table(answer: Answer) -> Iterator[str]:
-    """The choices, with the bytes of a rank in GiB."""
+def table(rows: list[Row], best: Row) -> Iterator[str]:
+    """A line for each choice: its bytes, then its price or what it lacks."""
     yield "stage params optimizer update     GPU    host   drive fits         step tokens/s"
-    for row in answer.rows:
-        stage, tier = f"{row.config.stage}{'*' * (row is answer.best)}", row.config.optimizer_tier
-        side = "GPU" if "device" in (row.config.update_on, tier) else "CPU"
-        cells = f"{stage:5} {row.config.param_tier:6} {tier:9} {side:6}"
+    for row in rows:
+        config, star = row.config, "*" * (row is best and not row.missing)
+        side = "GPU" if "device" in (config.update_on, config.optimizer_tier) else "CPU"
+        cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9} {side:6}"
         cells += "".join(f"{_gib(row.found.on(name)):>8}" for name in NAMES)
         lacks = ", ".join(f"-{_gib(nbytes)} {NAMES[name]}" for name, nbytes in row.missing.items())
-        yield f"{cells} {lacks or 'yes {:>13} {:>8}'.format(*answer.price(row))}"
+        yield f"{cells} {lacks or f'yes  {row.price()}'}"
 
 
-def recommended(answer: Answer, row: Row) -> Iterator[str]:
-    """What to write for a row."""
-    fields, name = as_dict(row)["config"], answer.plan.optimizer
-    made = f"torch.optim.{OPTIMIZERS[name]}(model.parameters(){', momentum=0.9' * (name == 'sgd')})"
-    options = [f"{field}={json.dumps(fields[field])}".replace("true", "True") for field in fields]
-    seconds, rate = answer.price(row)
-    yield f"\n* Recommended: {seconds} a step, {rate} tokens/s, bound by {row.bound}\n\nIn a loop:\n"
-    yield ",\n    ".join(["optimizer = zk.ZeroOptimizer(\n    model", made, *options]) + ",\n)"
-    yield "\nFor ZeroTrainer(zero=...):\n"
+def advice(plan: Plan, best: Row) -> Iterator[str]:
+    """What to write for the best row or, where nothing fits, what would."""
+    if best.missing:
+        lacks = [f"{_gib(n)} GiB of {NAMES[name]} memory" for name, n in best.missing.items()]
+        yield f"Nothing fits. The nearest choice lacks {' and '.join(lacks)}."
+        found = list(plan.changed())
+        yield "What would fit, each alone:" if found else "More GPU memory or ranks are needed."
+        for option, row in found:
+            each = f"{row.tokens // plan.machine.world:,} tokens a step"
+            yield f"  {option:18} {row.price()} tokens/s, {each}"
+        return
+    fields = best.dump()["config"]
+    options = [f"{name}={json.dumps(fields[name])}".replace("true", "True") for name in fields]
+    yield f"* Recommended, bound by {best.bound}. In a loop:\n\noptimizer = zk.ZeroOptimizer("
+    options = ["model", "torch.optim.AdamW(model.parameters())", *options]
+    yield from (f"    {option}," for option in options)
+    yield ")\n\nFor ZeroTrainer(zero=...):\n"
     yield from textwrap.wrap(json.dumps(fields), 79, break_on_hyphens=False)
 
 
-def report(answer: Answer) -> Iterator[str]:
+def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     """The answer, in lines of 80 columns."""
-    plan, tokens, rows, best = answer
-    machine, sizes, world = plan.machine, sizes_of(plan.model), plan.machine.world
-    nearest = best or min(rows, key=lambda row: sum(row.missing.values()))
+    machine, sizes, tokens = plan.machine, sizes_of(plan.model), best.tokens // plan.machine.world
     yield f"{plan.name}: {sizes['numel'] / 1e9:.3g}B parameters, {sizes['blocks']} blocks"
-    memory = {"GPU": machine.gpu_nbytes, "RAM": machine.ram_nbytes, "drive": machine.nvme_nbytes}
-    there = ", ".join(f"{_gib(nbytes)} GiB of {name}" for name, nbytes in memory.items() if nbytes)
-    yield there + f", {world} ranks, {min(world, 8)} of them on a machine" * (world > 1)
-    most = " (the most that fits)" * (not plan.tokens and best is not None and tokens < TOKENS[0])
+    memory = map(_gib, (machine.gpu_nbytes or 0, machine.ram_nbytes, machine.nvme_nbytes))
+    yield "{} GiB of GPU, {} of RAM, {} of drive; ranks: {}".format(*memory, machine.world)
+    most = " (the most that fits)" * (not plan.tokens and not best.missing and tokens < TOKENS[0])
     yield f"{tokens:,} tokens a step{most}; 92% of GPU and 90% of RAM may be used\n"
-    yield from table(answer)
-    if best:
-        yield from recommended(answer, best)
-    else:
-        lacks = [f"{_gib(n)} GiB of {NAMES[name]} memory" for name, n in nearest.missing.items()]
-        yield f"\nNothing fits. The nearest choice lacks {' and '.join(lacks)}.\nWhat would fit:"
-        for option, its in list(plan.changed()) or dataclasses.replace(plan, tokens=None).changed():
-            seconds, rate = its.price(its.best)  # type: ignore[arg-type]
-            yield f"  {option:18} {seconds} a step of {its.tokens:,} tokens, {rate} tokens/s"
+    yield from (*table(rows, best), "", *advice(plan, best))
     yield f"\n{'GiB on each rank':30}" + "".join(f"{name:>8}" for name in NAMES.values())
-    for words, kinds in _KINDS.items():
-        cells = [sum(nearest.found.sizes[name, kind] for kind in kinds) for name in NAMES]
-        if any(cells):
-            yield (f"{words:30}" + "".join(f"{_gib(nbytes):>8}" for nbytes in cells)).rstrip()
-    logits = nearest.found.sizes["device", "logits"]
-    if logits > 0.2 * machine.capacity("device" if machine.gpu_nbytes else "host"):
-        words = f"{sizes['vocab']:,} words"
-        yield f"\nLogits of {words} take {_gib(logits)} GiB; a fused loss takes none."
-    if machine.gpu_nbytes and plan.optimizer == "adamw" and sizes["trained"] == sizes["numel"]:
-        gpu, ram = map(_gib, deepspeed_nbytes(plan, nearest.config))
-        ours = " and ".join(_gib(nearest.found.on(name)) or "0" for name in ("device", "host"))
-        yield f"\nDeepSpeed's estimator: {gpu} GiB of GPU, {ram} of RAM; zk: {ours}."
-    yield "\nTimes are estimates from published rates, not measured:"
-    yield f"{machine.tflops:.3g} TFLOP/s ({machine.source}),"
-    disk = f"drive {machine.read_gbps:g} and {machine.written_gbps:g}"
-    yield f"GB/s: link {machine.link_gbps:g}, RAM {machine.dram_gbps:g} (16 cores), {disk}"
+    for kind in dict.fromkeys(kind for _, kind in best.found.sizes):
+        cells = "".join(f"{_gib(best.found.sizes[name, kind]):>8}" for name in NAMES)
+        yield f"{_KINDS.get(kind, kind.replace('_', ' ')):30}{cells}".rstrip()
+    gpu, ram = map(_gib, deepspeed_nbytes(plan, best.config))
+    ours = " and ".join(_gib(best.found.on(name)) for name in ("device", "host"))
+    yield f"\nDeepSpeed's estimator: {gpu} GiB of GPU, {ram} of RAM; zk: {ours}."
+    yield "\nActivations and logits are estimates. So are times, which are not measured:"
+    yield f"{machine.tflops:.3g} TFLOP/s ({machine.source}), and GB/s: link {machine.link_gbps:g},"
+    yield f"RAM {machine.dram_gbps:g}, drive {machine.read_gbps:g} and {machine.written_gbps:g}"
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
-    gpu: Annotated[str | None, typer.Option(help=_GPU)] = None,
+    model: Annotated[str, typer.Argument(help="gpt:10b, llama:8b, config.json, module:factory.")],
+    gpu: Annotated[str | None, typer.Option(help=f"24GiB, none, {', '.join(CARDS)}.")] = None,
     ram: Annotated[str | None, typer.Option(help="Memory of a machine (128GiB).")] = None,
-    nvme: Annotated[str, typer.Option(help="Room on a machine's drive (1TiB).")] = "none",
+    nvme: Annotated[str | None, typer.Option(help="Room on a machine's drive (1TiB).")] = None,
     world: Annotated[int, typer.Option(min=1, help="Ranks. Up to 8 share a machine.")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=1, help=_TOKENS)] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of a step on each rank.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     state_dtype: Annotated[str, typer.Option(help="AdamW's moments: fp32, bf16, 8bit.")] = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate memory and step time of a model before training. Exit code 1: nothing fits."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    how: Any = {"dtype": dtype, "optimizer": optimizer, "state_dtype": state_dtype}
-    machine = Machine.of(gpu, ram, nvme, world)
-    what: Any = {"name": model, "model": model_of(model), "machine": machine, "tokens": tokens}
-    answer = Plan(**what, **how).answer()
-    found = {"model": model, **sizes_of(answer.plan.model), "tokens": answer.tokens}
-    found |= {"rows": list(map(as_dict, answer.rows))}
-    found |= {"recommended": answer.best and as_dict(answer.best)}
-    typer.echo("\n".join([json.dumps(found, indent=1)] if as_json else report(answer)))
-    raise typer.Exit(0 if answer.best else 1)
+    machine, how = Machine.of(gpu, ram, nvme, world), {"dtype": dtype, "state_dtype": state_dtype}
+    what = Plan(name=model, model=model_of(model), machine=machine, tokens=tokens, **how)
+    rows, best = what.answer()
+    found = {"tokens": best.tokens, "best": best.dump(), "rows": [row.dump() for row in rows]}
+    typer.echo(json.dumps(found) if as_json else "\n".join(report(what, rows, best)))
+    raise typer.Exit(bool(best.missing))
