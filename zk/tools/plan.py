@@ -62,7 +62,7 @@ _NAME = r"(?:.*/)?(?:meta-)?([a-z]+)-?(\d(?:\.5)?)?(?:\.\d)?(?:[-:](\d+(?:\.\d+)
 
 
 def model_of(spec: str) -> nn.Module:
-    """The model, without memory, of a name, a hub name, a config.json, or ``module:factory``."""
+    """The model, without memory, of a name (of the hub, too), a config.json, or a factory."""
     if spec.lower().startswith("gpt:"):
         with torch.device("meta"):
             return GPT(config_of(spec, 1024))
@@ -72,7 +72,15 @@ def model_of(spec: str) -> nn.Module:
     for row in filter(known.fullmatch, _ROWS):
         return _decoder(*_ROWS[row])
     if Path(spec).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
-        return _from_config(spec)
+        try:
+            import transformers
+
+            config = transformers.AutoConfig.from_pretrained(spec, local_files_only=True)
+        except (ImportError, OSError, ValueError) as error:
+            said = f"transformers cannot read {spec}: {error}"
+            raise ValueError(said if Path(spec).exists() else _unknown(spec)) from None
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore
     module, _, path = spec.partition(":")
     sys.path.insert(0, "")  # the folder that the command runs in
     try:
@@ -104,19 +112,6 @@ def _decoder(*row: str) -> nn.Module:
         model.words, model.blocks = nn.Embedding(vocab, width), nn.ModuleList(made)
         model.head = nn.Identity() if tied else layer(width, vocab)
     return model
-
-
-def _from_config(spec: str) -> nn.Module:
-    """A model of transformers: a config.json, its folder, or a name in the hub's local cache."""
-    try:
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(spec, local_files_only=True)
-    except (ImportError, OSError, ValueError) as error:
-        said = f"transformers cannot read {spec}: {error}"
-        raise ValueError(said if Path(spec).exists() else _unknown(spec)) from None
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,9 +299,8 @@ class Plan:
 def step_of(plan: Plan, config: ZeroConfig, found: Footprint, tokens: int) -> tuple[float, str]:
     """Seconds of a step, and the resource that most of them are spent on.
 
-    Compute takes 8 operations for each parameter and token: 2 in forward, 4 in backward, and 2 for
-    blocks that are computed again. The update waits for the norm of all gradients: the next forward
-    alone can hide it, with ``overlap_step``. In each phase the busiest resource decides.
+    Compute takes 8 operations for each parameter and token, 2 of them to compute blocks again. The
+    next forward hides the update with ``overlap_step``. In each phase the busiest resource decides.
     """
     machine, on, size = plan.machine, found.on, config.dtype.itemsize  # type: ignore[union-attr]
     numel, trained = (sizes_of(plan.model)[name] for name in ("numel", "trained"))
@@ -355,18 +349,6 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.1f}" if nbytes else "-"
 
 
-def table(rows: list[Row], best: Row) -> Iterator[str]:
-    """A line for each choice: its bytes, then its price or what it lacks."""
-    yield "stage params optimizer update     GPU    host   drive fits         step tokens/s"
-    for row in rows:
-        config, star = row.config, "*" * (row is best and not row.missing)
-        side = "GPU" if "device" in (config.update_on, config.optimizer_tier) else "CPU"
-        cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9} {side:6}"
-        cells += "".join(f"{_gib(row.found.on(name)):>8}" for name in NAMES)
-        lacks = ", ".join(f"-{_gib(nbytes)} {NAMES[name]}" for name, nbytes in row.missing.items())
-        yield f"{cells} {lacks or f'yes  {row.price()}'}"
-
-
 def advice(plan: Plan, best: Row) -> Iterator[str]:
     """What to write for the best row or, where nothing fits, what would."""
     if best.missing:
@@ -395,7 +377,15 @@ def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     yield "{} GiB of GPU, {} of RAM, {} of drive; ranks: {}".format(*memory, machine.world)
     most = " (the most that fits)" * (not plan.tokens and not best.missing and tokens < TOKENS[0])
     yield f"{tokens:,} tokens a step{most}; 92% of GPU and 90% of RAM may be used\n"
-    yield from (*table(rows, best), "", *advice(plan, best))
+    yield "stage params optimizer update     GPU    host   drive fits         step tokens/s"
+    for row in rows:
+        config, star = row.config, "*" * (row is best and not row.missing)
+        side = "GPU" if "device" in (config.update_on, config.optimizer_tier) else "CPU"
+        cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9} {side:6}"
+        cells += "".join(f"{_gib(row.found.on(name)):>8}" for name in NAMES)
+        lacks = ", ".join(f"-{_gib(nbytes)} {NAMES[name]}" for name, nbytes in row.missing.items())
+        yield f"{cells} {lacks or f'yes  {row.price()}'}"
+    yield from ("", *advice(plan, best))
     yield f"\n{'GiB on each rank':30}" + "".join(f"{name:>8}" for name in NAMES.values())
     for kind in dict.fromkeys(kind for _, kind in best.found.sizes):
         cells = "".join(f"{_gib(best.found.sizes[name, kind]):>8}" for name in NAMES)
