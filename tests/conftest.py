@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 import tests.threads  # isort: skip  # noqa: F401 (before OpenMP is loaded)
 import torch
@@ -51,16 +50,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
-class _ByFile(LoadFileScheduling):
-    """A file at a time in each process, and worlds of four ranks as if they were one file."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process a file at a time, and worlds of four ranks as if they were one file."""
+    from xdist.scheduler import LoadFileScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "worlds of four ranks" if Path(file).stem in FOUR_RANKS else file
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "worlds of four ranks" if Path(file).stem in FOUR_RANKS else file
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile | None:
-    return _ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
