@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zk.parallel.gather import gather
     from zk.tools.profile import profile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "DynamicLossScale",
     "TiledLinear",
