@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -328,6 +330,20 @@ def test_a_context_records_what_is_inside_and_checkpointed_blocks_too(tmp_path: 
     for options in ({"steps": 0}, {"skip": -1}):
         with pytest.raises(ValueError, match="steps must be at least 1, or None, and skip at least 0"):
             zk.profile(optimizer, tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_a_second_profile_and_another_optimizer_are_refused(tmp_path: Path) -> None:
+    with wrapped(1) as optimizer:
+        for other in (zk.profile(optimizer, tmp_path / "first"), torch.profiler.profile()):
+            with other, pytest.raises(RuntimeError, match="one profile at a time: close the first"):
+                zk.profile(optimizer, tmp_path)
+        with pytest.raises(TypeError, match="needs a ZeroOptimizer; got SGD"):
+            zk.profile(torch.optim.SGD([torch.ones(1)]), tmp_path)
+        ended = weakref.ref(zk.profile(optimizer, tmp_path / "third", steps=1))
+        step(optimizer)
+        gc.collect()
+        assert (tmp_path / "third" / "trace.json").exists() and ended() is None
+        step(optimizer)
 
 
 def profiled(folder: Path) -> list[str]:

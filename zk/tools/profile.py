@@ -17,22 +17,20 @@ from torch.utils._pytree import tree_leaves
 
 from zk.core.hooks import Hook
 from zk.core.logs import say
-from zk.core.timeline import OF_UNITS, phase, profiles
+from zk.core.timeline import OF_UNITS, _profiled, phase, profiles
 
 _DEVICE = {"kernel .*nccl": "gather", "kernel .*adam": "update", "kernel": "compute", "gpu_memcpy .*htod": "upload", "gpu_memcpy .*dtoh": "offload"}
-_ROWS = {  # kind of range -> name and color of its row
-    **{"compute": ("compute", "#4477aa"), "update": ("optimizer update", "#228833"), "gather": ("gather, reduce", "#aa3377")},
-    **{"upload": ("copies to the GPU", "#66ccee"), "offload": ("copies from the GPU", "#33a0bb"), "read": ("drive reads", "#ccbb44")},
-    **{"write": ("drive writes", "#ee8844"), "wait": ("training waits", "#bb3344")},
-}
+_ROWS = {"compute": ("compute", "#4477aa"), "update": ("optimizer update", "#228833")}  # name, color
+_ROWS |= {"gather": ("gather, reduce", "#aa3377"), "upload": ("copies to the GPU", "#66ccee")}
+_ROWS |= {"offload": ("copies from the GPU", "#33a0bb"), "read": ("drive reads", "#ccbb44")}
+_ROWS |= {"write": ("drive writes", "#ee8844"), "wait": ("training waits", "#bb3344")}
 _PASSES, _BINS = {"forward": "#eef3f9", "backward": "#e2eaf3", "step": "#f3f3ee"}, 20_000
 
 
 class profile(contextlib.ExitStack):  # a verb, as contextlib's are
     """Record steps: ``trace.json`` for https://ui.perfetto.dev, ``timeline.png`` of the last one.
 
-    ``with zk.profile(optimizer, "profile"):`` records all steps inside;
-    ``zk.profile(optimizer, "profile", steps=3)`` records the next three, and ends.
+    ``with zk.profile(optimizer, "profile"):`` records all steps inside, ``steps=3`` the next three.
 
     Args:
         optimizer: a ZeroOptimizer, or what has one as ``.optimizer``.
@@ -46,28 +44,32 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
             raise ValueError(f"steps must be at least 1, or None, and skip at least 0; got steps={steps!r}, skip={skip!r}")
         super().__init__()
         while not hasattr(optimizer, "held"):
+            if not hasattr(optimizer, "optimizer"):
+                raise TypeError(f"zk.profile needs a ZeroOptimizer; got {type(optimizer).__name__}")
             optimizer = optimizer.optimizer
-        self.folder, self.optimizer, self.steps, self.skip, self.taken = Path(folder), optimizer, steps, skip, 0
+        self.folder, self.optimizer, self.steps, self.skip, self.taken, alive = Path(folder), optimizer, steps, skip, -1, [self]
         self.folder.mkdir(parents=True, exist_ok=True)
         self.forwards, self.backward, self.units = list[phase](), contextlib.ExitStack(), list[Any]()  # units in backward, the last at work
-        self.torch = torch.profiler.profile(experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True))
-        self.callback(setattr, self, "skip", -1)  # no step starts it any more
-        optimizer.register_step_post_hook(self._advance)  # it stays, as torch goes through these hooks when a profile ends
+        self.callback(alive.clear)  # the hook stays, as torch iterates over them when a profile ends
+        optimizer.register_step_post_hook(lambda *_: [one._advance() for one in alive])
         self._advance()
 
-    def _advance(self, *_: Any) -> None:
+    def _advance(self) -> None:
+        self.taken += 1
         if self.taken == self.skip:
+            if profiles or _profiled():
+                raise RuntimeError("there can be one profile at a time: close the first, or torch's")
             names = {self.optimizer.model: "model"} | {module: held.unit.name for held in self.optimizer.held for module in held.unit.anchors}
             for module, name in names.items():
                 begin, end = (Hook(functools.partial(self._pass, name, begins)) for begins in (True, False))
                 self.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
                 self.callback(module.register_forward_hook(end, always_call=True).remove)
             self.callback(self._write)
-            self.enter_context(self.torch)
+            threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            self.torch = self.enter_context(torch.profiler.profile(experimental_config=threads))
             profiles.add(self)
         elif self.steps is not None and self.taken == self.skip + self.steps:
             self.close()
-        self.taken += 1
 
     def _pass(self, name: str, begins: bool, *given: Any) -> None:
         if begins:
@@ -83,8 +85,7 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
         """Backward of a unit begins with the gradient of its output, and ends with that of its input, or with backward itself."""
         if begins and not self.units:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward)
-        others = [unit for unit in self.units if name not in (unit, None)]
-        units = others if not begins else self.units if name in self.units else [*others, name]
+        units = self.units + [name] * (name not in self.units) if begins else [unit for unit in self.units if name not in (unit, None)]
         if units[-1:] != self.units[-1:]:
             self.backward.close()
             if units:
@@ -122,13 +123,11 @@ def draw(trace: Path) -> Path:
             own[kind][part] = True
         elif (kind in told) != by_host and kind != "wait":
             busy[kind][part] = True
-    inside = np.any([own["step"], *(bins for kind, bins in own.items() if kind not in ("forward", "backward"))], axis=0)
-    own["compute"] = (own["forward"] | own["backward"]) & ~inside
+    own["compute"] = (own["forward"] | own["backward"]) & ~np.any([own[kind] for kind in {"step", *own} - {"forward", "backward"}], axis=0)
     for kind in _ROWS.keys() - told:
         busy[kind] |= own[kind] & ~(own["wait"] & (kind != "wait"))
     rows = [kind for kind in _ROWS if busy[kind].any()]
-    figure, width = Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained"), whole / 1e3  # ms
-    axes = figure.subplots()
+    axes, width = (figure := Figure(figsize=(12, 1.7 + 0.5 * len(rows)), layout="constrained")).subplots(), whole / 1e3  # ms
 
     def bars(bins: Any) -> list[tuple[float, float]]:
         edges = np.flatnonzero(np.diff(bins, prepend=False, append=False)) * width / _BINS
