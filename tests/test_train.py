@@ -22,7 +22,7 @@ from tests.programs import Program, rank_of
 from tests.world import free_port
 from zk.tools.cli import app
 from zk.tools.gpt import GPT, GPTConfig, config_of
-from zk.tools.train import read_text, split
+from zk.tools.train import Run, draw_picture, read_text, split
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"--model": "gpt:layers=2,width=32,heads=2", "--context": "32", "--batch": "2"}
@@ -60,6 +60,15 @@ def same(one: Path, two: Path) -> bool:
     )
 
 
+def test_the_line_of_flat_memory_is_inside_its_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    draw_picture(Run(0, [(3.0, 0.1, 2**30 + step) for step in range(9)], []), Path("x.png"))
+    bottom, top = drawn[0].axes[2].get_ylim()
+    assert all(bottom < y < top < 2 for y in drawn[0].axes[2].lines[0].get_ydata())
+
+
 def losses(shown: str) -> list[float]:
     """Before and after training."""
     return [float(value) for value in re.findall(r"training \.\.\. ([\d.]+) nats per byte", shown)]
@@ -73,6 +82,7 @@ def test_it_learns_and_leaves_a_model_and_a_picture(tmp_path: Path) -> None:
     before, after = losses(shown)
     assert after < before - 0.5
     assert re.search(r"step 40/40  loss \d\.\d{4}  [\d.]+ s/step", shown) and "waits" not in shown
+    assert re.search(r"step  1/40  loss \d\.\d{4}\n", shown)  # no rate, as that has compilation
     assert "sample before training" in shown and "sample after training" in shown
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     GPT(GPTConfig(layers=2, width=32, heads=2, context=32)).load_state_dict(weights(tmp_path))
@@ -173,6 +183,8 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"another text, " * 10_000)
     more = ["--resume", str(tmp_path / "checkpoints"), "--data", str(tmp_path / "text")]
     assert "give the same --data" in here(tmp_path, *more, status=2)
+    other = ["--model", "gpt:layers=1,width=32,heads=2", "--resume", "auto"]
+    assert "give --model and --context of the" in here(tmp_path, *other, status=2)
     assert "has no checkpoint" in here(tmp_path, "--resume", str(tmp_path / "model"), status=2)
     assert "step 6/6" in here(tmp_path / "new", "--resume", "auto")
 

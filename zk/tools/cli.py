@@ -95,7 +95,8 @@ def train(
 ) -> None:
     """Train a small GPT on text. On several GPUs: torchrun --nproc_per_node 2 -m zk train.
 
-    Ctrl-C saves a checkpoint after the current step, and exits with code 130; SIGTERM, with 0.
+    Ctrl-C saves a checkpoint after the current step. Without a launcher, it exits with code 130.
+    SIGTERM does the same, and exits with 0.
     """
     from zk.config import ZeroConfig
     from zk.tools.gpt import config_of

@@ -32,11 +32,10 @@ def config_of(spec: str, context: int = 128) -> GPTConfig:
         layers = max(1, round((blocks / 128**2) ** (1 / 3)))
         heads = max(1, round((blocks / layers) ** 0.5 / 64))
         return GPTConfig(width=64 * heads, layers=layers, heads=heads, context=context)
-    sizes, known = {"context": context}, [field.name for field in dataclasses.fields(GPTConfig)]
+    sizes, known = {"context": context}, ", ".join(f.name for f in dataclasses.fields(GPTConfig))
     for name, _, value in (part.partition("=") for part in text.split(",")):
-        if name not in known or not value.isdecimal() or not int(value):
-            names = ", ".join(known)
-            raise ValueError(f"give gpt:125m, gpt:10b or gpt:NAME=N,... of {names}; got {spec!r}")
+        if name not in known.split(", ") or not value.isdecimal() or not int(value):
+            raise ValueError(f"give gpt:125m, gpt:10b or gpt:NAME=N,... of {known}; got {spec!r}")
         sizes[name] = int(value)
     return GPTConfig(**sizes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import math
 import os
 import shutil
@@ -90,15 +90,15 @@ def signals() -> Iterator[list[int]]:
 
 
 def draw_picture(run: Run, path: Path) -> str:
-    """Write loss, memory and time over steps as a PNG; "" without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    """Write loss, time and memory of steps 2 to the last as a PNG; "" without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
         return ""
+    from matplotlib.figure import Figure
     figure, rows = Figure(figsize=(9, 7), layout="constrained"), zip(*run.steps, strict=True)
-    labels = ("loss, nats per byte", "s per step", "bytes of memory in use")
-    for axes, label, values in zip(figure.subplots(3, sharex=True), labels, rows, strict=True):
-        axes.plot(range(2, len(values) + 1), values[1:], linewidth=1)  # the first step is slow
+    units = {"loss, nats per byte": 1, "s per step": 1, "GiB of memory in use": 2**30}
+    for axes, label, values in zip(figure.subplots(3, sharex=True), units, rows, strict=True):
+        axes.plot(range(2, len(values) + 1), [v / units[label] for v in values[1:]], linewidth=1)
+        axes.axhline(linewidth=0)  # autoscaling counts 0 in
         axes.set(ylabel=label, xlabel="step", ylim=(0, None))
     figure.savefig(path, dpi=120)
     return f", {path}"
@@ -129,8 +129,7 @@ class Training:
             torch.set_num_threads(default_threads())  # torchrun sets one thread for each rank
         text = read_text(self.data)
         self.text, self.valid = split(text, self.sizes.context)
-        if self.rank == 0:
-            self.out.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be written
+        self.out.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be written
         torch.manual_seed(0)
         on_drive = "nvme" in (self.zero.param_tier, self.zero.optimizer_tier)
         with zk.deferred_init(self.device) if on_drive else self.device:
@@ -142,17 +141,14 @@ class Training:
         self.optimizer = self.zero_optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         self.run = self.resumed(Run(zlib.crc32(text), [], []))
-        self.first, console, line = len(self.run.steps), self.console, "{task.description}"
+        self.first, off, line = len(self.run.steps), not self.console.is_terminal, "{task.description}"
         self.shown = deque([(time.monotonic(), self.first)])  # in two minutes: when, which step
-        self.bar = Progress(BarColumn(20), line, console=console, auto_refresh=False)
-        self.bar.disable = not console.is_terminal
+        self.bar = Progress(BarColumn(20), line, console=self.console, auto_refresh=False, disable=off)
         self.task = self.bar.add_task("", total=self.steps)
 
     def zero_optimizer(self) -> zk.ZeroOptimizer:
         """AdamW that decays matrices alone, in bf16 if the hardware multiplies it fast."""
-        sides: list[list[Any]] = [[], []]
-        for param in self.model.parameters():
-            sides[param.ndim >= 2].append(param)
+        sides = [[p for p in self.model.parameters() if (p.ndim > 1) == i] for i in (False, True)]
         groups = [{"params": side, "weight_decay": 0.1 * i} for i, side in enumerate(sides)]
         adamw = torch.optim.AdamW(groups, self.lr, betas=(0.9, 0.95))
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -173,7 +169,11 @@ class Training:
         found = self.out / "checkpoints" if auto else Path(self.resume or "")
         if not self.resume or (auto and folders.find(found) is None):
             return run
-        extra = self.optimizer.load_checkpoint(found, scheduler=self.scheduler)
+        try:
+            extra = self.optimizer.load_checkpoint(found, scheduler=self.scheduler)
+        except ValueError as error:
+            remedy = ": give --model and --context of the resumed run, or another --out"
+            raise ValueError(f"{error}{remedy * ('this model' in str(error))}") from error
         if not isinstance(extra, dict) or extra.get("crc32") != run.crc32:
             raise ValueError(f"{found} is not of zk train with this text: give the same --data")
         run = Run(**extra)
@@ -193,14 +193,14 @@ class Training:
         each, is_first = (now - then) / (step - before), before == self.first
         if now - then > 120 or is_first:  # the first step is slow
             self.shown.popleft()
-        left, skipped = round(each * (steps - step)), int(metrics["skipped_steps"])
+        left, lost = round(each * (steps - step)), int(metrics["skipped_steps"])
         can_wait = self.world > 1 or self.device.type == "cuda" or self.zero.nvme_path
-        rate = self.world * self.batch * self.sizes.context / each
+        rate = f"{self.world * self.batch * self.sizes.context / each:,.0f} bytes/s"
         said = [f"step {step:{len(str(steps))}}/{steps}", f"loss {self.run.steps[-1][0]:.4f}"]
-        said += [f"{each:.3f} s/step", f"{rate:,.0f} bytes/s", f"{skipped} skipped" * bool(skipped)]
-        said += [f"waits {metrics['wait_share']:.0%}" if can_wait else ""]
-        said += [f"eta {left // 60} min {left % 60:02} s" * (not is_first and step < steps)]
-        line = "  ".join(filter(None, said))
+        said += [f"{each:.3f} s/step", rate] * (not is_first) + [f"{lost} skipped"] * (lost > 0)
+        said += [f"waits {metrics['wait_share']:.0%}"] * bool(can_wait)
+        said += [f"eta {left // 60} min {left % 60:02} s"] * (not is_first and step < steps)
+        line = "  ".join(said)
         self.bar.update(self.task, completed=step, description=line, refresh=True)
         if not self.console.is_terminal:
             self.console.print(line)
