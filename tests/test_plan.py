@@ -41,9 +41,6 @@ def plan_of(model: nn.Module, gpu: int | None = GIB, **options: Any) -> Plan:
     return Plan(name="", model=model, machine=Machine(gpu_nbytes=gpu, **fields), **options)
 
 
-# ---- bytes of real optimizers --------------------------------------------------------------------
-
-
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WIDE.vocab, (1, 5), generator=draws)
@@ -130,21 +127,15 @@ def test_bytes_of_each_of_two_ranks_are_those_of_real_optimizers() -> None:
                 assert real == want.on("host", kind), (case, kind)
 
 
-# ---- models --------------------------------------------------------------------------------------
-
 PUBLISHED = {
     "llama:8b": 8_030_261_248,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Meta-Llama-3.1-70B": 70_553_706_496,
     "llama:7b": 6_738_415_616,
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
-    "llama2:13b": 13_015_864_320,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "qwen2.5:0.5b": 494_032_768,
     "Qwen/Qwen3-8B": 8_190_735_360,
-    "google/gemma-2-9b": 9_241_705_984,
-    "microsoft/phi-4": 14_659_507_200,
 }
 
 
@@ -155,26 +146,26 @@ def test_models_have_their_published_number_of_parameters(name: str, numel: int)
 
 def test_a_config_json_and_a_factory_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=4096, num_hidden_layers=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256
-    )
-    config.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    transformers.LlamaConfig(vocab_size=128256, **sizes).save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
         assert sizes_of(model_of(str(path))) == pytest.approx(sizes_of(model_of("llama:8b")), rel=2e-4)
     (tmp_path / "mine.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(8, 4)\n")
     monkeypatch.chdir(tmp_path)
     assert sizes_of(model_of("mine:build"))["numel"] == 36
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="transformers cannot read"):
+    with pytest.raises(ValueError, match=r"No model can be made of .*model_type"):
         model_of(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "closest"),
-    [("llama:9b", "llama3:8b"), ("lama:7b", "llama2:7b"), ("Qwen/Qwen-7B", "qwen2.5:7b"), ("phi:15b", "phi4:14b")],
-)
-def test_an_unknown_name_is_answered_with_the_closest_one(name: str, closest: str) -> None:
-    assert zk_plan(name, 2).startswith(f"zk plan: did you mean {closest}? There is no model '{name}'")
+def test_a_factory_that_makes_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong.py").write_text("def needs(size): ...\ndef fails(): 1 / 0\ndef three(): return 3")
+    monkeypatch.chdir(tmp_path)
+    said = {"needs": "missing 1 required", "fails": "ZeroDivisionError", "three": "it returned 3", "nothere": "no attribute 'nothere'"}
+    for name, words in said.items():
+        error = zk_plan(f"wrong:{name}", 2)
+        assert f"No model can be made of 'wrong:{name}'" in error and words in error
+        assert "a function without arguments that returns an nn.Module" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -182,19 +173,19 @@ def test_an_unknown_name_is_answered_with_the_closest_one(name: str, closest: st
     [
         ("gpt:1b --gpu 4090MiB --ram 1", "--ram needs a unit"),
         ("gpt:1b --gpu 24", "--gpu needs a unit, such as 24GiB or 24GB; got '24'"),
-        ("gpt:1b --gpu titan", "--gpu must be"),
+        ("gpt:1b --gpu b200", "--gpu must be 24GiB, none, 4090, h100,"),
         ("gpt:1b --ram lots", "--ram must be"),
         ("gpt:1b --state-dtype int3", "state_dtype must be"),
         ("gpt:1b --dtype int8", "dtype must be one of"),
         ("gpt:1b --sequence 8192", "No such option"),
-        ("nowhere:build", "There is no model 'nowhere:build'"),
+        ("nowhere:build", "No model can be made of 'nowhere:build'"),
+        ("llama:9b", "or one of llama3:8b"),
+        ("gpt:1000000b", "at most 20,000b parameters"),
+        ("gpt:0b", "give gpt:125m, gpt:10b or"),
     ],
 )
 def test_errors_name_the_option(command: str, words: str) -> None:
     assert words in zk_plan(command, 2)
-
-
-# ---- answers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(8192, 0.33), (16384, 0.53), (65536, 0.97)])
@@ -220,17 +211,26 @@ def test_8b_on_a_card_of_24_gib_fits_with_as_many_tokens_as_do() -> None:
     assert "4,096 tokens a step (the most that fits)" in said
     assert all(len(line) <= 80 for line in said.splitlines())
     found = as_json("llama:8b --gpu 24GiB --ram 128GiB")
-    fields = json.loads(said[said.index("{") : said.index("}") + 1])
-    assert found["best"]["config"] == fields and not found["best"]["missing"]
-    assert zk.ZeroConfig(**fields).optimizer_tier == "host"
-    call = said[said.index("zk.ZeroOptimizer(") : said.index(")\n\nFor ")]
-    assert all(f"\n    {name}=" in call for name in fields)
+    assert found["best"]["config"]["optimizer_tier"] == "host" and not found["best"]["missing"]
 
 
-def test_a_named_card_has_its_memory_and_rates() -> None:
-    named, sized = as_json("llama:1b --gpu 4090 --ram 64GiB"), as_json("llama:1b --gpu 24GiB --ram 64GiB")
-    assert [row.keys() for row in named["rows"]] == [row.keys() for row in sized["rows"]]
-    assert "66 TFLOP/s (40% of the 165 of 4090)" in zk_plan("llama:1b --gpu 4090 --ram 64GiB")
+def test_what_is_printed_runs_as_python() -> None:
+    command = "llama:8b --gpu 40GiB --ram 96GiB --nvme 1TiB"
+    said, best = zk_plan(command), as_json(command)["best"]["config"]
+    assert best["overlap_step"] is True and best["device_budget"] == "11GiB" and best["nvme_path"]
+    made: list[zk.ZeroConfig] = []
+    call = {"ZeroOptimizer": lambda *args, **fields: made.append(zk.ZeroConfig(**fields))}
+    names: dict[str, Any] = {"torch": torch, "model": nn.Linear(2, 2), "zk": type("", (), call)}
+    exec(said[said.index("zero = {") : said.index("For ZeroTrainer(zero=zero)")], names)
+    exec(said[said.index("adamw = ") : said.index("\n\nDeepSpeed")], names)
+    assert names["zero"] == best and made == [zk.ZeroConfig(**best)]
+    assert "optimizer.backward(loss)" in said
+
+
+def test_a_tiny_model_on_a_named_card_has_its_table() -> None:
+    said = zk_plan("gpt:0.001b --gpu 4090 --ram 16GiB --nvme 1TiB")
+    assert "1.19M parameters" in said and "66 TFLOP/s (40% of the 165 of 4090)" in said and max(map(len, said.splitlines())) <= 80
+    assert re.search(r"^3 +auto +auto +GPU", said, re.MULTILINE), "all of its state is there"
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,19 @@ def test_a_named_card_has_its_memory_and_rates() -> None:
     [
         ("mistral:7b --gpu 24GiB --ram 64GiB", "36.9 GiB of host memory", {"--state-dtype", "--nvme", "--ram"}),
         ("llama:8b --gpu 24GiB --ram 128GiB --tokens 8192", "3.1 GiB of GPU memory", {"--tokens"}),
+        ("llama:8b --gpu 24GiB --ram 128GiB --tokens 65536", "126.8 GiB of GPU memory", {"--tokens"}),
+        ("llama:70b --gpu 24GiB --ram 16GiB", "905.5 GiB of host memory", {"--ram"}),
         ("gpt:1b --gpu none --ram 8GiB", "6.3 GiB of host memory", {"--state-dtype", "--ram"}),
     ],
 )
 def test_where_nothing_fits_each_change_that_is_named_does(command: str, lacks: str, options: set[str]) -> None:
     said = zk_plan(command, 1)
-    assert f"lacks {lacks}" in said and "Recommended" not in said and "optimizer state" in said
+    assert f"lacks {lacks}" in said and "Recommended" not in said
     table = said[said.index("stage") : said.index("Nothing fits")]
     assert " s " not in table, "no step that does not fit has a time"
     changes = re.findall(r"^  (--[a-z-]+) (\S+) +(\S+) s +[\d,]+ tokens/s, ([\d,]+) tokens a step", said, re.MULTILINE)
     assert options <= {option for option, *_ in changes}
+    assert ("--tokens" in options) == (changes[0][0] == "--tokens"), "the change that costs nothing is the first"
     for option, value, seconds, tokens in changes:
         kept = re.sub(rf" {option} \S+", "", command)
         found = as_json(f"{kept} {option} {value}")
@@ -265,11 +268,10 @@ GUIDE = (ROOT / "docs" / "guides" / "will_it_fit.md").read_text()
 SHOWN = re.findall(r"^```\n(?:zk|python -m zk) plan ([^\n]*)\n```\n\n```text\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 
 
+assert len(SHOWN) >= 2
+
+
 @pytest.mark.parametrize(("command", "output"), SHOWN)
 def test_the_guide_shows_what_the_command_prints(command: str, output: str) -> None:
     printed = zk_plan(command, int("Nothing fits" in output))
     assert all(part in printed for part in output.split("...\n")), printed
-
-
-def test_the_guide_shows_commands() -> None:
-    assert len(SHOWN) >= 2

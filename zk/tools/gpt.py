@@ -27,7 +27,7 @@ class GPTConfig:
 def config_of(spec: str, context: int = 128) -> GPTConfig:
     """Sizes from ``gpt:10b``, as GPT-3's, or ``gpt:layers=24,width=2048``; else ValueError."""
     text = spec.lower().removeprefix("gpt:")
-    if number := re.fullmatch(r"(\d+(?:\.\d+)?)([mbt])", text):
+    if number := re.fullmatch(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?)([mbt])", text):
         blocks = float(number[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[number[2]] / 12  # width**2 each
         layers = max(1, round((blocks / 128**2) ** (1 / 3)))
         heads = max(1, round((blocks / layers) ** 0.5 / 64))

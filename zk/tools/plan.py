@@ -1,14 +1,11 @@
-"""`zk plan`: memory and step time of a model on a machine, before training with AdamW.
-
-Bytes come from the optimizer's own arithmetic, times from a formula at published rates.
-"""
+"""`zk plan`: memory and step time of a model on a machine, before training with AdamW."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -28,6 +25,7 @@ from zk.core.memory import host_memory
 from zk.core.options import parse_nbytes
 from zk.core.precision import stored_dtypes
 from zk.core.units import find_units
+from zk.core.words import count
 from zk.nn.deferred import deferred_init
 from zk.offload.rules import rule_for
 from zk.tools.gpt import GPT, config_of
@@ -35,70 +33,65 @@ from zk.tools.gpt import GPT, config_of
 GIB = 1 << 30
 NAMES = {"device": "GPU", "host": "host", "nvme": "drive"}
 TOKENS = (16384, 8192, 4096, 2048, 1024, 512)  # of a step, tried in this order
-_KINDS = {"param": "parameters", "grad": "gradients", "master": "lower half of fp32 masters"}
-_KINDS |= {"moments": "optimizer state", "gathered": "parameters in use"}
-_KINDS |= {"bucket": "gradients in flight", "fresh": "gradients being made"}
-_RESOURCES = ("compute", "the link", "the drive", "the other ranks", "the CPU update")
+_RESOURCES = ("compute", "the link", "the drive", "other ranks", "the CPU update")
 # the share that training may take; the rest is for the system and fragmentation
 USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
+PRICES = {"device": 1000, "host": 50, "nvme": 1}  # of a byte, about, in those of a drive
 # published: GiB, dense bf16 TFLOP/s, and GB/s of the link each way, as copies reach it
-CARDS = {"3090": (24, 71, 25), "4090": (24, 165, 25), "5090": (32, 210, 50)}
-CARDS |= {"a100": (80, 312, 25), "h100": (80, 989, 50), "h200": (141, 989, 50)}
+CARDS = {"4090": (24, 165, 25), "h100": (80, 989, 50), "h200": (141, 989, 50)}
 # width, blocks, heads, those of keys, width of a head and of the MLP, vocabulary, tied head;
 # without norms and biases. A name without a size is the first of its family.
 _TABLE = """
 llama3:8b 4096 32 32 8 128 14336 128256 0; llama3:1b 2048 16 32 8 64 8192 128256 1
 llama3:3b 3072 28 24 8 128 8192 128256 1; llama3:70b 8192 80 64 8 128 28672 128256 0
-llama2:7b 4096 32 32 32 128 11008 32000 0; llama2:13b 5120 40 40 40 128 13824 32000 0
-llama2:70b 8192 80 64 8 128 28672 32000 0; mistral:7b 4096 32 32 8 128 14336 32768 0
-qwen2.5:7b 3584 28 28 4 128 18944 152064 0; qwen2.5:0.5b 896 24 14 2 64 4864 151936 1
-qwen2.5:1.5b 1536 28 12 2 128 8960 151936 1; qwen2.5:32b 5120 64 40 8 128 27648 152064 0
-qwen3:8b 4096 36 32 8 128 12288 151936 0; qwen3:32b 5120 64 64 8 128 25600 151936 0
-gemma2:9b 3584 42 16 8 256 14336 256000 1; phi4:14b 5120 40 40 10 128 17920 100352 0
+llama2:7b 4096 32 32 32 128 11008 32000 0; mistral:7b 4096 32 32 8 128 14336 32768 0
+qwen2.5:7b 3584 28 28 4 128 18944 152064 0; qwen3:8b 4096 36 32 8 128 12288 151936 0
 """
 _ROWS = {name: row for name, *row in map(str.split, re.split("[;\n]", _TABLE.strip()))}
-# family, version and size of llama:8b, meta-llama/Llama-3.1-8B-Instruct, qwen2.5:7b, phi-4
+# family, version and size of llama:8b, meta-llama/Llama-3.1-8B-Instruct, qwen2.5:7b
 _NAME = r"(?:.*/)?(?:meta-)?([a-z]+)-?(\d(?:\.5)?)?(?:\.\d)?(?:[-:](\d+(?:\.\d+)?b)\b.*)?"
 
 
 def model_of(spec: str) -> nn.Module:
     """The model, without memory, of a name (of the hub, too), a config.json, or a factory."""
     if spec.lower().startswith("gpt:"):
+        sizes = config_of(spec, 1024)
+        if sizes.layers > 500:
+            raise ValueError(f"gpt: has at most 20,000b parameters; got {spec!r}; give gpt:10b")
         with torch.device("meta"):
-            return GPT(config_of(spec, 1024))
+            return GPT(sizes)
     name = re.fullmatch(_NAME, spec.lower())
     family, version, size = name.groups() if name else ("", "", "")
     known = re.compile(f"{family}{version or '[23]?'}:{size or '.*'}")
     for row in filter(known.fullmatch, _ROWS):
         return _decoder(*_ROWS[row])
-    if Path(spec).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
-        try:
-            import transformers
+    try:
+        return _found(spec)
+    except Exception as error:  # a factory can raise anything
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+    raise ValueError(
+        f"No model can be made of {spec!r} ({said}). A model is gpt:SIZE (gpt:10b), a config.json, "
+        "a name in the local cache of the hub, module:factory (a function without arguments that "
+        f"returns an nn.Module), or one of {', '.join(_ROWS)}"
+    )
 
-            config = transformers.AutoConfig.from_pretrained(spec, local_files_only=True)
-        except (ImportError, OSError, ValueError) as error:
-            said = f"transformers cannot read {spec}: {error}"
-            raise ValueError(said if Path(spec).exists() else _unknown(spec)) from None
+
+def _found(spec: str) -> nn.Module:
+    """The model, without memory, of transformers or a factory. They raise what they raise."""
+    if Path(spec).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(spec, local_files_only=True)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore
     module, _, path = spec.partition(":")
     sys.path.insert(0, "")  # the folder that the command runs in
-    try:
-        factory: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError, TypeError):
-        raise ValueError(_unknown(spec)) from None
+    factory: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     with deferred_init("cpu"):
-        return factory()  # type: ignore[no-any-return]
-
-
-def _unknown(spec: str) -> str:
-    """The error for a name: the closest one first, all of them last."""
-    closest = difflib.get_close_matches(spec.lower().rpartition("/")[2], _ROWS, 1)
-    hint = "".join(f"did you mean {name}? " for name in closest)
-    return (
-        f"{hint}There is no model {spec!r} here, nor in the local cache of the hub. A model is "
-        f"gpt:SIZE (gpt:10b), a config.json, module:factory, or one of {', '.join(_ROWS)}"
-    )
+        made = factory()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"it returned {made!r:.60}")
+    return made
 
 
 def _decoder(*row: str) -> nn.Module:
@@ -132,8 +125,7 @@ class Machine:
     @classmethod
     def of(cls, gpu: str | None, ram: str | None, nvme: str | None, world: int) -> Machine:
         """The machine that options describe. What they leave out is this machine's."""
-        has_one = not gpu and torch.cuda.is_available()
-        here = torch.cuda.get_device_properties(0) if has_one else None
+        here: Any = not gpu and torch.cuda.is_available() and torch.cuda.get_device_properties(0)
         sizes: dict[str, Any] = {"ram_nbytes": parse_nbytes(ram or host_memory()[0], "--ram")}
         sizes |= {"nvme_nbytes": parse_nbytes(nvme, "--nvme") if nvme else 0, "world": world}
         name = here.name if here else gpu or "none"
@@ -141,6 +133,8 @@ class Machine:
             return cls(gpu_nbytes=None, **sizes)
         card = next((card for card in CARDS if re.search(rf"\b(rtx)?{card}\b", name.lower())), "")
         gib, tflops, link = CARDS.get(card, (0, 250, 25))
+        if not (here or gib or name[0].isdecimal()):
+            raise ValueError(f"--gpu must be 24GiB, none, {', '.join(CARDS)} or such; got {name!r}")
         source = f"40% of the {tflops} of {card or 'an unknown card, a guess'}"
         nbytes = here.total_memory if here else gib * GIB or parse_nbytes(name, "--gpu")
         return cls(gpu_nbytes=nbytes, tflops=0.4 * tflops, source=source, link_gbps=link, **sizes)
@@ -191,7 +185,9 @@ class Row(NamedTuple):
 
     def price(self) -> str:
         """Seconds of a step, and tokens per second."""
-        return f"{self.seconds:10,.2f} s {self.tokens / self.seconds:8,.0f}"
+        rate, digits = self.tokens / self.seconds, 2 if self.seconds > 0.1 else 5
+        shown = f"{rate:,.0f}" if rate < 1e6 else f"{rate:.3g}"
+        return f"{self.seconds:10,.{digits}f} s {shown:>8}"
 
     def dump(self) -> dict[str, Any]:
         """What JSON can hold."""
@@ -212,19 +208,14 @@ class Plan:
     state_dtype: str = "fp32"
 
     def bytes(self, config: ZeroConfig, tokens: int) -> Footprint:
-        """Bytes of one rank by tier and kind. ValueError for budgets that are too small.
-
-        Activations are an estimate, with every block checkpointed: inputs of all, and of one three
-        times what its layers make. Logits come in ``dtype``, and three times in fp32.
-        """
-        assert isinstance(config.dtype, torch.dtype)
-        units, *optimizer = units_of(self.model, config.dtype, config.stage == 3)
+        """Bytes of one rank; blocks are checkpointed. ValueError for budgets that are too small."""
+        units, *optimizer = units_of(self.model, config.dtype, config.stage == 3)  # type: ignore
         where = self.machine.world, self.machine.gpu_nbytes is None
         found = footprint_of(self.model, units, config, *where, *optimizer)
-        size, sizes = config.dtype.itemsize, sizes_of(self.model)
+        size, sizes = config.dtype.itemsize, sizes_of(self.model)  # type: ignore[union-attr]
         block = sizes["blocks"] * sizes["width"] + 3 * sizes["made"]
         found.sizes["device", "activations"] = tokens * size * block
-        found.sizes["device", "logits"] = tokens * (size + 12) * sizes["vocab"]
+        found.sizes["device", "logits"] = tokens * (size + 12) * sizes["vocab"]  # and 3 in fp32
         return found
 
     def row(self, config: ZeroConfig, tokens: int) -> Row | None:
@@ -253,10 +244,9 @@ class Plan:
         has_gpu, has_drive = self.machine.gpu_nbytes is not None, self.machine.nvme_nbytes > 0
         there = {"device": has_gpu, "host": True, "nvme": has_drive, "auto": has_gpu}
         stages = range(4) if self.machine.world > 1 else [2]
-        tiers = [(stage, "device", state) for stage in stages for state in there]
-        pairs = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("auto", "auto"))
-        tiers += [(3, *pair) for pair in pairs]
-        for stage, param, state in (choice for choice in tiers if there[choice[2]]):
+        ways = [(stage, "device", state) for stage in stages for state in there]
+        ways += [(3, "host", "host"), (3, "host", "nvme"), (3, "nvme", "nvme"), (3, "auto", "auto")]
+        for stage, param, state in (way for way in ways if there[way[2]]):
             drive = "/path/on/the/drive" if has_drive and state in ("nvme", "auto") else None
             fields: Any = {"stage": stage, "param_tier": param, "optimizer_tier": state}
             fields |= {"dtype": self.dtype, "state_dtype": self.state_dtype, "nvme_path": drive}
@@ -275,35 +265,30 @@ class Plan:
             if fitting:
                 most = 1.03 * min(row.seconds for row in fitting)
                 return rows, next(row for row in fitting if row.seconds <= most)
-        return rows, min(rows, key=lambda row: sum(row.missing.values()))
+        return rows, min(rows, key=lambda row: sum(PRICES[k] * n for k, n in row.missing.items()))
 
     def changed(self) -> Iterator[tuple[str, Row]]:
         """Single options with which something fits, of each kind the smallest change."""
-        scales = [(8 - k % 4, 3 + k // 4) for k in range(1, 40)]  # 7/8, 6/8, 5/8, 8/16, ...
-        counts = [(self.tokens * k >> shift) or 1 for k, shift in scales] if self.tokens else []
-        kinds: list[tuple[str, list[Any]]] = [("tokens", counts), ("state_dtype", ["bf16"])]
-        kinds += [("state_dtype", ["8bit"]), ("nvme", ["1TiB", "8TiB"])]
-        kinds += [("ram", [f"{gib << power}GiB" for power in range(3, 12) for gib in (2, 3)])]
-        for name, values in kinds:
-            for value in values:
-                change = {name: value}
-                if name in ("nvme", "ram"):
-                    size: Any = {f"{name}_nbytes": parse_nbytes(value, name)}
-                    change = {"machine": dataclasses.replace(self.machine, **size)}
-                _, row = dataclasses.replace(self, **change).answer()
-                if not row.missing:
-                    yield f"--{name.replace('_', '-')} {value}", row
-                    break
+        now, changed = self.tokens or TOKENS[-1], functools.partial(dataclasses.replace, self)
+        counts = sorted({*TOKENS, *(now * k // 8 for k in range(1, 8))}, reverse=True)
+        kinds = [[(f"--tokens {n}", changed(tokens=n)) for n in counts if 0 < n < now]]
+        kinds += [[(f"--state-dtype {one}", changed(state_dtype=one))] for one in ("bf16", "8bit")]
+        rams = [gib << power for power in range(3, 11) for gib in (2, 3)]
+        make = functools.partial(dataclasses.replace, self.machine)
+        for name, gibs in (("nvme", [1024, 8192]), ("ram", rams)):
+            field = f"{name}_nbytes"
+            new = {n: make(**{field: n * GIB}) for n in gibs if n * GIB > vars(self.machine)[field]}
+            kinds.append([(f"--{name} {gib}GiB", changed(machine=new[gib])) for gib in new])
+        for kind in kinds:
+            answers = ((option, plan.answer()[1]) for option, plan in kind)
+            yield from itertools.islice((one for one in answers if not one[1].missing), 1)
 
 
 def step_of(plan: Plan, config: ZeroConfig, found: Footprint, tokens: int) -> tuple[float, str]:
-    """Seconds of a step, and the resource that most of them are spent on.
-
-    Compute takes 8 operations for each parameter and token, 2 of them to compute blocks again. The
-    next forward hides the update with ``overlap_step``. In each phase the busiest resource decides.
-    """
+    """Seconds of a step, and the resource that takes most: in each phase the busiest decides."""
     machine, on, size = plan.machine, found.on, config.dtype.itemsize  # type: ignore[union-attr]
     numel, trained = (sizes_of(plan.model)[name] for name in ("numel", "trained"))
+    # 8 operations for each parameter and token, 2 of them to compute blocks again
     compute = (6 * numel + 2 * trained) * tokens / machine.tflops / 1e12
     grads = {name: on(name, "grad") for name in ("host", "nvme")}
     state = {name: on(name, "master") + on(name, "moments") for name in grads}
@@ -346,33 +331,32 @@ def deepspeed_nbytes(plan: Plan, config: ZeroConfig) -> tuple[float, float]:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.1f}" if nbytes else "-"
+    return f"{nbytes / GIB:,.{int(nbytes < 10_000 * GIB)}f}" if nbytes else "-"
 
 
 def advice(plan: Plan, best: Row) -> Iterator[str]:
     """What to write for the best row or, where nothing fits, what would."""
     if best.missing:
         lacks = [f"{_gib(n)} GiB of {NAMES[name]} memory" for name, n in best.missing.items()]
-        yield f"Nothing fits. The nearest choice lacks {' and '.join(lacks)}."
+        yield "Nothing fits. The nearest choice lacks {}.".format("\nand ".join(lacks))
         found = list(plan.changed())
         yield "What would fit, each alone:" if found else "More GPU memory or ranks are needed."
         for option, row in found:
-            each = f"{row.tokens // plan.machine.world:,} tokens a step"
-            yield f"  {option:18} {row.price()} tokens/s, {each}"
+            each = row.tokens // plan.machine.world
+            yield f"  {option:18} {row.price()} tokens/s, {each:,} tokens a step"
         return
-    fields = best.dump()["config"]
-    options = [f"{name}={json.dumps(fields[name])}".replace("true", "True") for name in fields]
-    yield f"* Recommended, bound by {best.bound}. In a loop:\n\noptimizer = zk.ZeroOptimizer("
-    options = ["model", "torch.optim.AdamW(model.parameters())", *options]
-    yield from (f"    {option}," for option in options)
-    yield ")\n\nFor ZeroTrainer(zero=...):\n"
-    yield from textwrap.wrap(json.dumps(fields), 79, break_on_hyphens=False)
+    yield f"* Recommended, bound by {best.bound}:\n\nzero = {{"
+    for name, value in best.dump()["config"].items():
+        yield f'    "{name}": {json.dumps(value) if isinstance(value, str) else repr(value)},'
+    yield "}\n\nFor ZeroTrainer(zero=zero) or, in a loop with optimizer.backward(loss):\n"
+    yield "adamw = torch.optim.AdamW(model.parameters())"
+    yield "optimizer = zk.ZeroOptimizer(model, adamw, **zero)"
 
 
 def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     """The answer, in lines of 80 columns."""
     machine, sizes, tokens = plan.machine, sizes_of(plan.model), best.tokens // plan.machine.world
-    yield f"{plan.name}: {sizes['numel'] / 1e9:.3g}B parameters, {sizes['blocks']} blocks"
+    yield f"{plan.name}: {count(sizes['numel'])} parameters, {sizes['blocks']} blocks"
     memory = map(_gib, (machine.gpu_nbytes or 0, machine.ram_nbytes, machine.nvme_nbytes))
     yield "{} GiB of GPU, {} of RAM, {} of drive; ranks: {}".format(*memory, machine.world)
     most = " (the most that fits)" * (not plan.tokens and not best.missing and tokens < TOKENS[0])
@@ -380,22 +364,20 @@ def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     yield "stage params optimizer update     GPU    host   drive fits         step tokens/s"
     for row in rows:
         config, star = row.config, "*" * (row is best and not row.missing)
-        side = "GPU" if "device" in (config.update_on, config.optimizer_tier) else "CPU"
+        away = row.found.on("nvme", "moments") + row.found.sizes["host", "moments"]
+        side = "CPU" if away and config.update_on != "device" else "GPU"
         cells = f"{config.stage}{star:4} {config.param_tier:6} {config.optimizer_tier:9} {side:6}"
         cells += "".join(f"{_gib(row.found.on(name)):>8}" for name in NAMES)
         lacks = ", ".join(f"-{_gib(nbytes)} {NAMES[name]}" for name, nbytes in row.missing.items())
         yield f"{cells} {lacks or f'yes  {row.price()}'}"
     yield from ("", *advice(plan, best))
-    yield f"\n{'GiB on each rank':30}" + "".join(f"{name:>8}" for name in NAMES.values())
-    for kind in dict.fromkeys(kind for _, kind in best.found.sizes):
-        cells = "".join(f"{_gib(best.found.sizes[name, kind]):>8}" for name in NAMES)
-        yield f"{_KINDS.get(kind, kind.replace('_', ' ')):30}{cells}".rstrip()
     gpu, ram = map(_gib, deepspeed_nbytes(plan, best.config))
     ours = " and ".join(_gib(best.found.on(name)) for name in ("device", "host"))
     yield f"\nDeepSpeed's estimator: {gpu} GiB of GPU, {ram} of RAM; zk: {ours}."
-    yield "\nActivations and logits are estimates. So are times, which are not measured:"
-    yield f"{machine.tflops:.3g} TFLOP/s ({machine.source}), and GB/s: link {machine.link_gbps:g},"
-    yield f"RAM {machine.dram_gbps:g}, drive {machine.read_gbps:g} and {machine.written_gbps:g}"
+    used = [_gib(best.found.sizes["device", kind]) for kind in ("activations", "logits")]
+    yield "Of zk's, activations take {} GiB and logits {}; these are estimates.".format(*used)
+    yield f"\nTimes are estimates: {machine.tflops:.3g} TFLOP/s ({machine.source}),"
+    yield "GB/s: link {:g}, RAM {:g}, drive {:g}/{:g}".format(*dataclasses.astuple(machine)[-4:])
 
 
 def plan(
