@@ -26,13 +26,13 @@ Config = str | os.PathLike[str] | Mapping[str, Any]
 _BATCH = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
 _SCALE = {"loss_scale_window": "window", "hysteresis": "hysteresis", "min_loss_scale": "minimum"}
 _ZERO = "zero_optimization"
-_USED = f"""{" ".join(_BATCH)} gradient_clipping bf16.enabled fp16.enabled fp16.loss_scale
-    fp16.initial_scale_power fp16.{" fp16.".join(_SCALE)} {_ZERO}.stage
-    {_ZERO}.offload_param.device {_ZERO}.offload_param.nvme_path
-    {_ZERO}.offload_optimizer.device {_ZERO}.offload_optimizer.nvme_path
-    optimizer.type optimizer.params.lr optimizer.params.betas optimizer.params.eps
-    optimizer.params.weight_decay optimizer.params.momentum optimizer.params.adam_w_mode""".split()
-_SECTIONS = {name.rpartition(".")[0] for name in _USED} - {""}
+_INSTEAD = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param",
+    "scheduler": "lr_scheduler=", "config_params": "config=", "training_data": "a DataLoader"}
+_KEYS = {"": f"{' '.join(_BATCH)} gradient_clipping", "bf16": "enabled", _ZERO: "stage",
+    "fp16": f"enabled loss_scale initial_scale_power {' '.join(_SCALE)}", "optimizer": "type",
+    **dict.fromkeys((f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"), "device nvme_path"),
+    "optimizer.params": "lr betas eps weight_decay momentum adam_w_mode"}
+_USED = [f"{place}.{key}".lstrip(".") for place, keys in _KEYS.items() for key in keys.split()]
 _NEEDLESS = """activation_checkpointing aio allgather_bucket_size allgather_partitions buffer_count
     buffer_size checkpoint comms_logger contiguous_gradients csv_monitor flops_profiler
     gather_16bit_weights_on_model_save ignore_unused_parameters max_in_cpu max_live_parameters
@@ -42,40 +42,41 @@ _NEEDLESS = """activation_checkpointing aio allgather_bucket_size allgather_part
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
 
 
-def _flat(section: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the value of each key."""
+def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str, Any]]:  # name, written, value
     if not isinstance(section, Mapping):
         raise ValueError(f"{above or 'the config'} must be an object, {{...}}; got {section!r}")
     for key, value in section.items():
-        key = "bf16" if key == "bfloat16" else key.removeprefix("stage3_")
-        if (name := f"{above}.{key}".lstrip(".")) in _SECTIONS:
-            yield from _flat(value or {}, name)
+        written = f"{above}.{key}".lstrip(".")
+        name = written.replace("bfloat16", "bf16").replace(".stage3_", ".")
+        if name in _KEYS:
+            yield from _flat(value or {}, written)
         elif value is not None:
-            yield name, value
+            yield name, written, value
 
 
 def _read(config: Config, auto: Mapping[str, Any], unused: Collection[str]) -> dict[str, Any]:
     """The values that zk uses, by dotted name; ``unused`` has what the caller sets by itself."""
     if not isinstance(config, Mapping):
-        config = json.loads(Path(config).read_text(encoding="utf-8-sig"))
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the config must be a dict or a JSON file; got {error}") from error
     values, others = dict[str, Any](), set[str]()
-    for name, value in _flat(config):
+    for name, written, value in _flat(config):
         place, key = name.partition(".")[0], name.rpartition(".")[2]
         if name in _USED and place not in unused:
             values[name] = auto.get(name, value) if value == "auto" else value
             if values[name] == "auto":
-                raise ValueError(f'{name} is "auto", and nothing says what that is; write a value')
+                raise ValueError(f'{written} is "auto", which nothing fills in: write a value')
         elif value in (False, {}, {"enabled": False}, "auto"):
             continue  # it asks for nothing
         elif place in unused or key in _NEEDLESS.split():
-            others.add(f"  {place if place in unused else name}")
-        elif key == "scheduler":
-            raise ValueError("scheduler is not read; pass lr_scheduler=, one of torch's schedulers")
+            others.add(f"  {place if place in unused else written}")
         else:
             known = {*".".join(_USED).split("."), *_NEEDLESS.split()}
-            close = difflib.get_close_matches(key, known, 1, 0.7)
-            remedy = f"write {close[0]!r}, or remove it" if close else "remove it"
-            raise ValueError(f"there is no setting {name!r}; got {value!r}: {remedy}")
+            close = _INSTEAD.get(key) or "".join(difflib.get_close_matches(key, known, 1, 0.7))
+            remedy = f"write {close!r}, or remove it" if close else "remove it"
+            raise ValueError(f"zk has no setting {written!r}; got {value!r}: {remedy}")
     if others:
         log.warning("zk does not use these settings of the JSON:\n%s", "\n".join(sorted(others)))
     return values
@@ -91,7 +92,7 @@ def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zer
             fields["nvme_path"] = list(dict.fromkeys([*fields.get("nvme_path", []), path]))
     asked = [values.get(f"{name}.enabled", False) for name in ("bf16", "fp16")]
     if asked not in ([False, False], [True, False], [False, True]):
-        raise ValueError(f"bf16 and fp16 must be true or false, and one of them; got {asked}")
+        raise ValueError(f"bf16 and fp16 must be true or false, and one of them false; got {asked}")
     fields["dtype"] = "bf16" if asked[0] else "fp16" if asked[1] else None
     if asked[1]:
         scale = {_SCALE[key]: value for key in _SCALE if (value := values.get(f"fp16.{key}"))}
@@ -102,9 +103,8 @@ def _zero_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Zer
 
 
 def from_deepspeed(config: Config, auto: Any, overrides: Mapping[str, Any]) -> ZeroConfig:
-    clipped = ["gradient_clipping"] if "clip_grad_norm" in overrides else []
-    unused = [*_BATCH, "optimizer", "scheduler", *clipped]
-    return _zero_config(_read(config, auto, unused), overrides)
+    clip = ["gradient_clipping"] * ("clip_grad_norm" in overrides)
+    return _zero_config(_read(config, auto, [*_BATCH, "optimizer", "scheduler", *clip]), overrides)
 
 
 def is_deepspeed(zero: Any) -> bool:
@@ -115,6 +115,8 @@ def is_deepspeed(zero: Any) -> bool:
 def _batch_sizes(values: Mapping[str, Any], world: int) -> tuple[int, int, int]:
     """The three of ``_BATCH``: what is missing is computed as DeepSpeed does."""
     train, micro, count = (values.get(name) for name in _BATCH)
+    if not train and not micro:
+        raise ValueError(f"the config has no batch size: write {_BATCH[1]}")
     count = count or (train // (micro * world) if train and micro else 1)
     micro = micro or (train or 0) // (count * world)
     train = train or micro * count * world
@@ -125,24 +127,20 @@ def _batch_sizes(values: Mapping[str, Any], world: int) -> tuple[int, int, int]:
 
 
 class Engine(nn.Module):
-    """The model, with DeepSpeed's calls: ``engine(x)``, ``engine.backward(loss)``, ``step()``.
-
-    ``module`` is the model, whose attributes the engine has too; ``optimizer`` its ZeroOptimizer.
-    """
+    """The model, as ``module``, with DeepSpeed's calls and the attributes of the model."""
 
     def __init__(self, model: nn.Module, optimizer: ZeroOptimizer, scheduler: Any, sizes: Any):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, scheduler
-        self.device, self.micro_steps = optimizer.device, 0
-        self.global_rank = optimizer.everyone.rank
-        for name, size in zip(_BATCH, sizes, strict=True):
-            setattr(self, name, lambda size=size: size)
+        self.micro_steps = 0
+        self.device, self.global_rank = optimizer.device, optimizer.everyone.rank
+        vars(self).update({name: lambda n=n: n for name, n in zip(_BATCH, sizes, strict=True)})
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
             return super().__getattr__(name)
         if not hasattr(self.module, name):
-            ours = "param_groups, metrics(), counters and consolidated_state_dict()"
+            ours = "param_groups, metrics(), config, no_sync() and consolidated_state_dict()"
             raise AttributeError(f"the engine has no {name!r}; engine.optimizer has {ours}")
         return getattr(self.module, name)
 
@@ -172,7 +170,6 @@ class Engine(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Steps, taken or skipped."""
         return sum(self.optimizer.counters[name] for name in ("steps", "skipped_steps"))
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, client_state: Any = None) -> None:
@@ -204,10 +201,12 @@ def initialize(
     """Do what ``deepspeed.initialize`` does, on this rank's GPU or, without one, on the CPU.
 
     ``config`` is DeepSpeed's JSON, a path or a dict; None: ``args.deepspeed_config``. It has the
-    optimizer unless you pass one. ``lr_scheduler`` may be a callable that takes the optimizer.
-    ``overrides`` are fields of ZeroConfig. Returns the engine, its ZeroOptimizer, None in place
-    of a loader, and the scheduler. ValueError: for settings that zk does not have.
+    optimizer unless you pass one. ``lr_scheduler`` may be a callable that takes the optimizer;
+    ``overrides`` are fields of ZeroConfig. Returns the engine, its ZeroOptimizer, None and the
+    scheduler. ValueError: for settings that zk does not have.
     """
+    for name in _INSTEAD.keys() & overrides.keys():
+        raise TypeError(f"zk.initialize does not take {name}=: write {_INSTEAD[name]}")
     config = config or getattr(args, "deepspeed_config", None)
     if config is None or not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, config= a path or dict; got {model}, {config}")
@@ -221,8 +220,7 @@ def initialize(
         named = {name.rpartition(".")[2]: values[name] for name in values if ".params." in name}
         adam = torch.optim.AdamW if named.pop("adam_w_mode", True) else torch.optim.Adam
         kinds: dict[str, Any] = {"adam": adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        kind = kinds.get(str(values.get("optimizer.type")).lower())
-        if kind is None:
+        if (kind := kinds.get(str(values.get("optimizer.type")).lower())) is None:
             raise ValueError("optimizer.type must be Adam, AdamW or SGD; or pass optimizer=")
         named = {"lr": 1e-3, "weight_decay": 0.0, **named}  # with DeepSpeed's defaults
         optimizer = kind(model_parameters or model.parameters(), **named)
@@ -242,6 +240,8 @@ def add_config_arguments(parser: Any) -> Any:
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
     """Make torch's default process group, if there is none; without a launcher, of one process."""
+    needless = "auto_mpi_discovery distributed_port verbose dist_init_required config"
+    options = {name: options[name] for name in options.keys() - {*needless.split()}}
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             store = dist.HashStore()  # type: ignore[attr-defined]

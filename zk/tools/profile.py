@@ -51,7 +51,7 @@ class profile(contextlib.ExitStack):  # a verb, as contextlib's are
         self.folder.mkdir(parents=True, exist_ok=True)
         self.forwards, self.backward, self.units = list[phase](), contextlib.ExitStack(), list[Any]()  # units in backward, the last at work
         self.callback(alive.clear)  # the hook stays, as torch iterates over them when a profile ends
-        optimizer.register_step_post_hook(lambda *_: [one._advance() for one in alive])
+        optimizer.register_step_post_hook(lambda *_: list(map(profile._advance, alive)))
         self._advance()
 
     def _advance(self) -> None:

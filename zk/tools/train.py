@@ -141,9 +141,9 @@ class Training:
         self.optimizer = self.zero_optimizer()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         self.run = self.resumed(Run(zlib.crc32(text), [], []))
-        self.first, off, line = len(self.run.steps), not self.console.is_terminal, "{task.description}"
+        self.first, c, cols = len(self.run.steps), self.console, (BarColumn(20), "{task.description}")
         self.shown = deque([(time.monotonic(), self.first)])  # in two minutes: when, which step
-        self.bar = Progress(BarColumn(20), line, console=self.console, auto_refresh=False, disable=off)
+        self.bar = Progress(*cols, console=c, auto_refresh=False, disable=not c.is_terminal)
         self.task = self.bar.add_task("", total=self.steps)
 
     def zero_optimizer(self) -> zk.ZeroOptimizer:
