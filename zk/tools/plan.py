@@ -38,14 +38,15 @@ _RESOURCES = ("compute", "the link", "the drive", "other ranks", "the CPU update
 USABLE = {"device": 0.92, "host": 0.9, "nvme": 1.0}
 PRICES = {"device": 1000, "host": 50, "nvme": 1}  # of a byte, about, in those of a drive
 # published: GiB, dense bf16 TFLOP/s, and GB/s of the link each way, as copies reach it
-CARDS = {"4090": (24, 165, 25), "h100": (80, 989, 50), "h200": (141, 989, 50)}
-# width, blocks, heads, those of keys, width of a head and of the MLP, vocabulary, tied head;
-# without norms and biases. A name without a size is the first of its family.
+CARDS = {"3090": (24, 71, 25), "4090": (24, 165, 25), "a100": (80, 312, 25)}
+CARDS |= {"h100": (80, 989, 50), "h200": (141, 989, 50)}
+# width, blocks, heads, key heads, widths of head and MLP, vocabulary, tied; first: the default
 _TABLE = """
 llama3:8b 4096 32 32 8 128 14336 128256 0; llama3:1b 2048 16 32 8 64 8192 128256 1
 llama3:3b 3072 28 24 8 128 8192 128256 1; llama3:70b 8192 80 64 8 128 28672 128256 0
 llama2:7b 4096 32 32 32 128 11008 32000 0; mistral:7b 4096 32 32 8 128 14336 32768 0
 qwen2.5:7b 3584 28 28 4 128 18944 152064 0; qwen3:8b 4096 36 32 8 128 12288 151936 0
+llama2:13b 5120 40 40 40 128 13824 32000 0; qwen2.5:32b 5120 64 40 8 128 27648 152064 0
 """
 _ROWS = {name: row for name, *row in map(str.split, re.split("[;\n]", _TABLE.strip()))}
 # family, version and size of llama:8b, meta-llama/Llama-3.1-8B-Instruct, qwen2.5:7b
@@ -135,7 +136,7 @@ class Machine:
         gib, tflops, link = CARDS.get(card, (0, 250, 25))
         if not (here or gib or name[0].isdecimal()):
             raise ValueError(f"--gpu must be 24GiB, none, {', '.join(CARDS)} or such; got {name!r}")
-        source = f"40% of the {tflops} of {card or 'an unknown card, a guess'}"
+        source = f"40% of the {tflops} of {card or 'an unknown card'}"
         nbytes = here.total_memory if here else gib * GIB or parse_nbytes(name, "--gpu")
         return cls(gpu_nbytes=nbytes, tflops=0.4 * tflops, source=source, link_gbps=link, **sizes)
 
@@ -342,8 +343,7 @@ def advice(plan: Plan, best: Row) -> Iterator[str]:
         found = list(plan.changed())
         yield "What would fit, each alone:" if found else "More GPU memory or ranks are needed."
         for option, row in found:
-            each = row.tokens // plan.machine.world
-            yield f"  {option:18} {row.price()} tokens/s, {each:,} tokens a step"
+            yield f"  {option:18} {row.price()} tokens/s, {row.tokens:,} tokens a step"
         return
     yield f"* Recommended, bound by {best.bound}:\n\nzero = {{"
     for name, value in best.dump()["config"].items():
@@ -376,7 +376,7 @@ def report(plan: Plan, rows: list[Row], best: Row) -> Iterator[str]:
     yield f"\nDeepSpeed's estimator: {gpu} GiB of GPU, {ram} of RAM; zk: {ours}."
     used = [_gib(best.found.sizes["device", kind]) for kind in ("activations", "logits")]
     yield "Of zk's, activations take {} GiB and logits {}; these are estimates.".format(*used)
-    yield f"\nTimes are estimates: {machine.tflops:.3g} TFLOP/s ({machine.source}),"
+    yield f"\nEstimates by published rates: {machine.tflops:.3g} TFLOP/s ({machine.source}),"
     yield "GB/s: link {:g}, RAM {:g}, drive {:g}/{:g}".format(*dataclasses.astuple(machine)[-4:])
 
 
@@ -395,6 +395,6 @@ def plan(
     machine, how = Machine.of(gpu, ram, nvme, world), {"dtype": dtype, "state_dtype": state_dtype}
     what = Plan(name=model, model=model_of(model), machine=machine, tokens=tokens, **how)
     rows, best = what.answer()
-    found = {"tokens": best.tokens, "best": best.dump(), "rows": [row.dump() for row in rows]}
+    found = {"tokens": best.tokens, "best": best.dump(), "rows": list(map(Row.dump, rows))}
     typer.echo(json.dumps(found) if as_json else "\n".join(report(what, rows, best)))
     raise typer.Exit(bool(best.missing))
