@@ -173,7 +173,7 @@ def test_a_factory_that_makes_no_model_is_named(tmp_path: Path, monkeypatch: pyt
     [
         ("gpt:1b --gpu 4090MiB --ram 1", "--ram needs a unit"),
         ("gpt:1b --gpu 24", "--gpu needs a unit, such as 24GiB or 24GB; got '24'"),
-        ("gpt:1b --gpu b200", "--gpu must be 24GiB, none, 4090, h100,"),
+        ("gpt:1b --gpu b200", "--gpu must be 24GiB, none, 3090, 4090,"),
         ("gpt:1b --ram lots", "--ram must be"),
         ("gpt:1b --state-dtype int3", "state_dtype must be"),
         ("gpt:1b --dtype int8", "dtype must be one of"),

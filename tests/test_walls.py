@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # folder or file, pattern of its files, lines at most
 CEILINGS = {
-    "zk": ("*.py", 23_800),
-    "zk/core": ("*.py", 7_150),
-    "zk/tools": ("*.py", 1_730),
-    "zk/nn": ("*.py", 2_020),
+    "zk": ("*.py", 23_400),
+    "zk/core": ("*.py", 4_710),
+    "zk/tools": ("*.py", 1_490),
+    "zk/nn": ("*.py", 2_000),
     "zk/checkpoint": ("*.py", 2_460),
-    "zk/integrations": ("*.py", 1_160),
-    "tests": ("*.py", 32_000),
-    "docs": ("*.md", 3_310),
+    "zk/integrations": ("*.py", 950),
+    "tests": ("*.py", 31_650),
+    "docs": ("*.md", 3_300),
     "README.md": ("", 130),
 }
 BELOW = ("kernels", "offload", "parallel", "core", "config", "optimizer")
