@@ -499,15 +499,3 @@ def accumulate(optimizer: Any, batches: Sequence[Any], loss_fn: LossFn, keep_nby
     except BaseException:
         optimizer.zero_grad()
         raise
-
-
-def is_vertical(optimizer: Any, order: str, micro_batches: int) -> bool:
-    """Tell if micro-batches are to go block by block: "vertical", "horizontal", or "auto", which is by what each of them would move.
-
-    That is something where parameters or gradients go, in forward and backward, to another rank or memory than they are computed in.
-    """
-    if order != "auto" or micro_batches < 2:
-        return order == "vertical" and micro_batches > 1
-    here = "host" if optimizer.held[0].unit.device.type == "cpu" else "device"
-    tiers = {held.param_tier for held in optimizer.held if held.is_partitioned} | {*optimizer.resting("optimizer").split("+")}
-    return optimizer.comm.world > 1 or bool(tiers - {here, "device", ""})

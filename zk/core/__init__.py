@@ -1,1 +1,1 @@
-"""What a step is made of: units, stores, updates, precision."""
+"""Parts of a step: units, stores, updates, precision."""

@@ -39,16 +39,6 @@ def write_json(name: str, content: dict[str, Any]) -> None:
             replace_text(folder / name, json.dumps(content, indent=1))
 
 
-def folder_for(path: Path) -> None:
-    """Make the folder of a file that will be written. OSError, which names the file, if that cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise PermissionError("it is a folder" if path.is_dir() else f"{path.parent} is read-only")
-    except OSError as error:
-        raise type(error)(f"{path} cannot be written: {error}") from None
-
-
 def replace_text(path: Path, text: str) -> None:
     """Write a file, at once, so that readers never see half of it. OSError names that file."""
     passing = path.with_name(f".{path.name}.{os.getpid()}")

@@ -39,13 +39,6 @@ def parse_device(value: object) -> torch.device:
     return torch.device(device.type) if device.type == "cpu" else device
 
 
-def check_order(order: str, name: str) -> str:
-    """The ``order`` of micro-batches; ValueError, naming the option, for one that there is not."""
-    if order not in ("horizontal", "vertical", "auto"):
-        raise ValueError(f"{name} must be horizontal, vertical or auto; got {order!r}")
-    return order
-
-
 def is_count(value: object, least: int = 1) -> bool:
     """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -94,7 +94,7 @@ class ZeroStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one process trains: it needs no launcher, no group and no sampler."""
+        """One process trains: it needs no launcher, no group and no sampler."""
         return bool(self.num_processes * self.num_nodes == 1)
 
     def _configure_launcher(self) -> None:

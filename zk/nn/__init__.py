@@ -1,1 +1,1 @@
-"""What one does to a model before training: tiles, deferred construction, pretrained weights, activations."""
+"""Changes to a model before training: tiles, deferred construction, pretrained weights, activations."""

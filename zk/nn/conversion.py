@@ -134,7 +134,7 @@ def read_tables(path: Path) -> dict[str, Entry]:
 def converted(
     model: Any, entries: Mapping[str, Entry], known: Mapping[str, Tensor]
 ) -> tuple[list[Group], dict[str, str], list[Any]]:
-    """What the files' tensors become in a model of transformers, the others, and the changes used.
+    """Tensors of the files as a model of transformers has them, the others, and the changes used.
 
     The others are a dict of names, as they are in the files -> as they would be in the model.
     The same as transformers.core_model_loading.convert_and_load_state_dict_in_model, in its order.

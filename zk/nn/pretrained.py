@@ -160,7 +160,7 @@ def _refuse_codes(path: str | Path, files: Iterable[str], known: Mapping[str, Te
 
 
 def _misfit(path: str | Path, wrong: list[str], missing: list[str], extra: list[str]) -> str:
-    """What does not fit, and what to do."""
+    """Name the entries that do not fit, and the remedy."""
     hint = "; build the model from the config.json of these files, and see that none is missing"
     if not wrong:
         hint = " (strict=False ignores these, and warns of trained parameters that are missing)"

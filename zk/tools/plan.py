@@ -191,7 +191,7 @@ class Row(NamedTuple):
         return f"{self.seconds:10,.{digits}f} s {shown:>8}"
 
     def dump(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """The row as JSON can hold it."""
         config = {"stage": self.config.stage, **changes(self.config, ZeroConfig())}
         nbytes = {f"{memory}_{kind}_nbytes": n for (memory, kind), n in self.found.sizes.items()}
         return {"config": config, "missing": self.missing, "step_s": self.seconds, **nbytes}
@@ -336,7 +336,7 @@ def _gib(nbytes: float) -> str:
 
 
 def advice(plan: Plan, best: Row) -> Iterator[str]:
-    """What to write for the best row or, where nothing fits, what would."""
+    """The call for the best row or, where nothing fits, the changes that would."""
     if best.missing:
         lacks = [f"{_gib(n)} GiB of {NAMES[name]} memory" for name, n in best.missing.items()]
         yield "Nothing fits. The nearest choice lacks {}.".format("\nand ".join(lacks))
