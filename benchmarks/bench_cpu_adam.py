@@ -63,9 +63,12 @@ def test_norm(dtype: torch.dtype, system: str, benchmark: Any, host_floors: Floo
     try:
         draws = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
         grad = zeros(NUMEL, dtype, CPU).copy_(draws)  # memory as gradients have it in training
-        assert norm(grad, 1) == pytest.approx(grad.double().square().sum().item(), rel=1e-4)
+        exact = grad.double().square().sum().item()
+        error = abs(norm(grad, 1) / exact - 1)
+        assert error < (1e-9 if system == "zk" else 2e-2)  # torch adds 50 million squares up in fp32
         case = Case(system, lambda: norm(grad, 1), {"gbps": grad.nbytes / 1e9})
         time_case(benchmark, case, host_floors, 9, CPU)
+        benchmark.extra_info["relative_error"] = float(f"{error:.1g}")
     finally:
         torch.set_num_threads(threads)
     nanoseconds = benchmark.stats.stats.median / NUMEL * 1e9
