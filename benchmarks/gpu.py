@@ -44,7 +44,7 @@ from zk.core.options import parse_nbytes  # noqa: E402
 BACK_S = 20.0  # to wait for the host memory of a process that has ended
 TOKENS = (8192, 16384, 65536)
 LONG = TOKENS[-1:]
-BITS = "every_stage_and_tier or every_tier_trains or clipping or one_inf or models_of_every_kind"
+BITS = "every_stage_and_tier or device_tier_trains or clipping or fp16 or one_inf"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,9 @@ def runs(dry: bool) -> list[Run]:
     def steps(section: str, limit: float, system: str, model: str, tokens: tuple[int, ...], name: str = "", **job: Any) -> Run:
         return Run(section, name or system, limit, 25.0, job=Job(system, model, tokens, seconds=20.0 if len(tokens) == 1 else 8.0, **job))
 
-    few = ("-k", "every_tier_trains and 3 and host") if dry else ("-k", BITS)
+    software = "-p", "tests.softgpu.plugin"  # the dry run's device
+    few = (*software, "-k", "every_stage_and_tier and 3-host") if dry else ("-k", BITS)
+    rest = (*software, "-k", "link and not 64k") if dry else ("-k", f"not ({BITS})")
     kernels = ("-k", "flatten and not hypothesis") if dry else ()
     qwen, cap = "Qwen2.5-7B", 32 * GIB
     overlap = {"overlap_step": True}
@@ -93,7 +95,7 @@ def runs(dry: bool) -> list[Run]:
         part("kernels", 60, 15),
         steps("nvme", 90, "zk_nvme", "GPT-2 1.3B", LONG, zero=overlap),
         Run("tests", "test_kernels", 150, 20, _pytest("tests/test_kernels.py", *kernels)),
-        Run("tests", "test_gpu", 150, 20, _pytest("tests/test_gpu.py", "-k", "link and not 64k" if dry else f"not ({BITS})")),
+        Run("tests", "test_gpu", 150, 20, _pytest("tests/test_gpu.py", *rest)),
     ]
     if not dry:
         return found
