@@ -1,0 +1,152 @@
+"""The seams of the core: what an add-on may override, and the options that make add-ons.
+
+Five questions have an answer that can be replaced:
+
+    Tier    where a chunk of a unit's states rests         ``tier``, a seam of Addon
+    Codec   what its bytes mean                            ``codec``
+    Rule    which arithmetic updates it                    ``rules``
+    Comm    how ranks talk                                 ``comm``
+    Events  what else happens, and when                    the methods below
+
+An add-on is a subclass of ``Addon``: it overrides what it needs. The core calls what is overridden
+and knows no add-on by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from zk.next.offload.rules import Codec, Rules
+    from zk.next.offload.tiers import Tier
+    from zk.next.optimizer import ZeroOptimizer
+    from zk.next.parallel.comm import Comm
+    from zk.next.store import Step, UnitStore
+    from zk.next.unit import Unit
+
+    Update = Callable[[list[UnitStore], Step], None]
+
+
+class Addon:
+    """Each method answers as the core does without an add-on; override what should differ."""
+
+    # ---- before anything is made, in this order --------------------------------------------------
+
+    def comm(self, comm: Comm) -> Comm:
+        """Return the collectives of the ranks, wrapped or not."""
+        return comm
+
+    def blocks(self, model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return the modules whose parameters travel together, by name."""
+        return blocks
+
+    def kind(self, name: str, param: nn.Parameter) -> Hashable:
+        """Return the parameter's kind: parameters of one block but of two kinds travel apart."""
+        return None
+
+    def rules(self, rules: Rules) -> Rules:
+        """Return the (predicate, rule) pairs; the first whose predicate holds updates a unit."""
+        return rules
+
+    def codec(self, unit: Unit, codec: Codec) -> Codec:
+        """Return what the bytes of a unit's states mean."""
+        return codec
+
+    def tier(self, unit: Unit, what: str, tier: Tier) -> Tier:
+        """Return the tier of a unit's "param" or "state" (gradients and optimizer states)."""
+        return tier
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        """The optimizer is made: keep it, or give it methods."""
+
+    # ---- while it trains -------------------------------------------------------------------------
+
+    def used(self, store: UnitStore) -> None:
+        """A unit has been gathered for a use."""
+
+    def reduced(self, store: UnitStore) -> None:
+        """A unit's gradient has been reduced and is on its tier."""
+
+    def before_step(self) -> None:
+        """step() begins, or states are read or written: nothing may be in flight."""
+
+    def totals(self, sums: list[float]) -> list[float]:
+        """Return the sums of squares of all ranks; given are those of the ranks that share states."""
+        return sums
+
+    def around_update(self, run: Update) -> Update:
+        """Return what updates units: ``run(stores, step)``, or a function that calls it."""
+        return run
+
+    def updater(self) -> Update | None:
+        """Return what runs updates instead of step() itself; only one add-on may."""
+        return None
+
+    def updated(self, store: UnitStore) -> None:
+        """A unit has been updated, perhaps by another thread; full parameters are still old."""
+
+
+EVENTS = "used", "reduced", "before_step", "totals", "around_update", "updater", "updated"
+BEFORE = "comm", "blocks", "kind", "rules", "codec", "tier", "attach"
+
+
+class Seams:
+    """The add-ons of one optimizer: for each method a tuple of those that override it.
+
+    A method that nobody overrides is an empty tuple: calling it costs a loop over nothing.
+    """
+
+    def __init__(self, addons: list[Addon]) -> None:
+        self.addons = addons
+        for name in (*BEFORE, *EVENTS):
+            setattr(self, name, self.those_that_override(name))
+
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        raise AttributeError(f"the core has no seam {name!r}; it has {', '.join(BEFORE + EVENTS)}")
+
+    def those_that_override(self, name: str) -> tuple[Callable[..., Any], ...]:
+        neutral = getattr(Addon, name)
+        return tuple(
+            getattr(addon, name)
+            for addon in self.addons
+            if getattr(type(addon), name) is not neutral
+        )
+
+    def chain(self, name: str, *given: Any) -> Any:
+        """Pass the last of ``given`` through all add-ons; the others are told to each."""
+        *told, value = given
+        for answer in getattr(self, name):
+            value = answer(*told, value)
+        return value
+
+    def first(self, name: str) -> Any:
+        """The one answer that is not None; RuntimeError if two add-ons give one."""
+        answers = {type(method.__self__).__name__: method() for method in getattr(self, name)}
+        found = {who: answer for who, answer in answers.items() if answer is not None}
+        if len(found) > 1:
+            raise RuntimeError(
+                f"{' and '.join(found)} each decide {name!r}, which only one can; remove one of them"
+            )
+        return next(iter(found.values()), None)
+
+
+OPTIONS: dict[str, str] = {}  # option -> "module:class"
+
+
+def register(**options: str) -> None:
+    """Make ``ZeroOptimizer(..., option=value)`` add ``Class(value)`` of "module:Class"."""
+    OPTIONS.update(options)
+
+
+def make(options: dict[str, Any]) -> list[Addon]:
+    """The add-ons of options that are neither None nor False."""
+    made = []
+    for name, value in options.items():
+        module, kind = OPTIONS[name].split(":")
+        if value is not None and value is not False:
+            made.append(getattr(importlib.import_module(module), kind)(value))
+    return made

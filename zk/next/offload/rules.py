@@ -1,0 +1,185 @@
+"""Rules: the optimizer's arithmetic on flat slices of fp32 masters. Codecs: what is kept of them.
+
+    AdamRule    torch.optim.Adam and AdamW in one pass over memory (zk.offload.cpu_adam, a kernel
+                on a GPU)
+    StepRule    any other elementwise optimizer, by its own step() over a parameter that is the slice
+
+A field is (n,), named by what it holds: "param", "master" (or the bits that the parameter lacks of
+it), and the optimizer's own ("exp_avg", "momentum_buffer", ...).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zk.kernels import codec
+from zk.kernels.step import AdamStep
+from zk.next.unit import Unit
+from zk.offload.cpu_adam import adam_
+
+Group = dict[str, Any]
+Fields = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """What is kept for each element of a unit beside its parameter, and how values become it."""
+
+    fields: Mapping[str, torch.dtype]
+    """Name -> dtype of what rests on the optimizer's tier."""
+
+    def start(self, fields: Fields, masters: Tensor) -> None:
+        """Set fields to ``masters`` (n,) and to zero for all else."""
+        codec.start(fields, masters.to(fields["param"].device))
+
+    def read(self, fields: Fields, name: str) -> Tensor:
+        """(n,): the "master" in fp32, or another field."""
+        return codec.read(fields, name)
+
+    def write(self, fields: Fields, values: Mapping[str, Tensor]) -> None:
+        """Overwrite what ``values`` has: the master and the parameter with it, or other fields."""
+        codec.write(fields, values)
+
+    def pre_gather(self, shard: Tensor) -> Tensor:
+        """What ranks send each other of a parameter's ``shard`` (n,)."""
+        return shard
+
+    def post_gather(self, full: Tensor) -> Tensor:
+        """The full parameters (numel,) of what has been gathered."""
+        return full
+
+
+class Rule:
+    """Updates slices of one optimizer's parameters."""
+
+    names: tuple[str, ...]
+    """What is kept for each element, by torch's names."""
+    splits_masters = False
+    """The arithmetic takes a bf16 parameter and its lower half for the master."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def codec(self, dtype: torch.dtype) -> Codec:
+        """How ``dtype`` parameters and their states are kept."""
+        kept = codec.state_fields(dtype, self.names, torch.float32, self.splits_masters)
+        return Codec(kept)
+
+    def update(
+        self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
+    ) -> None:
+        """Update number ``step`` (from 1) of fields (n,) by ``scale`` times ``grad`` (n,)."""
+        raise NotImplementedError
+
+    def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
+        """What torch keeps of a parameter beside its fields after ``step`` updates."""
+        return {"step": torch.tensor(float(step))}
+
+    def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
+        """Take ``numbers`` that were loaded; here they follow from the count."""
+
+
+class AdamRule(Rule):
+    """Adam and AdamW without amsgrad, in one pass."""
+
+    names = "exp_avg", "exp_avg_sq"
+    splits_masters = True
+
+    def update(
+        self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
+    ) -> None:
+        decoupled = group.get("decoupled_weight_decay", isinstance(self.inner, torch.optim.AdamW))
+        scalars = AdamStep.of(group, decoupled, step, scale)
+        moments = fields["exp_avg"], fields["exp_avg_sq"]
+        adam_(fields["param"], grad, fields.get("master"), *moments, scalars)
+
+
+class StepRule(Rule):
+    """Any elementwise optimizer: what its step() makes of an element depends on no other.
+
+    What it keeps is learned from one step of a parameter of ones.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.known: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.names = ()
+        group = inner.param_groups[0]
+        # states may have been begun by the optimizer's own __init__, or by training
+        begun = inner.state.get(group["params"][0], {})
+        self.starts_empty = not begun
+        state = begun or self.step_of_ones(group, {})
+        self.names = tuple(name for name, value in state.items() if is_field(value))
+        self.know(group, 0, numbers_of(begun))
+
+    def update(
+        self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
+    ) -> None:
+        master = codec.read(fields, "master")
+        param = nn.Parameter(master)
+        param.grad = grad.float() * scale if scale != 1.0 else grad.float()
+        kept = {name: fields[name] for name in self.names} | self.copies(group, step - 1)
+        after = self.run(group, param, {} if step == 1 and self.starts_empty else kept)
+        for name in self.names:
+            if after[name].data_ptr() != fields[name].data_ptr():
+                fields[name].copy_(after[name])
+        codec.write(fields, {"master": master})
+
+    def run(self, group: Group, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """Take the user's step() for one parameter; returns its state."""
+        worker = copy.copy(self.inner)
+        worker.param_groups = [{**group, "params": [param]}]
+        worker.state = defaultdict(dict, {param: state} if state else {})
+        worker.step()
+        return worker.state[param]
+
+    def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
+        """Counters such as "step". They follow from options and counts: the same on all ranks."""
+        key = id(group["params"]), step
+        if key not in self.known and step == 0:
+            return {} if self.starts_empty else next(iter(self.known.values()))
+        if key not in self.known:
+            after = self.step_of_ones(group, self.numbers(group, step - 1))
+            self.know(group, step, numbers_of(after))
+            self.known.pop((key[0], step - 3), None)
+        return self.known[key]
+
+    def know(self, group: Group, step: int, numbers: dict[str, Tensor]) -> None:
+        self.known[id(group["params"]), step] = numbers
+
+    def copies(self, group: Group, step: int) -> dict[str, Tensor]:
+        return copy.deepcopy(self.numbers(group, step))
+
+    def step_of_ones(self, group: Group, numbers: dict[str, Tensor]) -> dict[str, Any]:
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        fields = {name: torch.ones(2) for name in self.names}
+        return self.run(group, param, fields | copy.deepcopy(numbers) if numbers else {})
+
+
+def is_field(value: Any) -> bool:
+    """Tell what is kept for each element from what is kept once for a parameter."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def numbers_of(state: dict[str, Any]) -> dict[str, Any]:
+    """What a state keeps once for a parameter."""
+    return {name: value for name, value in state.items() if not is_field(value)}
+
+
+Rules = list[tuple[Callable[[Unit, torch.optim.Optimizer], bool], Callable[..., Rule]]]
+
+
+def is_plain_adam(unit: Unit, inner: torch.optim.Optimizer) -> bool:
+    amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
+    return type(inner) in (torch.optim.Adam, torch.optim.AdamW) and not amsgrad
+
+
+RULES: Rules = [(is_plain_adam, AdamRule), (lambda unit, inner: True, StepRule)]

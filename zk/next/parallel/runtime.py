@@ -1,0 +1,333 @@
+"""Runtime: when units are gathered, released and reduced. torch's hooks call everything here.
+
+forward     a block is called, or one of its parameters is asked for: gather; it returns: release
+backward    autograd unpacks a saved parameter, or a checkpoint calls a block again: gather
+            a unit's last gradient is there: release, collect, reduce
+            it ends: reduce what is left, release all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zk.next.addon import Seams
+from zk.next.parallel.comm import Comm
+from zk.next.parallel.gradient import Left, in_backward, is_here
+from zk.next.store import UnitStore
+
+GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
+RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that are open
+
+
+class Runtime:
+    def __init__(self, model: nn.Module, comm: Comm, prefetch: int, seams: Seams) -> None:
+        self.model, self.comm, self.prefetch, self.seams = model, comm, prefetch, seams
+        self.stores: list[UnitStore] = []
+        self.store_of: dict[nn.Parameter, UnitStore] = {}
+        self.by_storage: dict[int, UnitStore] = {}  # of full parameters
+        self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
+        self.held: set[UnitStore] = set()  # not to be released
+        # traced: (unit, in backward) -> the unit used after it
+        self.following: dict[tuple[UnitStore, bool], UnitStore] = {}
+        self.last: tuple[UnitStore, bool] | None = None
+        self.order: list[UnitStore] = []  # in which all ranks reduce
+        self.reduced = 0  # of ``order``, in this backward
+        self.waiting: dict[UnitStore, int] = {}  # gradients that are missing
+        self.depth = 0  # of calls of the model
+        self.syncs, self.num_local = True, 0  # backward passes since the last one that reduced
+        self.ending = -1  # the backward whose end is awaited
+        self.partitions = False  # some parameters are released between uses
+        self.handles: dict[UnitStore | None, list[Any]] = {}
+        self.saving: Any = None  # the context of saved tensors, within forward
+        self.broken = ""  # why parameters may not be used
+        RUNTIMES.add(self)
+
+    # ---- hooks -----------------------------------------------------------------------------------
+
+    def attach(self, store: UnitStore) -> None:
+        """Put hooks on a unit's parameters, and on the module that uses it."""
+        unit = store.unit
+        self.stores.append(store)
+        self.store_of |= dict.fromkeys(unit.params, store)
+        self.partitions |= store.is_partitioned
+        handles = self.handles[store] = []
+        if store.is_partitioned or self.seams.used:
+            handles += hooks_around(
+                unit.module, lambda: self.before_forward(store), lambda: self.after_forward(store)
+            )
+        if unit.is_trained:
+            store.left = [Left(store, index) for index in range(len(unit.params))]
+            self.waiting[store] = len(unit.params)
+            on_grad = torch._dynamo.disable(lambda _: self.on_grad(store))
+            handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
+
+    def attach_model(self) -> None:
+        """Put hooks around the model; at stage 3 its modules tell when a parameter is read."""
+        for module in self.model.modules() if self.partitions else ():
+            if not isinstance(module._parameters, UsedParameters):
+                module._parameters = UsedParameters(module._parameters, self.on_read)
+        for handle in self.handles.pop(None, []):
+            handle.remove()
+        self.handles[None] = hooks_around(self.model, self.enter, self.leave)
+
+    def detach(self, store: UnitStore | None) -> None:
+        """Remove a unit's hooks; None: the model's."""
+        for handle in self.handles.pop(store):
+            handle.remove()
+        if store is None:
+            RUNTIMES.discard(self)
+            for module in self.model.modules():
+                module._parameters = dict(module._parameters)
+            return
+        self.waiting.pop(store, None)
+        self.stores.remove(store)
+        self.order = [other for other in self.order if other is not store]
+        for param in store.unit.params:
+            del self.store_of[param]
+
+    # ---- forward ---------------------------------------------------------------------------------
+
+    def before_forward(self, store: UnitStore) -> None:
+        self.enter()
+        self.use(store)
+
+    def after_forward(self, store: UnitStore) -> None:
+        if not in_backward():  # there it was just computed again, and its backward follows
+            self.release(store)
+        self.leave()
+
+    def enter(self) -> None:
+        """Begin a call; the outermost one packs what autograd saves."""
+        if self.broken:
+            raise RuntimeError(self.broken)
+        if not self.depth and not in_backward():
+            self.waiting = {store: len(store.unit.params) for store in self.waiting}
+            self.reduced = 0
+            if self.partitions:
+                self.saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+                self.saving.__enter__()
+        self.depth += 1
+
+    def leave(self) -> None:
+        # torch calls this too where ``enter``, or a hook of the user's, has raised
+        self.depth = max(self.depth - 1, 0)
+        if not self.depth and not in_backward():
+            if self.saving is not None:
+                self.saving.__exit__()
+                self.saving = None
+            self.last = None
+            self.release_all()
+
+    def on_read(self, param: nn.Parameter) -> None:
+        """A module is asked for a parameter: within forward or backward that is a use."""
+        if self.depth or in_backward():
+            store = self.store_of.get(param)
+            if store is not None and store.full is None:
+                self.use(store)
+
+    def use(self, store: UnitStore) -> None:
+        """Gather a unit, and start to bring those that followed it last time."""
+        backward = in_backward()
+        self.gather(store, backward)
+        if store.is_partitioned and self.last != (store, backward):
+            if self.last is not None:
+                self.following[self.last] = store
+            self.last = store, backward
+            self.look_ahead(store, backward)
+
+    def gather(self, store: UnitStore, backward: bool = False) -> None:
+        store.gather()
+        if store.is_partitioned:
+            self.gathered.pop(store, None)
+            self.gathered[store] = None
+            self.by_storage[storage_of(store.full)] = store
+        if store.is_partitioned and backward:
+            self.queue_end()
+            for oldest in list(self.gathered)[: -GATHERED_IN_BACKWARD - self.prefetch]:
+                self.release(oldest)
+        for used in self.seams.used:
+            used(store)
+
+    def look_ahead(self, store: UnitStore, backward: bool) -> None:
+        for ahead in range(self.prefetch):
+            store = self.following.get((store, backward))
+            if store is None:
+                return
+            store.prefetch()
+            if ahead == 0:
+                store.begin_gather()
+
+    def release(self, store: UnitStore) -> None:
+        if store in self.held or store not in self.gathered:
+            return
+        del self.gathered[store]
+        self.by_storage.pop(storage_of(store.full), None)
+        store.release()
+
+    def release_all(self) -> None:
+        for store in list(self.gathered):
+            self.release(store)
+        for store in self.stores:
+            if store.gathering is not None:  # prefetched, and not used
+                store.release()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Make a saved view of a unit's parameters a recipe, which keeps no memory."""
+        store = self.by_storage.get(storage_of(tensor))
+        if store is None or tensor.dtype != store.unit.dtype or isinstance(tensor, Left):
+            return tensor
+        offset = tensor.storage_offset() - store.full.storage_offset()
+        return store, store.version, tensor.size(), tensor.stride(), offset
+
+    def unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, tuple):
+            return saved
+        store, version, size, stride, offset = saved
+        self.use(store)
+        if store.version != version:
+            raise RuntimeError(
+                f"the parameters of {store.unit.name!r} were updated between forward and backward"
+            )
+        return store.full.as_strided(size, stride, store.full.storage_offset() + offset)
+
+    # ---- backward --------------------------------------------------------------------------------
+
+    def queue_end(self) -> None:
+        if self.ending != torch._C._current_graph_task_id():
+            self.ending = torch._C._current_graph_task_id()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.end_of_backward)
+
+    def on_grad(self, store: UnitStore) -> None:
+        """A parameter's gradient is whole. With its last one a unit is released and reduced."""
+        self.queue_end()
+        self.waiting[store] -= 1
+        if self.waiting[store] == 0:
+            self.release(store)
+            self.collect(store)
+            if self.syncs:
+                self.reduce_in_order(store)
+
+    @torch.no_grad()
+    def collect(self, store: UnitStore) -> None:
+        store.drop_removed()
+        store.collect()
+        store.leave()
+
+    def reduce_in_order(self, store: UnitStore) -> None:
+        """Reduce a unit that is whole; several ranks all follow one order."""
+        if self.comm.size == 1:
+            self.reduce(store)
+            return
+        while self.reduced < len(self.order) and self.waiting[self.order[self.reduced]] <= 0:
+            self.reduced += 1
+            self.reduce(self.order[self.reduced - 1])
+
+    @torch.no_grad()
+    def reduce(self, store: UnitStore) -> None:
+        """Reduce what a unit has collected: in fp32 where it is a sum of several backward passes."""
+        store.reduce(wide=self.num_local > 0 and self.comm.size > 1)
+        for reduced in self.seams.reduced:
+            reduced(store)
+
+    def end_of_backward(self) -> None:
+        """Collect and reduce what is left, as all ranks agree; release all units."""
+        self.ending, self.last = -1, None
+        self.release_all()
+        if self.syncs:
+            self.flush()
+        else:
+            self.collect_rest()
+            self.num_local += 1
+        self.waiting = {store: len(store.unit.params) for store in self.waiting}
+
+    def collect_rest(self) -> None:
+        """Collect the units of which some parameters had no gradient."""
+        for store in self.waiting:
+            if any(is_here(param.grad) for param in store.unit.params):
+                self.collect(store)
+
+    def flush(self) -> None:
+        """Reduce what any rank has collected; all ranks learn what has a gradient."""
+        for store in self.order[self.reduced :] if self.comm.size > 1 else ():
+            if any(is_here(param.grad) for param in store.unit.params):
+                self.collect(store)
+            self.reduce(store)
+        self.collect_rest()
+        trained = list(self.waiting)
+        local = [float(store.grad.local is not None) for store in trained]
+        known = [float(flag) for store in trained for flag in store.grad.present]
+        counts = self.comm.total("gradients", local + known)
+        late, start = [], len(local)
+        for store, ranks_with_some in zip(trained, counts, strict=False):
+            stop = start + len(store.unit.params)
+            if ranks_with_some:
+                late.append(store)
+                self.reduce(store)
+            store.agree([bool(count) for count in counts[start:stop]])
+            start = stop
+        self.order = self.next_order(late)
+        self.reduced, self.num_local = len(self.order), 0
+
+    def next_order(self, late: list[UnitStore]) -> list[UnitStore]:
+        """The order of the next backward: what had a gradient now, and then what came late."""
+        used = [store for store in self.order if any(store.grad.present)]
+        return used + [store for store in reversed(late) if store not in used]
+
+    # ---- what users may ask for ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def holding(self, stores: list[UnitStore]) -> Iterator[None]:
+        """Keep units gathered inside."""
+        outer, self.held = self.held, self.held | set(stores)
+        self.enter()
+        try:
+            for store in stores:
+                self.gather(store)
+            yield
+        finally:
+            self.held = outer
+            for store in stores:
+                self.release(store)
+            self.leave()
+
+
+class UsedParameters(dict[str, Any]):
+    """A module's ``_parameters`` that tells when ``module.weight`` is read.
+
+    torch has no hook for this; only a stand-in for the parameter, or for this table, hears of it.
+    """
+
+    def __init__(self, params: dict[str, Any], on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(params)
+        self.on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None:
+            self.on_read(param)
+        return param
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copies and files have a plain one
+        return dict, (dict(self),)
+
+
+def hooks_around(
+    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+) -> list[Any]:
+    """Call ``before`` and ``after`` around each forward of ``module``; the compiler sees neither."""
+    first, last = torch._dynamo.disable(before), torch._dynamo.disable(after)
+    return [
+        module.register_forward_pre_hook(lambda *_: first(), prepend=True),
+        module.register_forward_hook(lambda *_: last(), always_call=True),
+    ]
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,68 @@
+"""Optimizer states in torch's own format: state_dict() and its way back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zk.next.offload.rules import is_field, numbers_of
+
+if TYPE_CHECKING:
+    from zk.next.optimizer import ZeroOptimizer
+    from zk.next.store import UnitStore
+
+
+def order_of(optimizer: ZeroOptimizer) -> dict[Any, int]:
+    """Parameters by their numbers in torch's state dicts."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {param: number for number, param in enumerate(params)}
+
+
+def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """What ZeroOptimizer.state_dict returns."""
+    order, states = order_of(optimizer), {}
+    for store in optimizer._trained:
+        kept = [*store.rule.names, *(["master"] if store.unit.dtype != torch.float32 else [])]
+        for index, param in enumerate(store.unit.params):
+            if store.steps[index]:
+                values = {kind: store.read(kind, index) for kind in kept}
+                states[order[param]] = {
+                    **store.rule.numbers(store.groups[index], store.steps[index]),
+                    **values,
+                }
+            elif "master" in kept:
+                states[order[param]] = {"master": store.read("master", index)}
+    groups = [
+        group | {"params": [order[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    scale = optimizer._scaler.state_dict()
+    return {"state": dict(sorted(states.items())), "param_groups": groups, "loss_scale": scale}
+
+
+def load_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:
+    """What ZeroOptimizer.load_state_dict does."""
+    for group, saved in zip(optimizer.param_groups, given["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+    if "loss_scale" in given:
+        optimizer._scaler.load_state_dict(given["loss_scale"])
+    order = order_of(optimizer)
+    for store in optimizer._trained:
+        for index, param in enumerate(store.unit.params):
+            load_param(store, index, given["state"].get(order[param], {}))
+        store.publish()
+    optimizer._torn = optimizer._runtime.broken = ""
+
+
+def load_param(store: UnitStore, index: int, state: dict[str, Any]) -> None:
+    """Overwrite one parameter's states; what ``state`` lacks begins anew."""
+    trained = any(name != "master" for name in state)
+    store.steps[index] = int(state.get("count", state.get("step", trained)))
+    counters = {name: value for name, value in numbers_of(state).items() if name != "count"}
+    store.rule.know(store.groups[index], store.steps[index], counters)
+    for kind in store.rule.names:
+        value = state.get(kind)
+        store.write(kind, index, value if is_field(value) else torch.zeros(()))
+    if "master" in state:
+        store.write("master", index, state["master"])

@@ -1,0 +1,111 @@
+"""Units: parameters that travel together, and their places in one flat buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ALIGN = 16  # elements: every parameter starts on a cache line
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """Parameters of one precision that travel together. It owns no memory: integers and names."""
+
+    name: str
+    module: nn.Module
+    """The module whose forward uses the unit."""
+    names: list[str]
+    params: list[nn.Parameter]
+
+    def __post_init__(self) -> None:
+        first = self.params[0]
+        self.dtype, self.device, self.is_trained = first.dtype, first.device, first.requires_grad
+        self.shapes = [param.shape for param in self.params]
+        self.strides = [dense_strides(param) for param in self.params]
+        self.sizes = [param.numel() for param in self.params]
+        self.lay_out(1, 1)
+
+    def lay_out(self, ranks: int, sharers: int) -> None:
+        """Place parameters in a buffer that ``ranks`` reduce and ``sharers`` hold a shard of."""
+        self.offsets, stop = [], 0  # of each parameter's first element
+        for size in self.sizes:
+            self.offsets.append(stop)
+            stop = round_up(stop + size, ALIGN)
+        self.numel = round_up(max(stop, 1), ranks * ALIGN)
+        stops = [*self.offsets[1:], self.numel]  # of each parameter's region, padding included
+        self.regions = [bound for pair in zip(self.offsets, stops, strict=True) for bound in pair]
+        self.shard_numel = self.numel // sharers
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """The parameters within ``full`` (numel,)."""
+        places = zip(self.shapes, self.strides, self.offsets, strict=True)
+        base = full.storage_offset()
+        return [full.as_strided(shape, stride, base + at) for shape, stride, at in places]
+
+    def flat(self, index: int, value: Tensor) -> Tensor:
+        """``value``, of the shape of parameter ``index``, as (size,) in the parameter's own order."""
+        shape, stride = self.shapes[index], self.strides[index]
+        if value.stride() != stride:
+            value = value.new_empty_strided(shape, stride).copy_(value)
+        return value.as_strided((self.sizes[index],), (1,), value.storage_offset())
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+        """Parameters with elements in the buffer's [start, stop).
+
+        Yields:
+            the parameter's number, its elements from ``start`` on, and the same within the parameter.
+        """
+        for index, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            low, high = max(first, start), min(first + size, stop)
+            if low < high:
+                yield index, slice(low - start, high - start), slice(low - first, high - first)
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """The strides of a parameter's copy: its own where they leave no gaps (channels_last)."""
+    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost entries of ModuleLists, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and not is_inside and name not in found:
+            found |= {f"{name}.{key}": block for key, block in module.named_children()}
+    return found
+
+
+def find_units(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    kind_of: Callable[[str, nn.Parameter], Hashable],
+    taken: Container[nn.Parameter],
+) -> list[Unit]:
+    """A unit for each block's parameters of one kind.
+
+    Parameters of no block, and those that several blocks share, are the model's own.
+    """
+    homes: dict[nn.Parameter, str] = {}
+    for name, block in blocks.items():  # an inner block comes later, and takes its own
+        for param in block.parameters():
+            is_inner = param not in homes or name.startswith(f"{homes[param]}.")
+            homes[param] = name if is_inner else ""
+    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param not in taken:
+            own = param.dtype, param.device, param.requires_grad, kind_of(name, param)
+            kinds.setdefault((homes.get(param, ""), own), []).append((name, param))
+    return [
+        Unit(home or "model", blocks.get(home, model), *map(list, zip(*found, strict=True)))
+        for (home, _), found in kinds.items()
+    ]
