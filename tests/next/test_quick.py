@@ -1,0 +1,23 @@
+"""A minute's smoke of the new core: one case of each kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.next.stand_in import run_case
+from tests.parity import Case
+
+CASES = [
+    Case(stage=0, dtype="bf16", steps=3),
+    Case(stage=1, dtype="fp16", accumulation=2, steps=2),
+    Case(stage=2, model="tied", steps=3),
+    Case(stage=3, dtype="bf16", model="checkpointed", steps=3),
+    Case(stage=3, dtype="fp32", tier="nvme", optimizer="SGD", steps=2),
+    Case(stage=3, dtype="bf16", overlap_step=True, steps=3),
+]
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_quick_parity_with_plain_torch(case: Case) -> None:
+    assert run_case(case) == ""
