@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import html
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zk.core.options import (
+from zk.next.addon import OPTIONS, Addon
+from zk.next.options import (
+    NAMES,
     is_count,
     parse_device,
     parse_dtype,
@@ -20,7 +24,6 @@ from zk.core.options import (
     parse_nbytes,
     parse_paths,
 )
-from zk.next.addon import OPTIONS, Addon
 from zk.next.precision import DynamicLossScale
 
 TIERS = "device", "host", "nvme", "auto"
@@ -31,12 +34,30 @@ CALLED = {  # other words for a tier
 }
 PARSERS = {
     "dtype": parse_dtype,
+    "device": parse_device,
     "device_budget": parse_nbytes,
     "host_budget": parse_nbytes,
     "units": parse_modules,
     "keep_dtype": parse_modules,
     "nvme_path": parse_paths,
-    "device": lambda value, name: parse_device(value),
+}
+GONE = {  # options of 0.1.0, and what to use instead
+    "cast_buffers": "cast the model's buffers yourself: buffer.data = buffer.to(torch.bfloat16)",
+    "check_memory": "what cannot fit is always refused; freeze parameters that get no gradient",
+    "compute_dtype": "use dtype='fp32'",
+    "delay_update": "use overlap_step=True, which hides the update and changes no numbers",
+    "elementwise": "use an optimizer of torch.optim, such as AdamW",
+    "exact_reduce": "gradients are always summed in fp32, in the order of ranks; remove it",
+    "grad_accum_dtype": "gradients are always summed in fp32; remove it",
+    "keep_gradients": "gradients are always kept until step(); remove it",
+    "long_context": "use Liger's patches of the model, and zk.offload_activations",
+    "model_parallel_group": "give each rank all of the model",
+    "nvme_checksum": "what is on the drive is always checked; remove it",
+    "overlap": "copies and collectives always run beside computing; remove it",
+    "parameterwise": "use an optimizer of torch.optim, such as AdamW",
+    "replicated_params": "give each rank all of the model",
+    "sequence_tiles": "use the sequence parallelism of your framework, and zk.offload_activations",
+    "update_on": "use optimizer_tier='auto' and device_budget=: the device updates what it has",
 }
 
 
@@ -54,23 +75,27 @@ class ZeroConfig:
     stage: int = 2
     """0: nothing is partitioned; 1: optimizer states; 2: gradients too; 3: parameters too."""
     dtype: str | torch.dtype | None = None
-    """Parameters are cast to "bf16", "fp16" or "fp32"; None: they keep their own. Buffers keep
-    theirs, and so do the parameters of BatchNorm, and what the model names in
-    ``_keep_in_fp32_modules``."""
+    """Parameters are cast to "bf16", "fp16" or "fp32", and so are inputs of the model's own call;
+    None: they keep their own. Buffers keep theirs, and so do the parameters of BatchNorm, and what
+    the model names in ``_keep_in_fp32_modules``."""
     keep_dtype: Sequence[str | type[nn.Module]] | None = None
     """What keeps its dtype: module classes; names of modules and parameters, or parts of names."""
     device: str | torch.device | None = None
-    """The device that computes, for a model that is in host memory; None: where parameters are."""
+    """The device that computes, for a model that is in host memory: it moves there unit by unit.
+    None: where parameters are."""
     param_tier: str = "device"
     """Where parameters rest between uses at stage 3: "device", "host", "nvme" or "auto"."""
     optimizer_tier: str = "device"
     """Where gradients and optimizer states rest, and are updated."""
-    nvme_path: Any = None
-    """The folder of the "nvme" tier. What is put there is private, and gone in the end."""
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    """The folder of the "nvme" tier, or several to stripe over. What is put there is private, and
+    gone in the end."""
     device_budget: int | str | None = None
-    """Bytes ("24GiB") of device memory for training state on a rank, with "auto" tiers."""
+    """Bytes ("24GiB") of device memory for training state on a rank; "auto" fills it first. None:
+    with "auto" half of what is free on a GPU, otherwise no limit."""
     host_budget: int | str | None = None
-    """Bytes ("24GiB") of host memory for training state on a rank; with "nvme" a cache."""
+    """Bytes ("24GiB") of host memory for training state on a rank; with "nvme" a cache. None: with
+    "auto" nine tenths of this rank's share of what is free, otherwise no limit and no cache."""
     clip_grad_norm: float | None = None
     """The largest 2-norm of all gradients: larger ones are scaled down in the update."""
     loss_scale: str | float | DynamicLossScale | None = "auto"
@@ -80,98 +105,150 @@ class ZeroConfig:
     num_threads: int | None = None
     """Threads of the CPU update; None: cores divided by ranks on this machine."""
     process_group: ProcessGroup | None = None
-    """The ranks that train together; None: the default group."""
+    """The ranks that train together; None: the default group, or one process without one."""
     units: Sequence[str | type[nn.Module]] | None = None
     """Modules that travel as one unit, by name or class; None: entries of ModuleLists."""
     addons: Sequence[Addon] = ()
     """Add-ons of your own (docs/guides/addons.md)."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Options of registered add-ons; give them by name, as any other."""
 
     def __init__(self, **given: Any) -> None:
-        fields = {field.name: field for field in dataclasses.fields(self)}
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
         refuse_unknown(given.keys() - fields.keys() - OPTIONS.keys(), [*fields, *OPTIONS])
-        options = {name: value for name, value in given.items() if name in OPTIONS}
-        own = {name: value for name, value in given.items() if name in fields}
-        defaults = {name: field.default for name, field in fields.items() if name != "options"}
-        for name, value in {**defaults, "options": options, **own}.items():
+        named = {name: value for name, value in given.items() if name in OPTIONS}
+        fields |= {name: value for name, value in given.items() if name in fields}
+        fields["options"] = {**given.get("options", {}), **named}
+        for name, value in fields.items():
             if value is not None and name in PARSERS:
                 value = PARSERS[name](value, name)
             object.__setattr__(self, name, value)
-        self._check()
-
-    def _check(self) -> None:
-        """ValueError or TypeError for the first rule that does not hold."""
-        tiers = {self.param_tier, self.optimizer_tier}
         for name in ("param_tier", "optimizer_tier"):
-            tier = getattr(self, name)
-            meant = (
-                f"; what others call {tier!r} is {CALLED[tier]!r} here" if tier in CALLED else ""
-            )
-            require(tier in TIERS, f"{name} must be one of {', '.join(TIERS)}; got {tier!r}{meant}")
-        stage, clip, scale = self.stage, self.clip_grad_norm, self.loss_scale
-        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and scale > 0
-        known = (
-            scale in (None, "auto", "dynamic") or isinstance(scale, DynamicLossScale) or is_number
-        )
-        rules = (
-            (
-                stage in (0, 1, 2, 3) and not isinstance(stage, bool),
-                f"stage must be 0, 1, 2 or 3; got {stage!r}",
-            ),
-            (
-                stage == 3 or self.param_tier in ("device", "auto"),
-                f"param_tier={self.param_tier!r} needs stage=3: at stage {stage} parameters stay on "
-                "the device; use stage=3 or param_tier='device'",
-            ),
-            (
-                "nvme" not in tiers or self.nvme_path,
-                "a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive",
-            ),
-            (
-                self.param_tier != "nvme" or self.optimizer_tier != "device",
-                "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are "
-                "updated in host memory",
-            ),
-            (
-                clip is None or (isinstance(clip, (int, float)) and clip > 0),
-                f"clip_grad_norm must be a number above 0, or None; got {clip!r}",
-            ),
-            (
-                known,
-                f"loss_scale must be 'auto', 'dynamic', a number above 0, a DynamicLossScale or None; "
-                f"got {scale!r}",
-            ),
-            (
-                is_count(self.prefetch, 0),
-                f"prefetch must be a number of units, 0 or more; got {self.prefetch!r}",
-            ),
-            (
-                self.num_threads is None or is_count(self.num_threads),
-                f"num_threads must be 1 or more, or None; got {self.num_threads!r}",
-            ),
-            (
-                self.keep_dtype is None or self.dtype is not None,
-                "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
-            ),
-        )
-        for holds, message in rules:
-            require(holds, message)
+            object.__setattr__(self, name, check_tier(name, fields[name]))
+        if self.loss_scale == "dynamic":
+            object.__setattr__(self, "loss_scale", DynamicLossScale())
+        check_types(self)
+        for holds, message in rules_of(self):
+            if not holds:
+                raise ValueError(message)
 
-
-def require(holds: object, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
+    def _repr_html_(self) -> str:
+        """A table for notebooks: the fields that differ from their defaults."""
+        found = changes(self, ZeroConfig()).items()
+        cells = ((name, html.escape(str(value))) for name, value in found)
+        rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
+        return f"<b>ZeroConfig</b><table>{rows or '<tr><td>all defaults</td></tr>'}</table>"
 
 
 def refuse_unknown(names: set[str], known: list[str]) -> None:
-    """TypeError for the first of ``names``, with the closest that is known."""
+    """TypeError for the first of ``names``, with what to use instead or the closest one."""
     for name in sorted(names):
         close = difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"the closest one is {close[0]!r}" if close else f"there are {', '.join(known)}"
+        hint = f"zk 0.1.0 had it: {GONE[name]}" if name in GONE else hint
         raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
+
+
+def check_tier(name: str, tier: Any) -> str:
+    """The name of a tier, as it is written here; ValueError for another."""
+    found = tier.lower() if isinstance(tier, str) else tier
+    if found not in TIERS:
+        own = CALLED.get(found) if isinstance(found, str) else None
+        meant = f"; what others call {tier!r} is {own!r} here" if own else ""
+        raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}{meant}")
+    return found  # type: ignore[no-any-return]
+
+
+def check_types(config: ZeroConfig) -> None:
+    """TypeError for the first value of another type than its option has."""
+    group, clip, addons = config.process_group, config.clip_grad_norm, config.addons
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            "process_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
+            f"mesh.get_group()), or None; got {group!r}"
+        )
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float))):
+        raise TypeError(f"clip_grad_norm must be a number or None; got {clip!r}")
+    is_list = isinstance(addons, (list, tuple))
+    if not is_list or not all(isinstance(addon, Addon) for addon in addons):
+        raise TypeError(f"addons must be a list of zk.Addon objects, not classes; got {addons!r}")
+
+
+def rules_of(config: ZeroConfig) -> list[tuple[object, str]]:
+    """What must hold, and the message where it does not."""
+    stage, clip, scale = config.stage, config.clip_grad_norm, config.loss_scale
+    param_tier, state_tier = config.param_tier, config.optimizer_tier
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    is_scale = is_number or scale in (None, "auto") or isinstance(scale, DynamicLossScale)
+    return [
+        (is_count(stage, 0) and stage < 4, f"stage must be 0, 1, 2 or 3; got {stage!r}"),
+        (
+            stage == 3 or param_tier in ("device", "auto"),
+            f"param_tier={param_tier!r} needs stage=3: at stage {stage} parameters stay on the "
+            "device; use stage=3 or param_tier='device'",
+        ),
+        (
+            "nvme" not in (param_tier, state_tier) or config.nvme_path,
+            "a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive (or "
+            "several, to stripe over)",
+        ),
+        (
+            param_tier != "nvme" or state_tier != "device",
+            "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are "
+            "updated in host memory",
+        ),
+        (clip is None or clip > 0, f"clip_grad_norm must be more than 0, or None; got {clip!r}"),
+        (
+            is_scale,
+            "loss_scale must be 'auto', 'dynamic', a number, a DynamicLossScale or None; got "
+            f"{scale!r}",
+        ),
+        (
+            not is_number or 0 < scale < float("inf"),  # type: ignore[operator]
+            f"a static loss_scale must be a finite number above 0; got {scale!r}",
+        ),
+        (
+            is_count(config.prefetch, 0),
+            f"prefetch must be a number of units, 0 or more; got {config.prefetch!r}",
+        ),
+        (
+            config.num_threads is None or is_count(config.num_threads),
+            f"num_threads must be 1 or more, or None; got {config.num_threads!r}",
+        ),
+        (
+            config.keep_dtype is None or config.dtype is not None,
+            "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
+        ),
+    ]
+
+
+def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
+    """The options of ``config`` that differ, as they may be written in Python or JSON."""
+    known = before.options.items()
+    found = {name: value for name, value in config.options.items() if (name, value) not in known}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_same = value == getattr(before, field.name)
+        if is_same or field.name in ("process_group", "units", "keep_dtype", "addons", "options"):
+            continue
+        if field.name.endswith("_budget") and value is not None:
+            sizes = (30, "GiB"), (20, "MiB"), (10, "KiB")
+            whole = (f"{value >> power}{unit}" for power, unit in sizes if not value % (1 << power))
+            value = next(whole, value)
+        elif field.name == "nvme_path" and value is not None:
+            value = value[0] if len(value) == 1 else list(value)
+        value = str(value) if isinstance(value, torch.device) else value
+        found[field.name] = NAMES[value] if isinstance(value, torch.dtype) else value
+    return found
+
+
+def pasted(config: ZeroConfig, before: ZeroConfig) -> str:
+    """The options that differ, as arguments of a call."""
+    items = changes(config, before).items()
+    quoted = {name: json.dumps(v) if isinstance(v, str) else repr(v) for name, v in items}
+    return ", ".join(f"{name}={value}" for name, value in quoted.items())
 
 
 def folder_of(config: ZeroConfig) -> str:
     """The folder of the drive tier."""
-    return os.fspath(config.nvme_path[0])
+    return os.fspath(config.nvme_path[0])  # type: ignore[index]

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,19 +17,21 @@ from torch import Tensor, nn
 
 from zk.next import addon
 from zk.next.addon import Seams
+from zk.next.checks import check_arguments, check_params
 from zk.next.config import ZeroConfig, folder_of
 from zk.next.offload.drive import Drive
 from zk.next.offload.rules import RULES, Codec, Rule
 from zk.next.offload.tiers import Memory, Tier
 from zk.next.parallel.comm import Comm
-from zk.next.parallel.runtime import Runtime
+from zk.next.parallel.runtime import RUNTIMES, Runtime
 from zk.next.precision import (
-    CASTABLE,
-    DynamicLossScale,
     LossScaler,
     clip_factor,
+    dtypes_of,
     floats_of,
-    kept_in_dtype,
+    loss_scale_of,
+    refuse_grad_scaler,
+    warn_of_slow_products,
 )
 from zk.next.states import load_states, states_of
 from zk.next.store import Step, UnitStore
@@ -106,6 +110,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ValueError, TypeError: for what cannot be right, with the remedy, before anything is moved.
     """
 
+    _step_supports_amp_scaling = True  # GradScaler then comes to where it is refused by name
+    grad_scale = property(None, refuse_grad_scaler)
+
     def __init__(
         self,
         model: nn.Module,
@@ -113,21 +120,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         config: ZeroConfig | None = None,
         **options: Any,
     ) -> None:
-        self.config = config or ZeroConfig(**options)
-        inners = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        inners = check_arguments(model, optimizer, config, ZeroOptimizer)
+        self.config = config = dataclasses.replace(config or ZeroConfig(), **options)
+        held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
+        dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
+        check_params(model, inners, config.device, dtype_of, held)
         self.model, self.inners = model, inners
         groups = [group for inner in inners for group in inner.param_groups]
         super().__init__(groups, inners[0].defaults)
         self.param_groups = groups  # the user's own, so that both see changes
-        config = self.config
         self._seams = Seams([*config.addons, *addon.make(config.options)])
         self._layout = Layout(model, inners, config, self._seams)
-        self._scaler = LossScaler(scale_rule(config))
         self._is_scaled, self._torn = False, ""  # why states are not of one step
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
         self._runtime = Runtime(model, self._layout.comm, config.prefetch, self._seams)
         self._runtime.syncs = self._reduces_in_backward = config.stage != 1
-        self._adopt(self._find_units())
+        units = self._find_units()
+        trained = {unit.dtype for unit in units if unit.is_trained}
+        self._scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
+        on_cpu = {unit.dtype for unit in units if unit.device.type == "cpu"}
+        for dtype in on_cpu if self._layout.comm.rank == 0 else ():
+            warn_of_slow_products(dtype)
+        self._adopt(units)
         for inner in inners:
             if inner.state:
                 self.load_state_dict(inner.state_dict())
@@ -139,11 +153,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Units of the parameters that no store has, cast to their dtype."""
         config, layout = self.config, self._layout
         blocks = self._seams.chain("blocks", self.model, chosen_blocks(self.model, config.units))
-        kept = kept_in_dtype(self.model, config.keep_dtype or ()) if config.dtype else set()
-
-        def dtype_of(param: nn.Parameter) -> torch.dtype:
-            casts = config.dtype and param.dtype in CASTABLE and param not in kept
-            return config.dtype if casts else param.dtype
+        dtype_of = dtypes_of(self.model, config.dtype, config.keep_dtype)
 
         def kind_of(name: str, param: nn.Parameter) -> Any:
             own = [kind(name, param) for kind in self._seams.kind]
@@ -151,7 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         units = find_units(self.model, blocks, kind_of, self._runtime.store_of)
         for unit in units:
-            unit.dtype = dtype_of(unit.params[0])
+            unit.dtype, unit.device = dtype_of(unit.params[0]), config.device or unit.device
             unit.is_trained = unit.is_trained and unit.params[0] in layout.groups
         return units
 
@@ -161,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in units:
             unit.lay_out(layout.comm.size, layout.sharers.size)
             self._runtime.attach(UnitStore(unit, layout))
-        self._runtime.attach_model()
+        self._runtime.attach_model(self.config.dtype)
 
     def _abandon(self, stores: list[UnitStore]) -> None:
         """Give up units: their parameters are whole, and plain torch's."""
@@ -340,13 +350,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._abandon(list(self._runtime.stores))
         self._runtime.detach(None)
         self._layout.close()
-
-
-def scale_rule(config: ZeroConfig) -> DynamicLossScale | float | None:
-    """What moves the loss scale."""
-    if config.loss_scale == "auto":
-        return DynamicLossScale() if config.dtype == torch.float16 else None
-    return DynamicLossScale() if config.loss_scale == "dynamic" else config.loss_scale
 
 
 def chosen_blocks(model: nn.Module, units: Sequence[Any] | None) -> dict[str, nn.Module]:

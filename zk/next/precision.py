@@ -1,17 +1,37 @@
-"""Precision: which parameters are cast, the loss scale, and the factor of clipping."""
+"""Precision: which parameters are cast, and inputs; the loss scale; and the factor of clipping."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zk.next.options import NAMES
 
 # what a cast changes: a tensor of another dtype holds codes, whose values are lost in a cast
 CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16
 KEPT_BY_MODELS = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"  # of transformers
+# what torch says of the CPU: without kernels of oneDNN's a product is a plain loop
+SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+def dtypes_of(
+    model: nn.Module, dtype: Any, keep: Sequence[str | type[nn.Module]] | None
+) -> Callable[[Tensor], torch.dtype]:
+    """The dtype that each parameter will have. ValueError for an entry of ``keep`` without one."""
+    kept = kept_in_dtype(model, keep or ()) if dtype else set()
+
+    def dtype_of(param: Tensor) -> torch.dtype:
+        casts = dtype is not None and param.dtype in CASTABLE and param not in kept
+        return dtype if casts else param.dtype
+
+    return dtype_of
 
 
 def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]]) -> set[Tensor]:
@@ -38,7 +58,8 @@ def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]]) -> se
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             kept |= set(module.parameters())
         for attribute in KEPT_BY_MODELS:
-            for word in getattr(module, attribute, None) or ():
+            words = getattr(module, attribute, None)
+            for word in words if isinstance(words, (list, tuple, set)) else ():
                 kept |= named(model, word)
     return kept
 
@@ -54,15 +75,38 @@ def of_kind(model: nn.Module, kind: type[nn.Module]) -> set[Tensor]:
     return {param for module in modules for param in module.parameters()}
 
 
-def cast_inputs(values: Any, dtype: torch.dtype) -> Any:
-    """``values`` with their fp32 tensors, inside of tuples and dicts too, in ``dtype``."""
-    if isinstance(values, Tensor):
-        return values.to(dtype) if values.dtype == torch.float32 else values
-    if type(values) in (tuple, list):
-        return type(values)(cast_inputs(value, dtype) for value in values)
-    if type(values) is dict:
-        return {name: cast_inputs(value, dtype) for name, value in values.items()}
-    return values
+@dataclasses.dataclass(frozen=True)
+class CastInputs:
+    """Forward pre-hook of the model: floating point inputs are cast to ``dtype``. Copies keep it."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def cast(value: Any) -> Any:
+            is_cast = isinstance(value, Tensor) and value.dtype in CASTABLE
+            return value.to(self.dtype) if is_cast else value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+@functools.cache
+def warn_of_slow_products(dtype: torch.dtype) -> None:
+    """Warn once of a model that computes in ``dtype`` on a CPU that is slow in it."""
+    has_library = dtype in SUPPORTED and torch.backends.mkldnn.is_available()
+    if has_library and not getattr(torch.ops.mkldnn, SUPPORTED[dtype])():
+        logging.getLogger("zk").warning(
+            "zk: the model computes in %s, for which torch has no fast kernels on this CPU: matrix "
+            "products take 10 to 100 times as long as in fp32; use dtype='fp32'",
+            NAMES[dtype],
+        )
+
+
+def refuse_grad_scaler(*_: Any) -> NoReturn:
+    """RuntimeError for torch.amp.GradScaler."""
+    raise RuntimeError(
+        "torch.amp.GradScaler does not see gradients that have left; leave it out: dtype='fp16' "
+        "turns a dynamic loss scale on (loss_scale= sets it), and optimizer.backward(loss) applies it"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +137,13 @@ class DynamicLossScale:
         ):
             if not holds:
                 raise ValueError(f"DynamicLossScale needs {rule}; got {self}")
+
+
+def loss_scale_of(asked: Any, trained: set[torch.dtype]) -> DynamicLossScale | float | None:
+    """What ``loss_scale=`` means for these dtypes: "auto" is dynamic for fp16, and else none."""
+    if asked != "auto":
+        return asked  # type: ignore[no-any-return]
+    return DynamicLossScale() if torch.float16 in trained else None
 
 
 class LossScaler:

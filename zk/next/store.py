@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from zk.kernels import codec, reference
+from zk.next.checks import check_dense
 from zk.next.memory import empty
 from zk.next.offload.tiers import Fields
 from zk.next.parallel.gradient import Left, is_here
+from zk.next.precision import CASTABLE
 from zk.next.unit import Unit
 from zk.offload.cpu_adam import sum_of_squares
 
@@ -97,11 +99,12 @@ class UnitStore:
     def place(self) -> None:
         """Move the parameters to their tier, and make room for gradients and states."""
         unit, layout, numel = self.unit, self.layout, self.unit.shard_numel
-        masters = torch.zeros(unit.numel, device=unit.device)
-        for view, param in zip(unit.views(masters), unit.params, strict=True):
+        values = torch.zeros(unit.numel, dtype=unit.params[0].dtype, device=unit.device)
+        for view, param in zip(unit.views(values), unit.params, strict=True):
             view.copy_(param.detach())
-        layout.comm.broadcast(unit.name, masters)
-        full, mine = masters.to(unit.dtype), slice(self.start, self.start + numel)
+        is_cast = values.dtype in CASTABLE  # no backend sends the others
+        layout.comm.broadcast(unit.name, values if is_cast else values.view(torch.uint8))
+        full, mine = values.to(unit.dtype), slice(self.start, self.start + numel)
         self.param = layout.tier_of(unit, "param").chunks({"param": unit.dtype}, [numel])[0]
         self.param.put("param", full[mine].clone() if self.is_partitioned else full[mine])
         if unit.is_trained:
@@ -110,8 +113,8 @@ class UnitStore:
             self.grads = tier.chunks({"grad": torch.float32}, sizes)
             self.states = tier.chunks(self.codec.fields, sizes)
             for _, bound, fields in self.opened():
-                self.codec.start(fields, masters[mine][bound])
-        nan = torch.full((), torch.nan, dtype=unit.dtype, device=unit.device)
+                self.codec.start(fields, values[mine][bound].float())
+        nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)
         self.released = [nan.expand(shape) for shape in unit.shapes]
         if self.is_partitioned:
             self.point(self.released)
@@ -206,6 +209,7 @@ class UnitStore:
         """Flatten what is in ``param.grad``, and add it in fp32 to what was collected before."""
         unit, grad = self.unit, self.grad
         here = [param.grad if is_here(param.grad) else None for param in unit.params]
+        check_dense(unit.names, here)
         dtype = unit.dtype if grad.local is None else torch.float32
         bucket = empty(unit.numel, dtype, unit.device)
         none = bucket[:0]
@@ -457,6 +461,11 @@ class UnitStore:
         if kind in ("grad", "param"):
             return self.unit.dtype
         return codec.dtype_of(self.codec.fields | {"param": self.unit.dtype}, kind)
+
+
+def none_of(dtype: torch.dtype) -> float:
+    """What a released parameter reads as: NaN, or the largest of integers."""
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 def copy_unless_same(target: Tensor, values: Tensor) -> None:

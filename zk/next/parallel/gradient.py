@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from zk.next.precision import refuse_grad_scaler
+
 if TYPE_CHECKING:
     from zk.next.store import UnitStore
 
 aten = torch.ops.aten
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 SCALINGS = aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar
 
 
@@ -51,6 +54,8 @@ class Left(Tensor):
         first = args[0] if args else None
         if isinstance(first, Left) and func._schema.is_mutable:
             return first.change(func, *args[1:])
+        if func is UNSCALE:
+            refuse_grad_scaler()
         if func is aten.linalg_vector_norm.default and isinstance(first, Left) and is_2norm(args):
             return first.norm()
         args, kwargs = tree_map(values_of, (args, kwargs))

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zk.next.addon import Seams
+from zk.next.checks import check_unmoved
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.gradient import Left, in_backward, is_here
+from zk.next.precision import CastInputs
 from zk.next.store import UnitStore
 
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
@@ -67,14 +69,20 @@ class Runtime:
             on_grad = torch._dynamo.disable(lambda _: self.on_grad(store))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
-    def attach_model(self) -> None:
-        """Put hooks around the model; at stage 3 its modules tell when a parameter is read."""
+    def attach_model(self, dtype: Any) -> None:
+        """Put hooks around the model; at stage 3 its modules tell when a parameter is read.
+
+        Inputs are cast to ``dtype``.
+        """
         for module in self.model.modules() if self.partitions else ():
             if not isinstance(module._parameters, UsedParameters):
                 module._parameters = UsedParameters(module._parameters, self.on_read)
         for handle in self.handles.pop(None, []):
             handle.remove()
         self.handles[None] = hooks_around(self.model, self.enter, self.leave)
+        if dtype is not None:
+            cast = self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+            self.handles[None].append(cast)
 
     def detach(self, store: UnitStore | None) -> None:
         """Remove a unit's hooks; None: the model's."""
@@ -107,6 +115,7 @@ class Runtime:
         if self.broken:
             raise RuntimeError(self.broken)
         if not self.depth and not in_backward():
+            check_unmoved(store.unit for store in self.stores)
             self.waiting = {store: len(store.unit.params) for store in self.waiting}
             self.reduced = 0
             if self.partitions:

@@ -1,0 +1,103 @@
+"""Values of options, read as users write them. Errors name the option, its value and what it may be."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+DTYPES: dict[str, torch.dtype] = {
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
+}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SUFFIXES = {"": 1, "b": 1} | {
+    f"{letter}{i}b": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for i, base in (("", 1000), ("i", 1024))
+}
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def parse_device(value: object, name: str) -> torch.device:
+    """A device that is there, with its index; "cuda" is the current one."""
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f"{name} must be a name such as 'cuda:0', or a torch.device; got {value!r}")
+    if not re.fullmatch(r"(cpu|cuda)(:0|:[1-9]\d?)?", str(value)):
+        raise ValueError(f"{name} must be 'cpu', 'cuda' or 'cuda:N'; got {value!r}")
+    device = torch.device(value)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"{name}={str(device)!r}, and torch sees no CUDA device; zk doctor says why")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(
+            f"{name}={str(device)!r}, and torch sees {count} CUDA device{'s' * (count > 1)}: name one "
+            "of these, start no more ranks than that, or see what CUDA_VISIBLE_DEVICES leaves"
+        )
+    return torch.device("cuda", index)
+
+
+def parse_nbytes(value: object, name: str) -> int:
+    """Bytes above 0: a whole number, or a string such as "24GiB", "500 MB" or "1.5TiB"."""
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of bytes or a string like '24GiB'; got {value!r}")
+    nbytes, suffix = value, "b"
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is None or match[2] not in SUFFIXES:
+            raise ValueError(
+                f"{name} must be a number of bytes or a string like '24GiB' or '500MB'; got {value!r}"
+            )
+        nbytes, suffix = int(float(match[1]) * SUFFIXES[match[2]]), match[2]
+    if nbytes <= 0:
+        raise ValueError(f"{name} must be more than zero bytes; got {value!r}")
+    if nbytes < 1000 and not suffix:
+        raise ValueError(f"{name} needs a unit, such as '{nbytes}GiB'; got {value!r}, that many bytes")
+    return nbytes
+
+
+def parse_paths(value: Any, name: str) -> tuple[str, ...]:
+    """One folder or several, as absolute paths; each must be named once."""
+    given = [value] if isinstance(value, (str, os.PathLike)) else value
+    is_path = isinstance(given, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in given)
+    if not is_path:
+        raise TypeError(f"{name} must be a path, or a sequence of paths; got {value!r}")
+    paths = tuple(os.path.abspath(path) for path in given)
+    if len(set(map(os.path.realpath, paths))) != len(paths):
+        raise ValueError(f"{name} must name folders, and each of them once; got {paths!r}")
+    return paths
+
+
+def parse_dtype(value: Any, name: str) -> torch.dtype:
+    """A dtype that can be trained, by its name ("bf16") or itself."""
+    dtype = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else value
+    if dtype not in NAMES:
+        raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16'; got {value!r}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def parse_modules(value: object, name: str) -> tuple[str | type[nn.Module], ...]:
+    """One name or class of modules, or a sequence of them."""
+    entries = (value,) if isinstance(value, (str, type)) else value
+    if not isinstance(entries, Sequence):
+        raise TypeError(f"{name} must be a sequence of module names or classes; got {value!r}")
+    for entry in entries:
+        if not (isinstance(entry, str) or is_module_class(entry)):
+            raise TypeError(f"{name} must hold module names or nn.Module classes; got {entry!r}")
+    return tuple(entries)
