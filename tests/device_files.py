@@ -1,6 +1,7 @@
 """Test files for devices: those that the software GPU's plugin collects, and a run without a GPU leaves out."""
 
 WHOLE = (
+    "next/test_device.py",
     "softgpu/test_softgpu.py",
     "test_gpu.py",
     "test_activations_device.py",

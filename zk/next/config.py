@@ -247,8 +247,3 @@ def pasted(config: ZeroConfig, before: ZeroConfig) -> str:
     items = changes(config, before).items()
     quoted = {name: json.dumps(v) if isinstance(v, str) else repr(v) for name, v in items}
     return ", ".join(f"{name}={value}" for name, value in quoted.items())
-
-
-def folder_of(config: ZeroConfig) -> str:
-    """The folder of the drive tier."""
-    return os.fspath(config.nvme_path[0])  # type: ignore[index]

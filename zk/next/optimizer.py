@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from zk.next import addon
 from zk.next.addon import Seams
 from zk.next.checks import check_arguments, check_params
-from zk.next.config import ZeroConfig, folder_of
+from zk.next.config import ZeroConfig
 from zk.next.offload.drive import Drive
 from zk.next.offload.rules import RULES, Codec, Rule
-from zk.next.offload.tiers import Memory, Tier
+from zk.next.offload.tiers import Host, Memory, Tier
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.runtime import RUNTIMES, Runtime
 from zk.next.precision import (
@@ -67,10 +67,11 @@ class Layout:
         device = torch.device(config.device or next(model.parameters()).device)
         self.tiers: dict[str, Tier] = {
             "device": Memory(device),
-            "host": Memory(torch.device("cpu")),
+            "host": Host(device),
+            "mirrored": Host(device, mirrored=True),
         }
         if "nvme" in (config.param_tier, config.optimizer_tier):
-            self.tiers["nvme"] = Drive(folder_of(config), config.host_budget)
+            self.tiers["nvme"] = Drive(config.nvme_path, config.host_budget, device)
 
     def rule_of(self, unit: Unit) -> Rule | None:
         """The rule that updates a unit; None for a frozen one."""
@@ -88,9 +89,10 @@ class Layout:
         """The tier of a unit's "param" (at rest, or beside the update) or "state"."""
         config = self.config
         name = config.optimizer_tier
-        if what == "param":
-            beside = "device" if config.optimizer_tier == "device" else "host"
-            name = config.param_tier if self.stage == 3 else beside
+        if what == "param" and self.stage == 3 and config.param_tier != "device":
+            name = config.param_tier
+        elif what == "param":  # on the device, and where it is updated
+            name = "device" if config.optimizer_tier == "device" else "mirrored"
         return self.seams.chain("tier", unit, what, self.tiers[name])
 
     def close(self) -> None:

@@ -112,8 +112,10 @@ class UnitStore:
             sizes = [bound.stop - bound.start for bound in self.bounds]
             self.grads = tier.chunks({"grad": torch.float32}, sizes)
             self.states = tier.chunks(self.codec.fields, sizes)
-            for _, bound, fields in self.opened():
-                self.codec.start(fields, values[mine][bound].float())
+            for chunk, bound in zip(self.states, self.bounds, strict=True):
+                param = full[mine][bound].to(chunk.device)
+                self.codec.start(chunk.open() | {"param": param}, values[mine][bound].float())
+                chunk.close(changed=True)
         nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)
         self.released = [nan.expand(shape) for shape in unit.shapes]
         if self.is_partitioned:
@@ -132,17 +134,26 @@ class UnitStore:
         """Start the collective that makes the parameters whole."""
         if self.full is None and self.gathering is None:
             self.publish()
-            self.gathering = self.param.load("param", self.unit.device, self.all_gather)
+            self.gathering = self.gathered()
 
-    def all_gather(self, shard: Tensor) -> tuple[Tensor, Any]:
-        return self.layout.sharers.all_gather(self.unit.name, self.codec.pre_gather(shard))
+    def gathered(self) -> Any:
+        """Start to bring the shard, and then those of all ranks."""
+        unit, sharers, full = self.unit, self.layout.sharers, None
+        if sharers.size > 1:  # made here, as what follows the copy runs beside compute
+            full = empty(unit.numel, unit.dtype, unit.device)
+
+        def all_gather(shard: Tensor) -> tuple[Tensor, Any]:
+            sent = self.codec.pre_gather(shard)
+            return sharers.all_gather(unit.name, sent, full if sent is shard else None)
+
+        return self.param.load("param", unit.device, all_gather)
 
     def gather(self) -> None:
         """Make the parameters whole, and new."""
         self.wait()
         if self.full is None:
             self.begin_gather()
-            full, work = self.gathering
+            full, work = self.gathering.wait()
             work.wait()
             self.gathering = None
             self.show(self.codec.post_gather(full))
@@ -178,7 +189,7 @@ class UnitStore:
             return
         changed = self.changed()
         self.point(self.released)
-        if self.layout.sharers.size > 1:
+        if self.layout.sharers.size > 1 or not self.param.stays:
             self.views_of, self.views = None, []
         self.full = None
         if changed:
@@ -238,9 +249,7 @@ class UnitStore:
         for number, (chunk, bound) in enumerate(zip(self.grads, self.bounds, strict=True)):
             values = shard[bound]
             if grad.is_taken:
-                before = chunk.open()["grad"]
-                values = before.float().add_(values.to(before.device))
-                chunk.close(changed=False)
+                values = chunk.load("grad", values.device, in_fp32).wait().add_(values)
             self.sum_squares(number, values)
             chunk.put("grad", values)
         grad.is_taken = True
@@ -316,13 +325,19 @@ class UnitStore:
         """Make full parameters new from every rank's updated shard; at stage 3 a gather does it."""
         self.wait()
         if self.is_updated and self.full is not None:
-            mine = self.full[self.start : self.start + self.unit.shard_numel]
-            self.param.load("param", self.unit.device, lambda param: copy_unless_same(mine, param))
-            self.layout.sharers.all_gather(self.unit.name, mine, self.full)[1].wait()
+            self.param.load("param", self.unit.device, self.renew).wait().wait()
         if self.is_updated:
             torch.autograd.graph.increment_version(self.unit.params)
             self.note_versions()
         self.is_updated = False
+
+    def renew(self, shard: Tensor) -> Any:
+        """Start to make the full parameters those of all ranks' shards."""
+        assert self.full is not None
+        mine = self.full[self.start : self.start + self.unit.shard_numel]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        return self.layout.sharers.all_gather(self.unit.name, mine, self.full)[1]
 
     def wait(self) -> None:
         """Wait for an update in the background; raises what went wrong in it."""
@@ -333,10 +348,14 @@ class UnitStore:
     @contextlib.contextmanager
     def open(self, number: int, changed: bool = True) -> Iterator[Fields]:
         """The fields of chunk ``number``, parameters among them."""
-        param = self.param.open()["param"][self.bounds[number]]
-        yield self.states[number].open() | {"param": param}
-        self.states[number].close(changed)
-        self.param.close(changed)
+        bound, states = self.bounds[number], self.states[number]
+        param = self.param.open(bound)["param"]
+        near = param.to(states.device)
+        yield states.open() | {"param": near}
+        if changed and near is not param:  # parameters rest elsewhere than they are updated
+            param.copy_(near)
+        states.close(changed)
+        self.param.close(changed, bound)
 
     def opened(self, changed: bool = True) -> Iterator[tuple[int, slice, Fields]]:
         for number, bound in enumerate(self.bounds):
@@ -421,8 +440,8 @@ class UnitStore:
             self.grads[number].close(changed=False)
             return values
         if kind == "param":
-            values = self.param.open()["param"][self.bounds[number]][here].clone()
-            self.param.close(changed=False)
+            values = self.param.open(self.bounds[number])["param"][here].clone()
+            self.param.close(False, self.bounds[number])
             return values
         with self.open(number, changed=False) as fields:
             return self.codec.read(
@@ -440,8 +459,8 @@ class UnitStore:
             if kind == "grad":
                 self.write_grad(number, here, flat[there])
             elif kind == "param":
-                self.param.open()["param"][self.bounds[number]][here] = flat[there]
-                self.param.close(changed=True)
+                self.param.open(self.bounds[number])["param"][here] = flat[there]
+                self.param.close(True, self.bounds[number])
             else:
                 with self.open(number) as fields:
                     part = {name: field[here] for name, field in fields.items()}
@@ -468,6 +487,8 @@ def none_of(dtype: torch.dtype) -> float:
     return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
-def copy_unless_same(target: Tensor, values: Tensor) -> None:
-    if target.data_ptr() != values.data_ptr():
-        target.copy_(values)
+def in_fp32(values: Tensor) -> Tensor:
+    """``values`` (n,) themselves, or in memory that is used again."""
+    if values.dtype == torch.float32:
+        return values
+    return empty(values.numel(), torch.float32, values.device).copy_(values)

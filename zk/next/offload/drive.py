@@ -1,51 +1,63 @@
-"""The drive tier: chunks in a file, with a part of host memory as their cache."""
+"""The drive tier: chunks in a file, with a part of host memory as their cache.
+
+What fits in the budget stays in memory, parameters first, and is never written. The rest passes
+through a few buffers: fetch reads ahead, close writes behind.
+"""
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import tempfile
 import threading
-from collections import OrderedDict
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zk.core.memory import aligned
-from zk.next.offload.tiers import Chunk, Dtypes, Fields, Then
-from zk.offload.nvme import File, Request, round_up
+from zk.next.memory import empty, round_up, trim
+from zk.next.offload.file import File, Request
+from zk.next.offload.link import Arrival, CudaLink, Event, link_to
+from zk.next.offload.tiers import ALL, CPU, Chunk, Dtypes, Fields, Then
+
+SPARE = 4  # buffers of a size: one is in use, two are read ahead, one is written behind
 
 
 class FileChunk(Chunk):
     """Fields that rest in a file, one after the other, each on a page of its own."""
 
+    stays = False
+
     def __init__(self, tier: Drive, file: File, offset: int, dtypes: Dtypes, numel: int) -> None:
         self.tier, self.file, self.offset, self.numel = tier, file, offset, numel
-        self.dtypes, self.device = dict(dtypes), torch.device("cpu")
-        self.nbytes = nbytes_of(dtypes, numel)
-        self.buffer: Tensor | None = None  # (nbytes,) uint8
-        self.request: Request | None = None  # a read or a write of the buffer, in flight
-        self.opened, self.is_dirty = 0, False
+        self.dtypes, self.device, self.link = dict(dtypes), CPU, tier.link
+        self.buffer: Tensor | None = None  # (capacity,) uint8
+        self.request: Request | None = None  # the last read or write of the buffer
+        self.arriving: Event | None = None  # the last copies between the buffer and the device
+        self.leaving: Event | None = None
+        self.opened, self.is_dirty, self.is_kept = 0, False, False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the fields, as they are now."""
+        return nbytes_of(self.dtypes, self.numel)
 
     def fetch(self) -> None:
         with self.tier.lock:
             if self.buffer is None:
-                self.buffer = self.tier.acquire(self.nbytes)
-                self.request = self.file.read_async(self.buffer, self.offset)
-            self.tier.cached[self] = None
-            self.tier.cached.move_to_end(self)
+                self.buffer = self.tier.acquire(self)
+                self.request = self.file.read_async(self.buffer[: self.nbytes], self.offset)
+            self.tier.touch(self)
 
-    def open(self) -> Fields:
+    def open(self, part: slice = ALL) -> Fields:
         with self.tier.lock:
             self.fetch()
             self.opened += 1
         self.wait()
-        return self.views()
+        return {name: field[part] for name, field in self.views().items()}
 
     def views(self) -> Fields:
         """The fields as slices of the buffer."""
+        assert self.buffer is not None
         views, start = {}, 0
         for name, dtype in self.dtypes.items():
             nbytes = self.numel * dtype.itemsize
@@ -54,107 +66,191 @@ class FileChunk(Chunk):
         return views
 
     def wait(self) -> None:
-        request = self.request
-        if request is not None:
-            request.wait()
-            self.request = None
+        """Wait until nothing is in flight from or to the buffer."""
+        if self.request is not None:
+            self.request.wait()
+        self.wait_for_copies()
 
-    def close(self, changed: bool) -> None:
+    def wait_for_copies(self) -> None:
+        for event in (self.arriving, self.leaving):
+            if event is not None:
+                event.wait()
+
+    def close(self, changed: bool, part: slice = ALL) -> None:
         with self.tier.lock:
             self.opened -= 1
             self.is_dirty |= changed
-            if self.is_dirty and not self.opened and not self.tier.holds_all:
+            if not self.opened and not self.is_kept:
                 self.evict()
 
     def evict(self) -> None:
         """Start to write what has changed."""
         if self.is_dirty:
-            self.request = self.file.write_async(self.buffer, self.offset)
+            assert self.buffer is not None
+            used = self.buffer[: self.nbytes]
+            self.request = self.file.write_async(used, self.offset, self.arriving)
             self.is_dirty = False
 
     def put(self, name: str, values: Tensor) -> None:
         """Copy ``values`` (numel,) to the field, which takes their dtype (at most the one it had)."""
         with self.tier.lock:
+            if self.buffer is not None:
+                self.wait()
+            self.dtypes[name] = values.dtype
+            if self.buffer is not None and self.buffer.numel() < self.nbytes:
+                self.tier.release(self)
             if self.buffer is None:
-                self.buffer = self.tier.acquire(self.nbytes)
+                self.buffer, self.request = self.tier.acquire(self), None
+            self.tier.touch(self)
             self.opened += 1
-        self.wait()
-        self.dtypes[name] = values.dtype
-        self.views()[name].copy_(values)
-        self.fetch()  # in the cache it is the newest one now
+        field = self.views()[name]
+        if values.device != CPU:
+            assert self.link is not None
+            self.arriving = self.link.offload(field, values)
+        elif field.data_ptr() != values.data_ptr():
+            field.copy_(values)
         self.close(changed=True)
 
-    def load(self, name: str, device: torch.device, then: Then) -> Any:
-        values = self.open()[name].to(device, copy=True)  # the buffer will be another chunk's
+    def load(self, name: str, device: torch.device, then: Then) -> Arrival:
+        values = self.open()[name]
+        if device == CPU or self.link is None:
+            arrival = Arrival(then(empty(self.numel, values.dtype, CPU).copy_(values)))
+        else:
+            target = torch.empty(self.numel, dtype=values.dtype, device=device)
+            self.leaving = self.link.upload(target, values)
+            arrival = self.link.beside(target, then)
         self.close(changed=False)
-        return then(values)
+        return arrival
 
     def drop(self) -> None:
-        self.is_dirty = False  # the next put writes all of it
+        with self.tier.lock:
+            self.is_dirty = False  # the next put writes all of it
+            if self.buffer is not None and not self.opened:
+                self.wait()
+                self.tier.release(self)
 
 
 class Drive:
-    """The tier of a folder, private to this process, with ``budget`` bytes of host memory as cache."""
+    """The tier of folders, striped over them, with ``budget`` bytes of host memory as cache.
 
-    def __init__(self, path: str, budget: int | None) -> None:
-        os.makedirs(path, exist_ok=True)
-        self.folder, self.budget = tempfile.mkdtemp(prefix="zk-", dir=path), budget or 0
+    Without a budget, everything is written and read once in each use. What the drive refuses raises
+    in ``open``, ``put`` and ``load``, again and again: the run has lost what it could not write.
+    """
+
+    def __init__(self, folders: Sequence[str], budget: int | None, near: torch.device) -> None:
+        self.folders, self.budget, self.near = list(folders), budget or 0, near
+        self.link: CudaLink | None = None
         self.files: list[File] = []
-        self.numbers = itertools.count()
+        self.all: list[FileChunk] = []
         # chunks with a buffer; the one used longest ago is first
         self.cached: OrderedDict[FileChunk, None] = OrderedDict()
-        self.free: dict[int, list[Tensor]] = {}
-        self.total_nbytes = self.used_nbytes = self.largest_nbytes = 0
+        self.free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by their size
+        self.made: Counter[int] = Counter()  # buffers of each size
+        self.used_nbytes = 0
+        self.largest: dict[tuple[str, ...], int] = {}  # chunk of each kind
         self.lock = threading.RLock()
-
-    @property
-    def holds_all(self) -> bool:
-        """Nothing needs to be written, as all of it fits in the budget."""
-        return self.total_nbytes <= self.budget
 
     def chunks(self, dtypes: Dtypes, sizes: list[int]) -> list[Chunk]:
         """Chunks of a new file, filled with zeros."""
+        self.link = link_to(self.near)
         nbytes = [nbytes_of(dtypes, size) for size in sizes]
-        file = File(os.path.join(self.folder, f"{next(self.numbers)}.bin"), sum(nbytes))
-        self.files.append(file)
-        self.total_nbytes += sum(nbytes)
-        self.largest_nbytes = max(self.largest_nbytes, *nbytes)
-        starts = itertools.accumulate(nbytes, initial=0)
-        places = zip(starts, sizes, strict=False)
-        return [FileChunk(self, file, start, dtypes, size) for start, size in places]
+        file = File(self.folders, sum(nbytes))
+        places = zip(itertools.accumulate(nbytes, initial=0), sizes, strict=False)
+        made = [FileChunk(self, file, start, dtypes, size) for start, size in places]
+        kind = tuple(dtypes)
+        with self.lock:
+            self.files.append(file)
+            self.all += made
+            self.largest[kind] = max(self.largest.get(kind, 0), *map(capacity_of, nbytes))
+            if self.budget:
+                self.plan()
+        return list(made)
 
-    def acquire(self, nbytes: int) -> Tensor:
-        """A buffer (nbytes,) uint8.
+    @property
+    def read_nbytes(self) -> int:
+        return sum(file.read_nbytes for file in self.files)
 
-        Chunks used longest ago give theirs up once the budget, at least of a few chunks, is used.
-        """
-        room = max(self.budget, 8 * self.largest_nbytes)
-        for chunk in list(self.cached):
-            if self.used_nbytes + nbytes <= room or self.free.get(nbytes):
-                break
-            if not chunk.opened:
-                self.reclaim(chunk)
-        if self.free.get(nbytes):
-            return self.free[nbytes].pop()
-        while self.free and self.used_nbytes + nbytes > room:  # of other sizes
-            size, buffers = self.free.popitem()
-            self.used_nbytes -= size * len(buffers)
-        self.used_nbytes += nbytes
-        return aligned(nbytes)
+    @property
+    def written_nbytes(self) -> int:
+        return sum(file.written_nbytes for file in self.files)
+
+    # ---- buffers (with the lock held) ----------------------------------------------------------------
+
+    @property
+    def passing_nbytes(self) -> int:
+        """Of the buffers that chunks pass through which do not stay."""
+        return SPARE * sum(self.largest.values())
+
+    def plan(self) -> None:
+        """Decide what stays: all, or parameters first, which are used most often."""
+        room = self.budget
+        if sum(chunk.nbytes for chunk in self.all) > room:
+            room -= self.passing_nbytes
+        for chunk in sorted(self.all, key=lambda chunk: "param" not in chunk.dtypes):
+            chunk.is_kept = chunk.nbytes <= room
+            room -= chunk.nbytes if chunk.is_kept else 0
+
+    def touch(self, chunk: FileChunk) -> None:
+        self.cached[chunk] = None
+        self.cached.move_to_end(chunk)
+
+    def acquire(self, chunk: FileChunk) -> Tensor:
+        """A buffer for ``chunk``; others that do not stay give theirs up for it."""
+        size = round_up(chunk.nbytes) if chunk.is_kept else capacity_of(chunk.nbytes)
+        room = max(self.budget, self.passing_nbytes)
+        while not self.free[size] and self.used_nbytes + size > room:
+            idle = [other for other in self.cached if not other.opened and not other.is_kept]
+            alike = [other for other in idle if other.buffer.numel() == size]
+            if alike and self.made[size] >= SPARE:
+                self.reclaim(alike[0])
+            elif not self.discard(size):
+                if not idle:
+                    break  # all are in use
+                self.reclaim(idle[0])
+        if self.free[size]:
+            return self.free[size].pop()
+        self.used_nbytes += size
+        self.made[size] += 1
+        return empty(size, torch.uint8, CPU, self.link)
 
     def reclaim(self, chunk: FileChunk) -> None:
         """Take a chunk's buffer, once the drive has what is in it."""
         chunk.evict()
         chunk.wait()
-        self.free.setdefault(chunk.nbytes, []).append(chunk.buffer)
+        self.release(chunk)
+
+    def discard(self, size: int) -> bool:
+        """Give back a buffer of another size that is free."""
+        for other, buffers in self.free.items():
+            if buffers and other != size:
+                buffers.pop()
+                self.used_nbytes -= other
+                self.made[other] -= 1
+                return True
+        return False
+
+    def release(self, chunk: FileChunk) -> None:
+        """Take a chunk's buffer, with which nothing is in flight."""
+        assert chunk.buffer is not None
+        self.free[chunk.buffer.numel()].append(chunk.buffer)
         chunk.buffer = None
         del self.cached[chunk]
 
     def close(self) -> None:
         for file in self.files:
             file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for chunk in self.all:
+            chunk.wait_for_copies()
+            chunk.buffer = None
+        self.cached.clear()
+        self.free.clear()
+        trim()
 
 
 def nbytes_of(dtypes: Dtypes, numel: int) -> int:
     return sum(round_up(numel * dtype.itemsize) for dtype in dtypes.values())
+
+
+def capacity_of(nbytes: int) -> int:
+    """The size of a buffer for ``nbytes``: four to each power of two, so that chunks share them."""
+    return round_up(nbytes, max(1 << max(nbytes.bit_length() - 3, 0), 4096))
