@@ -136,7 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_scaled, self._torn = False, ""  # why states are not of one step
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
         self._runtime = Runtime(model, self._layout.comm, config.prefetch, self._seams)
-        self._runtime.syncs = self._reduces_in_backward = config.stage != 1
+        self._runtime.reducer.syncs = self._reduces_in_backward = config.stage != 1
         units = self._find_units()
         trained = {unit.dtype for unit in units if unit.is_trained}
         self._scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
@@ -229,7 +229,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             store.drop_removed()
             store.absorb()
             store.publish()
-        self._runtime.flush()
+        self._runtime.reducer.settle()
         if not any(store.grad.is_taken for store in self._trained):
             raise RuntimeError(
                 "step() without a gradient: call backward() before it, and zero_grad() after it"
@@ -315,11 +315,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add gradients up on this rank, until one outside reduces them."""
-        self._runtime.syncs = False
+        self._runtime.reducer.syncs = False
         try:
             yield
         finally:
-            self._runtime.syncs = self._reduces_in_backward
+            self._runtime.reducer.syncs = self._reduces_in_backward
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients that have left to ``max_norm``; returns their norm, as torch does."""

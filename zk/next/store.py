@@ -230,14 +230,16 @@ class UnitStore:
         grad.present = [old or new is not None for old, new in zip(grad.present, here, strict=True)]
         self.num_grads += 1
 
-    def reduce(self, wide: bool = False) -> None:
-        """Reduce what is collected over ranks, and take this rank's shard. ``wide``: in fp32."""
+    def reduce(self, dtype: torch.dtype | None = None) -> None:
+        """Reduce what is collected over ranks, in ``dtype`` or its own; take this rank's shard."""
         unit, layout = self.unit, self.layout
         self.wait()
         bucket, self.grad.local = self.grad.local, None
         if bucket is None:  # other ranks have some
             bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
-        shard = layout.comm.reduce_scatter(unit.name, bucket.float() if wide else bucket)
+        if layout.comm.size > 1:
+            bucket = bucket.to(dtype or unit.dtype)
+        shard = layout.comm.reduce_scatter(unit.name, bucket)
         if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
             shard, work = layout.comm.all_gather(unit.name, shard)
             work.wait()

@@ -2,8 +2,8 @@
 
 forward     a block is called, or one of its parameters is asked for: gather; it returns: release
 backward    autograd unpacks a saved parameter, or a checkpoint calls a block again: gather
-            a unit's last gradient is there: release, collect, reduce
-            it ends: reduce what is left, release all
+            a unit's last gradient is there: release, and the Reducer collects and reduces it
+            it ends: release all, and reduce what is left
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from zk.next.addon import Seams
 from zk.next.checks import check_unmoved
 from zk.next.parallel.comm import Comm
-from zk.next.parallel.gradient import Left, in_backward, is_here
+from zk.next.parallel.gradient import Left, in_backward
+from zk.next.parallel.reducer import Reducer
 from zk.next.precision import CastInputs
 from zk.next.store import UnitStore
 
@@ -38,11 +39,8 @@ class Runtime:
         # traced: (unit, in backward) -> the unit used after it
         self.following: dict[tuple[UnitStore, bool], UnitStore] = {}
         self.last: tuple[UnitStore, bool] | None = None
-        self.order: list[UnitStore] = []  # in which all ranks reduce
-        self.reduced = 0  # of ``order``, in this backward
-        self.waiting: dict[UnitStore, int] = {}  # gradients that are missing
+        self.reducer = Reducer(comm, seams.reduced)
         self.depth = 0  # of calls of the model
-        self.syncs, self.num_local = True, 0  # backward passes since the last one that reduced
         self.ending = -1  # the backward whose end is awaited
         self.partitions = False  # some parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
@@ -65,7 +63,7 @@ class Runtime:
             )
         if unit.is_trained:
             store.left = [Left(store, index) for index in range(len(unit.params))]
-            self.waiting[store] = len(unit.params)
+            self.reducer.waiting[store] = len(unit.params)
             on_grad = torch._dynamo.disable(lambda _: self.on_grad(store))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
@@ -93,9 +91,8 @@ class Runtime:
             for module in self.model.modules():
                 module._parameters = dict(module._parameters)
             return
-        self.waiting.pop(store, None)
+        self.reducer.forget(store)
         self.stores.remove(store)
-        self.order = [other for other in self.order if other is not store]
         for param in store.unit.params:
             del self.store_of[param]
 
@@ -116,8 +113,7 @@ class Runtime:
             raise RuntimeError(self.broken)
         if not self.depth and not in_backward():
             check_unmoved(store.unit for store in self.stores)
-            self.waiting = {store: len(store.unit.params) for store in self.waiting}
-            self.reduced = 0
+            self.reducer.begin()
             if self.partitions:
                 self.saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
                 self.saving.__enter__()
@@ -143,6 +139,8 @@ class Runtime:
     def use(self, store: UnitStore) -> None:
         """Gather a unit, and start to bring those that followed it last time."""
         backward = in_backward()
+        if backward and store.is_partitioned:
+            self.reducer.before_use(store)
         self.gather(store, backward)
         if store.is_partitioned and self.last != (store, backward):
             if self.last is not None:
@@ -150,7 +148,13 @@ class Runtime:
             self.last = store, backward
             self.look_ahead(store, backward)
 
+    def begin_gather(self, store: UnitStore, backward: bool) -> None:
+        if backward and store.full is None and store.gathering is None:
+            self.reducer.before_gather(store)
+        store.begin_gather()
+
     def gather(self, store: UnitStore, backward: bool = False) -> None:
+        self.begin_gather(store, backward)
         store.gather()
         if store.is_partitioned:
             self.gathered.pop(store, None)
@@ -170,7 +174,7 @@ class Runtime:
                 return
             store.prefetch()
             if ahead == 0:
-                store.begin_gather()
+                self.begin_gather(store, backward)
 
     def release(self, store: UnitStore) -> None:
         if store in self.held or store not in self.gathered:
@@ -216,78 +220,15 @@ class Runtime:
     def on_grad(self, store: UnitStore) -> None:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
         self.queue_end()
-        self.waiting[store] -= 1
-        if self.waiting[store] == 0:
+        if self.reducer.on_grad(store):
             self.release(store)
-            self.collect(store)
-            if self.syncs:
-                self.reduce_in_order(store)
-
-    @torch.no_grad()
-    def collect(self, store: UnitStore) -> None:
-        store.drop_removed()
-        store.collect()
-        store.leave()
-
-    def reduce_in_order(self, store: UnitStore) -> None:
-        """Reduce a unit that is whole; several ranks all follow one order."""
-        if self.comm.size == 1:
-            self.reduce(store)
-            return
-        while self.reduced < len(self.order) and self.waiting[self.order[self.reduced]] <= 0:
-            self.reduced += 1
-            self.reduce(self.order[self.reduced - 1])
-
-    @torch.no_grad()
-    def reduce(self, store: UnitStore) -> None:
-        """Reduce what a unit has collected: in fp32 where it is a sum of several backward passes."""
-        store.reduce(wide=self.num_local > 0 and self.comm.size > 1)
-        for reduced in self.seams.reduced:
-            reduced(store)
+            self.reducer.on_whole(store)
 
     def end_of_backward(self) -> None:
-        """Collect and reduce what is left, as all ranks agree; release all units."""
+        """Reduce what is left, as all ranks agree; release all units."""
         self.ending, self.last = -1, None
         self.release_all()
-        if self.syncs:
-            self.flush()
-        else:
-            self.collect_rest()
-            self.num_local += 1
-        self.waiting = {store: len(store.unit.params) for store in self.waiting}
-
-    def collect_rest(self) -> None:
-        """Collect the units of which some parameters had no gradient."""
-        for store in self.waiting:
-            if any(is_here(param.grad) for param in store.unit.params):
-                self.collect(store)
-
-    def flush(self) -> None:
-        """Reduce what any rank has collected; all ranks learn what has a gradient."""
-        for store in self.order[self.reduced :] if self.comm.size > 1 else ():
-            if any(is_here(param.grad) for param in store.unit.params):
-                self.collect(store)
-            self.reduce(store)
-        self.collect_rest()
-        trained = list(self.waiting)
-        local = [float(store.grad.local is not None) for store in trained]
-        known = [float(flag) for store in trained for flag in store.grad.present]
-        counts = self.comm.total("gradients", local + known)
-        late, start = [], len(local)
-        for store, ranks_with_some in zip(trained, counts, strict=False):
-            stop = start + len(store.unit.params)
-            if ranks_with_some:
-                late.append(store)
-                self.reduce(store)
-            store.agree([bool(count) for count in counts[start:stop]])
-            start = stop
-        self.order = self.next_order(late)
-        self.reduced, self.num_local = len(self.order), 0
-
-    def next_order(self, late: list[UnitStore]) -> list[UnitStore]:
-        """The order of the next backward: what had a gradient now, and then what came late."""
-        used = [store for store in self.order if any(store.grad.present)]
-        return used + [store for store in reversed(late) if store not in used]
+        self.reducer.end()
 
     # ---- what users may ask for ------------------------------------------------------------------
 

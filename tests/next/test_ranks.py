@@ -1,0 +1,184 @@
+"""Ranks that do not do the same train what plain torch trains on the batches of all; or say so, on all."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zk.next
+from tests.plain import mean_of_ranks
+from tests.world import call, run_world
+from zk.next import ZeroOptimizer
+
+WIDTH, VOCAB = 12, 19
+BF16, FP32 = torch.bfloat16, torch.float32
+Pass = tuple[str, frozenset[str]]  # "sync", "local" or "forward only"; branches that are not used
+
+
+class Block(nn.Module):
+    """Two branches, of which a rank may use one: all of the block is gathered for either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skipped: str) -> Tensor:
+        x = x if "a" in skipped else x + self.a(x).tanh()
+        return x if "b" in skipped else x + self.b(x).tanh()
+
+
+class Branches(nn.Module):
+    """Blocks of which some, or parts, are left out; a block that all leave out is not called below stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, ids: Tensor, skipped: frozenset[str]) -> Tensor:
+        x = self.embed(ids[:, :-1])
+        for number, block in enumerate(self.blocks):
+            left_out = "".join(branch for branch in "ab" if f"{number}{branch}" in skipped)
+            x = x if left_out == "ab" and "calls all" not in skipped else block(x, left_out)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(VOCAB, (3, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def sync(*skipped: str) -> Pass:
+    return "sync", frozenset(skipped)
+
+
+def local(*skipped: str) -> Pass:
+    return "local", frozenset(skipped)
+
+
+# what each rank does in a step; the last one that is given is that of all further ranks too
+STEPS: dict[str, Sequence[Sequence[Pass]]] = {
+    "alike": ([sync()],),
+    "other blocks": ([sync("0a", "0b", "2a")], [sync("1a", "1b", "3a", "3b")]),
+    "no block": ([sync(*(f"{n}{b}" for n in range(4) for b in "ab"))], [sync()]),
+    "more micro-batches": ([sync(), sync("1a", "1b")], [sync("2a", "2b")]),
+    "alike again": ([sync("3a")],),
+    "no backward": ([sync()], [("forward only", frozenset())]),
+    "nothing at all": ([sync("0a")], []),
+    "nothing on the first": ([], [sync(), sync()]),
+    "all are whole": ([sync()],),
+    "local passes on one": ([local(), sync("1b")], [sync()]),
+    "local passes on all": ([local(), local("0a", "0b")], [local("1a"), local()]),
+    "local passes that no other has": ([local(), local()], [sync("2a", "2b")]),
+    "one local pass each": ([local("1a", "1b")], [local()]),
+    "alike in the end": ([sync()],),
+}
+# at stage 3 all call all blocks, as often, and backward reads all
+WHOLE = {"calls all"}
+AT_STAGE_3: dict[str, Sequence[Sequence[Pass]]] = {
+    "alike": ([sync(*WHOLE)],),
+    "alike, in order": ([sync(*WHOLE)],),
+    "parts": ([sync("0a", "2b", *WHOLE)], [sync("1b", "2a", *WHOLE)]),
+    "parts, again": ([sync("0a", *WHOLE)], [sync("1b", *WHOLE)]),
+    "all": ([sync(*WHOLE)],),
+    "other parts": ([sync("1a", *WHOLE)], [sync("3a", "0b", *WHOLE)]),
+    "some of a sum": ([local("0a", *WHOLE), sync(*WHOLE)], [local(*WHOLE), sync("0a", "1b", *WHOLE)]),
+    "all again": ([sync(*WHOLE)],),
+}
+
+
+def of_rank(step: Sequence[Sequence[Pass]], rank: int) -> Sequence[Pass]:
+    return step[min(rank, len(step) - 1)]
+
+
+def reductions(step: Sequence[Sequence[Pass]], world: int, at_step: bool) -> Iterator[list[list[int]]]:
+    """The passes of each rank that are reduced together, by number: up to its next "sync", or what is left."""
+    left = [[number for number, (kind, _) in enumerate(of_rank(step, rank)) if kind != "forward only"] for rank in range(world)]
+    while any(left):
+        taken: list[list[int]] = [[] for _ in left]
+        for rank, numbers in enumerate(left):
+            while numbers:
+                taken[rank].append(numbers.pop(0))
+                if not at_step and of_rank(step, rank)[taken[rank][-1]][0] == "sync":
+                    break
+        yield taken
+
+
+def totals(grads: dict[tuple[int, int], list[Tensor | None]], step: Any, world: int, at_step: bool, dtype: torch.dtype) -> list[Tensor | None]:
+    """Each parameter's gradient: sums of passes in fp32 on each rank, their mean over ranks, and the sum of these means."""
+    found: list[Tensor | None] = []
+    for index in range(len(next(iter(grads.values())))):
+        total: Tensor | None = None
+        for together in reductions(step, world, at_step):
+            rows = [[grads[rank, number][index] for number in numbers] for rank, numbers in enumerate(together)]
+            if all(grad is None for row in rows for grad in row):
+                continue
+            shape = next(grad.shape for row in rows for grad in row if grad is not None)
+            wide = max(map(len, rows)) > 1
+            sums = [torch.zeros(shape) for _ in rows]
+            for rank, row in enumerate(rows):
+                for grad in row:
+                    sums[rank] = sums[rank] + (0 if grad is None else grad.float())
+            mean = mean_of_ranks(sums, FP32 if wide else dtype).float()
+            total = mean if total is None else total + mean
+        found.append(total)
+    return found
+
+
+def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
+    """Train on every rank by the plan of the stage; return what is not as in plain torch."""
+    stage, dtype, options = case
+    os.environ["ZK_CPU_ADAM"] = "torch"
+    zk.offload.cpu_adam.default_engine.cache_clear()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Branches()
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    plain, inner = copy.deepcopy(model).to(dtype), torch.optim.AdamW(masters, lr=1e-2)
+    own = list(plain.parameters())
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=stage, dtype=dtype, **options)
+    wrong = []
+    for number, (name, step) in enumerate((STEPS if stage < 3 else AT_STAGE_3).items()):
+        grads: dict[tuple[int, int], list[Tensor | None]] = {}
+        for peer in range(world):
+            for at, (kind, skipped) in enumerate(of_rank(step, peer)):
+                if kind != "forward only":
+                    plain(batch(100 * number + 10 * at + peer), skipped).backward()
+                    grads[peer, at] = [param.grad for param in own]
+                    plain.zero_grad()
+        for master, total in zip(masters, totals(grads, step, world, stage == 1, dtype), strict=True):
+            master.grad = total
+        inner.step()
+        with torch.no_grad():
+            for param, master in zip(own, masters, strict=True):
+                param.copy_(master)
+        for at, (kind, skipped) in enumerate(of_rank(step, rank)):
+            loss = model(batch(100 * number + 10 * at + rank), skipped)
+            if kind == "local":
+                with optimizer.no_sync():
+                    loss.backward()
+            elif kind == "sync":
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with zk.next.gather(model.parameters(), kind="master") as got:
+            keys = [key for key, _ in model.named_parameters()]
+            wrong += [f"{name}: {key}" for key, one, other in zip(keys, got, masters, strict=True) if not torch.equal(one, other)]
+        if wrong:
+            break
+    optimizer.close()
+    return ", ".join(wrong)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_differ_train_as_plain_torch(world: int) -> None:
+    cases = [(stage, dtype, {}) for stage in range(4) for dtype in (FP32, BF16)]
+    cases += [(3, BF16, {"prefetch": 0}), (2, BF16, {"announce": True}), (3, FP32, {"announce": True})]
+    found = dict(zip(map(str, cases), run_world(world, call, [(train, case) for case in cases], timeout=40), strict=True))
+    assert {case: said for case, said in found.items() if any(said)} == {}
