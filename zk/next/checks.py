@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zk.next.config import ZeroConfig
 from zk.next.options import NAMES
+from zk.next.promised import check_promised, device_of
 from zk.next.unit import Unit
 
 Optimizers = list[torch.optim.Optimizer]
@@ -103,15 +104,11 @@ def check_params(
     for param, name in names.items():
         check_param(name, param, held)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and nothing says what its values are; build the "
-                "model within zk.deferred_init(), or call zk.load_pretrained(model, path) first"
-            )
+        check_promised(name, tensor)
     check_memory_is_own(names)
     places: dict[torch.device, str] = {}
     for param, name in names.items():
-        places.setdefault(param.device, name)
+        places.setdefault(device_of(param), name)
     if device is None and len(places) > 1:
         (first, name), (second, other) = itertools.islice(places.items(), 2)
         raise ValueError(
@@ -182,9 +179,9 @@ def check_trained(
 def check_memory_is_own(names: dict[nn.Parameter, str]) -> None:
     """No two Parameters share memory: each would get its own, and drift apart."""
     spans = sorted(
-        (str(param.device), param.data_ptr(), extent(param), name)
+        (*place_of(param), extent(param), name)
         for param, name in names.items()
-        if param.numel() and not param.is_meta
+        if param.numel()
     )
     for (device, start, nbytes, name), (other, after, _, second) in itertools.pairwise(spans):
         if device == other and after < start + nbytes:
@@ -192,6 +189,14 @@ def check_memory_is_own(names: dict[nn.Parameter, str]) -> None:
                 f"parameters {name!r} and {second!r} share memory but are two Parameter objects, so "
                 "they would drift apart; tie them by assigning one object to both modules"
             )
+
+
+def place_of(tensor: Tensor) -> tuple[str, int]:
+    """A memory, and the byte in it where a tensor starts."""
+    if tensor.is_meta:
+        storage = tensor.untyped_storage()._cdata
+        return f"meta {storage}", tensor.storage_offset() * tensor.element_size()
+    return str(tensor.device), tensor.data_ptr()
 
 
 def extent(tensor: Tensor) -> int:

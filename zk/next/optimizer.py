@@ -33,6 +33,7 @@ from zk.next.precision import (
     refuse_grad_scaler,
     warn_of_slow_products,
 )
+from zk.next.promised import device_of, fill_buffers
 from zk.next.states import load_states, states_of
 from zk.next.store import Step, UnitStore
 from zk.next.unit import Unit, blocks_of, find_units
@@ -64,7 +65,7 @@ class Layout:
         }
         self.rules = seams.chain("rules", RULES)
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
-        device = torch.device(config.device or next(model.parameters()).device)
+        device = torch.device(config.device or device_of(next(model.parameters())))
         self.tiers: dict[str, Tier] = {
             "device": Memory(device),
             "host": Host(device),
@@ -144,6 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for dtype in on_cpu if self._layout.comm.rank == 0 else ():
             warn_of_slow_products(dtype)
         self._adopt(units)
+        fill_buffers(model)
         for inner in inners:
             if inner.state:
                 self.load_state_dict(inner.state_dict())
@@ -163,7 +165,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         units = find_units(self.model, blocks, kind_of, self._runtime.store_of)
         for unit in units:
-            unit.dtype, unit.device = dtype_of(unit.params[0]), config.device or unit.device
+            unit.dtype = dtype_of(unit.params[0])
+            unit.device = config.device or device_of(unit.params[0])
             unit.is_trained = unit.is_trained and unit.params[0] in layout.groups
         return units
 

@@ -21,6 +21,7 @@ from zk.next.memory import empty
 from zk.next.offload.tiers import Fields
 from zk.next.parallel.gradient import Left, is_here
 from zk.next.precision import CASTABLE
+from zk.next.promised import fill
 from zk.next.unit import Unit
 from zk.offload.cpu_adam import sum_of_squares
 
@@ -100,8 +101,7 @@ class UnitStore:
         """Move the parameters to their tier, and make room for gradients and states."""
         unit, layout, numel = self.unit, self.layout, self.unit.shard_numel
         values = torch.zeros(unit.numel, dtype=unit.params[0].dtype, device=unit.device)
-        for view, param in zip(unit.views(values), unit.params, strict=True):
-            view.copy_(param.detach())
+        fill(unit, values, layout.comm.rank == 0)
         is_cast = values.dtype in CASTABLE  # no backend sends the others
         layout.comm.broadcast(unit.name, values if is_cast else values.view(torch.uint8))
         full, mine = values.to(unit.dtype), slice(self.start, self.start + numel)

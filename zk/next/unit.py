@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zk.next.promised import device_of
+
 ALIGN = 16  # elements: every parameter starts on a cache line
 
 
@@ -93,17 +95,19 @@ def find_units(
 ) -> list[Unit]:
     """A unit for each block's parameters of one kind.
 
-    Parameters of no block, and those that several blocks share, are the model's own.
+    So is each module with a true ``travels_alone``, wherever it is. Parameters of no block, and those that several blocks share, are the model's own.
     """
     homes: dict[nn.Parameter, str] = {}
+    alone = {name: m for name, m in model.named_modules() if getattr(m, "travels_alone", False)}
+    blocks = blocks | alone
     for name, block in blocks.items():  # an inner block comes later, and takes its own
         for param in block.parameters():
-            is_inner = param not in homes or name.startswith(f"{homes[param]}.")
+            is_inner = param not in homes or name in alone or name.startswith(f"{homes[param]}.")
             homes[param] = name if is_inner else ""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         if param not in taken:
-            own = param.dtype, param.device, param.requires_grad, kind_of(name, param)
+            own = param.dtype, device_of(param), param.requires_grad, kind_of(name, param)
             kinds.setdefault((homes.get(param, ""), own), []).append((name, param))
     return [
         Unit(home or "model", blocks.get(home, model), *map(list, zip(*found, strict=True)))
