@@ -1,6 +1,6 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: the core on five seams."""
 
-from zk.next.addon import Addon, register
+from zk.next.addon import Addon, register, register_methods
 from zk.next.config import ZeroConfig
 from zk.next.optimizer import ZeroOptimizer
 from zk.next.parallel.gather import gather
@@ -11,4 +11,12 @@ register(overlap_step="zk.next.addons.overlap:Overlap")
 register(state_dtype="zk.next.addons.state_dtype:StateDtype")
 register(announce="zk.next.addons.announced:Announced")
 
-__all__ = ["Addon", "DynamicLossScale", "ZeroConfig", "ZeroOptimizer", "gather", "register"]
+__all__ = [
+    "Addon",
+    "DynamicLossScale",
+    "ZeroConfig",
+    "ZeroOptimizer",
+    "gather",
+    "register",
+    "register_methods",
+]

@@ -15,6 +15,7 @@ and knows no add-on by name.
 from __future__ import annotations
 
 import importlib
+import types
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +87,20 @@ class Addon:
         """Return what runs updates instead of step() itself; only one add-on may."""
         return None
 
+    def changing(self, store: UnitStore, number: int) -> None:
+        """Chunk ``number`` of a unit's states is about to be changed, perhaps by another thread."""
+
     def updated(self, store: UnitStore) -> None:
         """A unit has been updated, perhaps by another thread; full parameters are still old."""
 
+    def synchronized(self) -> None:
+        """The user waits for all that is in flight: return when nothing of this add-on is."""
 
-EVENTS = "used", "reduced", "before_step", "totals", "around_update", "updater", "updated"
+
+EVENTS = (
+    *("used", "reduced", "before_step", "totals", "around_update", "updater"),
+    *("changing", "updated", "synchronized"),
+)
 BEFORE = "comm", "blocks", "kind", "rules", "codec", "tier", "attach"
 
 
@@ -101,7 +111,12 @@ class Seams:
     """
 
     def __init__(self, addons: list[Addon]) -> None:
-        self.addons = addons
+        self.addons: list[Addon] = []
+        self.add(*addons)
+
+    def add(self, *addons: Addon) -> None:
+        """Hear of more add-ons from now on."""
+        self.addons += addons
         for name in (*BEFORE, *EVENTS):
             setattr(self, name, self.those_that_override(name))
 
@@ -135,11 +150,29 @@ class Seams:
 
 
 OPTIONS: dict[str, str] = {}  # option -> "module:class"
+METHODS: dict[str, str] = {}  # name of a method of ZeroOptimizer -> "module:function"
 
 
 def register(**options: str) -> None:
     """Make ``ZeroOptimizer(..., option=value)`` add ``Class(value)`` of "module:Class"."""
     OPTIONS.update(options)
+
+
+def register_methods(**methods: str) -> None:
+    """Make ``optimizer.method(...)`` call ``function(optimizer, ...)`` of "module:function"."""
+    METHODS.update(methods)
+
+
+def method_of(optimizer: ZeroOptimizer, name: str) -> Callable[..., Any]:
+    """A registered method; AttributeError for others, and where its module is not there."""
+    if name not in METHODS:
+        raise AttributeError(f"a ZeroOptimizer has no attribute {name!r}")
+    module, function = METHODS[name].split(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"ZeroOptimizer.{name} is in {module}, which is not there") from error
+    return types.MethodType(found, optimizer)
 
 
 def make(options: dict[str, Any]) -> list[Addon]:

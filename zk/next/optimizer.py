@@ -199,7 +199,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ZeRO, arXiv 1910.02054, section 5; ZeRO-Offload, arXiv 2101.06840, section 4.
         """
         loss = self._evaluate(closure)
-        self.synchronize()
+        self._settle()
         self._reduce_rest()
         self.norm = self._norm_of_gradients()
         overflow = not math.isfinite(self.norm)
@@ -219,6 +219,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Wait for all that is in flight; RuntimeError if states are not of one step."""
+        self._settle()
+        for synchronized in self._seams.synchronized:
+            synchronized()
+
+    def _settle(self) -> None:
+        """Wait for what states depend on."""
         if self._torn:
             raise RuntimeError(self._torn)
         for before_step in self._seams.before_step:
@@ -326,7 +332,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients that have left to ``max_norm``; returns their norm, as torch does."""
-        self.synchronize()
+        self._settle()
         self._reduce_rest()
         norm = self._norm_of_gradients()
         for store in self._trained:
@@ -337,7 +343,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks."""
-        self.synchronize()
+        self._settle()
         return states_of(self)
 
     @torch.no_grad()
@@ -349,6 +355,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for store in self._trained:
             store.drop_grad()
         load_states(self, state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of rooms that the core does not know, such as save_checkpoint."""
+        return addon.method_of(self, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *addon.METHODS})
 
     def close(self) -> None:
         """Make the model plain torch's again, with full parameters; remove files."""

@@ -350,6 +350,8 @@ class UnitStore:
     @contextlib.contextmanager
     def open(self, number: int, changed: bool = True) -> Iterator[Fields]:
         """The fields of chunk ``number``, parameters among them."""
+        for changing in self.layout.seams.changing if changed else ():
+            changing(self, number)
         bound, states = self.bounds[number], self.states[number]
         param = self.param.open(bound)["param"]
         near = param.to(states.device)
