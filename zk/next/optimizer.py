@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from zk.next.offload.rules import RULES, Codec, Rule
 from zk.next.offload.tiers import Host, Memory, Tier
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.runtime import RUNTIMES, Runtime
+from zk.next.placement import Place, Size, choose, on_drive, place_buffers
 from zk.next.precision import (
     LossScaler,
     clip_factor,
@@ -65,14 +66,24 @@ class Layout:
         }
         self.rules = seams.chain("rules", RULES)
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
-        device = torch.device(config.device or device_of(next(model.parameters())))
+        self.device = torch.device(config.device or device_of(next(model.parameters())))
+        self.places: dict[Unit, Place] = {}
         self.tiers: dict[str, Tier] = {
-            "device": Memory(device),
-            "host": Host(device),
-            "mirrored": Host(device, mirrored=True),
+            "device": Memory(self.device),
+            "host": Host(self.device),
+            "mirrored": Host(self.device, mirrored=True),
         }
-        if "nvme" in (config.param_tier, config.optimizer_tier):
-            self.tiers["nvme"] = Drive(config.nvme_path, config.host_budget, device)
+
+    def place(self, units: list[Unit], model: nn.Module, freed: Iterable[Any]) -> None:
+        """Choose the tiers of units; an error for what cannot fit, on all ranks.
+
+        ``freed``: tensors whose memory is given back.
+        """
+        sizes = [Size.of(unit, self.codec_of(unit).fields, model) for unit in units]
+        places, cache = choose(self.config, sizes, self.comm, self.device, freed)
+        self.places |= zip(units, places, strict=True)
+        if on_drive(places) and "nvme" not in self.tiers:
+            self.tiers["nvme"] = Drive(self.config.nvme_path, cache, self.device)
 
     def rule_of(self, unit: Unit) -> Rule | None:
         """The rule that updates a unit; None for a frozen one."""
@@ -88,12 +99,7 @@ class Layout:
 
     def tier_of(self, unit: Unit, what: str) -> Tier:
         """The tier of a unit's "param" (at rest, or beside the update) or "state"."""
-        config = self.config
-        name = config.optimizer_tier
-        if what == "param" and self.stage == 3 and config.param_tier != "device":
-            name = config.param_tier
-        elif what == "param":  # on the device, and where it is updated
-            name = "device" if config.optimizer_tier == "device" else "mirrored"
+        name = getattr(self.places[unit], what)
         return self.seams.chain("tier", unit, what, self.tiers[name])
 
     def close(self) -> None:
@@ -146,6 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             warn_of_slow_products(dtype)
         self._adopt(units)
         fill_buffers(model)
+        place_buffers(model, self._layout.device, config.device is not None, self._layout.comm)
         for inner in inners:
             if inner.state:
                 self.load_state_dict(inner.state_dict())
@@ -175,6 +182,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         layout = self._layout
         for unit in units:
             unit.lay_out(layout.comm.size, layout.sharers.size)
+        freed = [value for unit in units for p in unit.params for value in (p, p.grad)]
+        for states in (states for inner in self.inners for states in inner.state.values()):
+            freed += states.values()
+        layout.place(units, self.model, freed)
+        for unit in units:
             self._runtime.attach(UnitStore(unit, layout))
         self._runtime.attach_model(self.config.dtype)
 

@@ -39,7 +39,8 @@ def gather(
             return
         for runtime in RUNTIMES:
             stores = [store for store, _ in places.values() if store in runtime.handles]
-            stack.enter_context(runtime.holding(list(dict.fromkeys(stores))))
+            if stores:
+                stack.enter_context(runtime.holding(list(dict.fromkeys(stores))))
         yield wanted  # type: ignore[misc]
         if write:
             keep_written(places)
