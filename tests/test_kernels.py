@@ -226,7 +226,7 @@ def test_flatten_writes_zeros_where_regions_have_no_tensor_and_keeps_its_table_o
 def test_flatten_of_very_many_tensors_in_one_launch(monkeypatch):
     launches = []
     grid = flatten_module.grid
-    monkeypatch.setattr(flatten_module, "grid", lambda kernel, *programs: launches.append(programs) or grid(kernel, *programs))
+    monkeypatch.setattr(flatten_module, "grid", lambda *given, **options: launches.append(given) or grid(*given, **options))
     tensors = [torch.full((index % 5 + 1,), float(index), device=DEVICE) for index in range(600)]  # more than a launch has room for as arguments
     offsets, numel = layout([t.numel() for t in tensors], 1)
     flat = poisoned(numel)

@@ -82,7 +82,7 @@ def _launch(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int], stat
         here[: len(tensors), 1] = [tensor.numel() for tensor in tensors]
         aligned = pointers[base] % _VECTOR == 0 and flat.data_ptr() % _VECTOR == 0
         partials = partials_of(stats, len(blocks))
-        grid(_move_kernel, len(blocks))(
+        grid(_move_kernel, len(blocks), wrap=False)(
             tensors[base], flat, torch.from_numpy(here).to(flat.device, non_blocking=True), regions, blocks, partials, scale,
             INTO_FLAT=into_flat, ALIGNED=aligned, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

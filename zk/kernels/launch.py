@@ -22,14 +22,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BLOCK = 2048
 
 
-def grid(kernel: Any, programs: int | Callable[[Any], tuple[int, ...]]) -> Callable[..., None]:
-    """The launcher of ``kernel`` over ``programs``, or over what a function of its configuration says; torch.compile sees through it.
+def grid(kernel: Any, programs: int | Callable[[Any], tuple[int, ...]], wrap: bool = True) -> Callable[..., None]:
+    """The launcher of ``kernel`` over ``programs``, or over what a function of its configuration says.
+
+    ``wrap``: torch.compile sees through it. For the body of an op only: elsewhere torch keeps a kilobyte of each launch for good, and takes
+    five times as long for it.
 
     Triton launches on the current device and its stream, wherever the arguments are: so the device of the first one is made current.
     """
     if not HAVE_TRITON:
         raise RuntimeError("this kernel needs triton, which is not installed (it comes with torch on Linux); tensors in host memory need no kernel")
-    launcher = (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[programs if callable(programs) else (programs,)]
+    launcher = (torch.library.wrap_triton(kernel) if wrap and not INTERPRETED else kernel)[programs if callable(programs) else (programs,)]
 
     def launch(first: Tensor, *args: Any, **options: Any) -> None:
         # (fake tensors may be on a GPU that is not there)

@@ -49,16 +49,20 @@ def _reduce_block(rows, out, partials, program, scale, numel, mask, other, ROWS:
         store_partials(partials, program, widened(y))
 
 
-def launch(rows: Tensor, out: Tensor, stats: Tensor | None = None, scale: float = 1.0) -> None:
-    """``reduce`` on a GPU, without its checks."""
+def launch(rows: Tensor, out: Tensor, stats: Tensor | None = None, scale: float = 1.0, wrap: bool = False) -> None:
+    """``reduce`` on a GPU, without its checks; ``wrap`` in the body of an op."""
     programs = cdiv(out.numel(), BLOCK)
     partials = partials_of(stats, programs)
     if programs:
-        grid(_reduce_kernel, programs)(rows, out, partials, scale, out.numel(), ROWS=len(rows), BLOCK=BLOCK, num_warps=4)
+        grid(_reduce_kernel, programs, wrap)(rows, out, partials, scale, out.numel(), ROWS=len(rows), BLOCK=BLOCK, num_warps=4)
     add_partials(stats, partials)
 
 
-_op = op("reduce_", reference.reduce, mutates=("out", "stats"))(launch)
+def _body(rows: Tensor, out: Tensor, stats: Tensor | None, scale: float) -> None:
+    launch(rows, out, stats, scale, wrap=True)
+
+
+_op = op("reduce_", reference.reduce, mutates=("out", "stats"))(_body)
 
 
 def reduce(rows: Tensor, out: Tensor, *, scale: float = 1.0, stats: Tensor | None = None) -> None:
