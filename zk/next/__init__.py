@@ -1,22 +1,39 @@
 """ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch: the core on five seams."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zk.next.addon import Addon, register, register_methods
 from zk.next.config import ZeroConfig
 from zk.next.optimizer import ZeroOptimizer
 from zk.next.parallel.gather import gather
 from zk.next.precision import DynamicLossScale
 
+if TYPE_CHECKING:
+    from zk.next.nn.deferred import deferred_init
+
 # each line, and its file, may be deleted: the option is then unknown
 register(overlap_step="zk.next.addons.overlap:Overlap")
 register(state_dtype="zk.next.addons.state_dtype:StateDtype")
 register(announce="zk.next.addons.announced:Announced")
 
+# what is imported when it is first used; each line, and its file, may be deleted
+MODULES = {
+    "deferred_init": "zk.next.nn.deferred",
+}
 __all__ = [
     "Addon",
     "DynamicLossScale",
     "ZeroConfig",
     "ZeroOptimizer",
+    "deferred_init",
     "gather",
     "register",
     "register_methods",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)

@@ -1,0 +1,1 @@
+"""Changes to a model before training: deferred construction, weights from files, tiles, activations."""
