@@ -239,7 +239,7 @@ def test_bytes_at_rest_are_those_of_a_real_optimizer(tmp_path: Path) -> None:
         sizes = [Size.of(store.unit, store.codec.fields, net) for store in stores]
         where = Placement(optimizer.config, sizes, 1, True)
         predicted = where.at_rest([layout.places[store.unit] for store in stores])
-        chunks = [*itertools.chain.from_iterable((store.param, *store.states, *store.grads) for store in stores)]
+        chunks = [*itertools.chain.from_iterable((store.param, *store.states, *store.grad.chunks) for store in stores)]
         real = sum(field.nbytes for chunk in chunks for field in chunk.open().values())
         assert sum(predicted.values()) == real, options
         for chunk in chunks:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.next.stand_in import run_case
+from tests.next.test_programs import faults
 from tests.parity import Case
+from tests.user_programs import Case as Setting
 
 CASES = [
     Case(stage=0, dtype="bf16", steps=3),
@@ -21,3 +23,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_quick_parity_with_plain_torch(case: Case) -> None:
     assert run_case(case) == ""
+
+
+@pytest.mark.parametrize("name", ["scale_in_place", "add_noise", "clip_each_layer", "never_zero", "set_data_in_forward"])
+def test_quick_programs(name: str) -> None:
+    assert faults(name, [Setting(stage) for stage in (1, 2, 3)], "") == []

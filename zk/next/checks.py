@@ -149,7 +149,9 @@ def check_param(name: str, param: Tensor, held: Container[Tensor]) -> None:
             "plain tensors: build the model without quantization, DTensors and tensor parallelism"
         )
     if param.layout is not torch.strided:
-        raise ValueError(f"parameter {name!r} is {param.layout}; zk takes dense tensors: to_dense()")
+        raise ValueError(
+            f"parameter {name!r} is {param.layout}; zk takes dense tensors: to_dense()"
+        )
     if any(n > 1 and not step for n, step in zip(param.shape, param.stride(), strict=True)):
         raise ValueError(
             f"parameter {name!r} is expanded: elements share memory, which no optimizer can update; "
@@ -179,9 +181,7 @@ def check_trained(
 def check_memory_is_own(names: dict[nn.Parameter, str]) -> None:
     """No two Parameters share memory: each would get its own, and drift apart."""
     spans = sorted(
-        (*place_of(param), extent(param), name)
-        for param, name in names.items()
-        if param.numel()
+        (*place_of(param), extent(param), name) for param, name in names.items() if param.numel()
     )
     for (device, start, nbytes, name), (other, after, _, second) in itertools.pairwise(spans):
         if device == other and after < start + nbytes:

@@ -20,7 +20,7 @@ from zk.next.addon import Seams
 from zk.next.checks import check_arguments, check_params
 from zk.next.config import ZeroConfig
 from zk.next.offload.drive import Drive
-from zk.next.offload.rules import RULES, Codec, Rule
+from zk.next.offload.rules import RULES, Codec, Rule, rule_for
 from zk.next.offload.tiers import Host, Memory, Tier
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.runtime import RUNTIMES, Runtime
@@ -31,16 +31,23 @@ from zk.next.precision import (
     dtypes_of,
     floats_of,
     loss_scale_of,
-    refuse_grad_scaler,
     warn_of_slow_products,
 )
 from zk.next.promised import device_of, fill_buffers
-from zk.next.states import load_states, states_of
+from zk.next.states import check_states, load_states, states_of, states_of_inners
 from zk.next.store import Step, UnitStore
 from zk.next.unit import Unit, blocks_of, find_units
 from zk.offload.cpu_adam import default_threads
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 AHEAD = 2  # chunks that are fetched while one is updated
 
 
@@ -90,7 +97,7 @@ class Layout:
         if not unit.is_trained:
             return None
         inner = self.inner_of[unit.params[0]]
-        kind = next(rule for is_for, rule in self.rules if is_for(unit, inner))
+        kind = rule_for(self.rules, unit, inner)
         return self.made.setdefault((inner, kind), self.made.get((inner, kind)) or kind(inner))
 
     def codec_of(self, unit: Unit) -> Codec:
@@ -119,9 +126,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ValueError, TypeError: for what cannot be right, with the remedy, before anything is moved.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then comes to where it is refused by name
-    grad_scale = property(None, refuse_grad_scaler)
-
     def __init__(
         self,
         model: nn.Module,
@@ -134,31 +138,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
         dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
         check_params(model, inners, config.device, dtype_of, held)
-        self.model, self.inners = model, inners
-        groups = [group for inner in inners for group in inner.param_groups]
+        self.model, self._inners = model, inners
+        groups = inners[0].param_groups
+        if len(inners) > 1:
+            groups = [group for inner in inners for group in inner.param_groups]
         super().__init__(groups, inners[0].defaults)
         self.param_groups = groups  # the user's own, so that both see changes
+        self.state = Elsewhere()
         self._seams = Seams([*config.addons, *addon.make(config.options)])
         self._layout = Layout(model, inners, config, self._seams)
-        self._is_scaled, self._torn = False, ""  # why states are not of one step
+        self._torn = ""  # why states are not of one step
+        self._refusals: list[Any] = []  # hooks of the user's optimizers
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
         self._runtime = Runtime(model, self._layout.comm, config.prefetch, self._seams)
         self._runtime.reducer.syncs = self._reduces_in_backward = config.stage != 1
         units = self._find_units()
         trained = {unit.dtype for unit in units if unit.is_trained}
-        self._scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
+        self._scaler = self._runtime.scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
         on_cpu = {unit.dtype for unit in units if unit.device.type == "cpu"}
         for dtype in on_cpu if self._layout.comm.rank == 0 else ():
             warn_of_slow_products(dtype)
         self._adopt(units)
         fill_buffers(model)
         place_buffers(model, self._layout.device, config.device is not None, self._layout.comm)
-        for inner in inners:
-            if inner.state:
-                self.load_state_dict(inner.state_dict())
-                inner.state.clear()
+        self._take_over()
         for attach in self._seams.attach:
             attach(self)
+
+    def _take_over(self) -> None:
+        """Take the states of the user's optimizers, which refuse from now on what is this one's."""
+        begun = states_of_inners(self)
+        for inner in self._inners:
+            inner.state.clear()
+            inner._opt_called = True  # schedulers of it look there for a step before theirs
+            self._refusals += [
+                inner.register_step_pre_hook(refuse_to("step()")),
+                inner.register_state_dict_pre_hook(refuse_to("state_dict()")),
+                inner.register_load_state_dict_pre_hook(refuse_to("load_state_dict()")),
+            ]
+        if len(self._inners) == 1:  # its hooks, those that come later too, run around this one
+            vars(self).update({name: vars(self._inners[0])[name] for name in HOOKS})
+        if begun["state"]:
+            load_states(self, begun)
+        self._sizes = [len(group["params"]) for group in self.param_groups]
 
     def _find_units(self) -> list[Unit]:
         """Units of the parameters that no store has, cast to their dtype."""
@@ -183,20 +205,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in units:
             unit.lay_out(layout.comm.size, layout.sharers.size)
         freed = [value for unit in units for p in unit.params for value in (p, p.grad)]
-        for states in (states for inner in self.inners for states in inner.state.values()):
+        for states in (states for inner in self._inners for states in inner.state.values()):
             freed += states.values()
         layout.place(units, self.model, freed)
         for unit in units:
             self._runtime.attach(UnitStore(unit, layout))
         self._runtime.attach_model(self.config.dtype)
 
-    def _abandon(self, stores: list[UnitStore]) -> None:
-        """Give up units: their parameters are whole, and plain torch's."""
-        self.synchronize()
-        for store in stores:
-            store.gather()
-            store.point([view.clone() for view in store.views])
-            self._runtime.detach(store)
+    def _abandon(self, stores: list[UnitStore], gather: bool = True) -> None:
+        """Give up units: their parameters are plain torch's, and whole unless ``gather`` is False."""
+        with contextlib.ExitStack() as stack:
+            for store in stores:
+                stack.callback(self._runtime.detach, store)
+                if gather:
+                    stack.callback(store.give_back)
+            if not self._torn:
+                self.synchronize()
 
     @property
     def _trained(self) -> list[UnitStore]:
@@ -218,9 +242,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if overflow:
             self._skip()
         else:
-            self._update(clip_factor(self.norm, self.config.clip_grad_norm) / self._scaler.scale)
+            self._update(clip_factor(self.norm, self.config.clip_grad_norm))
         self._scaler.update(overflow)
-        self._is_scaled = False
         return loss
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
@@ -230,51 +253,56 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return closure()
 
     def synchronize(self) -> None:
-        """Wait for all that is in flight; RuntimeError if states are not of one step."""
+        """Wait for all that is in flight, and take in what users have written to parameters.
+
+        RuntimeError if states are not of one step.
+        """
         self._settle()
         for synchronized in self._seams.synchronized:
             synchronized()
 
     def _settle(self) -> None:
-        """Wait for what states depend on."""
+        """Wait for what states depend on; RuntimeError if they are not of one step."""
         if self._torn:
             raise RuntimeError(self._torn)
         for before_step in self._seams.before_step:
             before_step()
         for store in self._runtime.stores:
             store.wait()
+            store.absorb()
+            store.publish()
 
     def _reduce_rest(self) -> None:
         """Reduce what is still on this rank; all ranks learn which parameters have a gradient."""
+        self._runtime.forget_calls()
         for store in self._trained:
-            store.drop_removed()
-            store.absorb()
-            store.publish()
+            store.grad.drop_removed()
         self._runtime.reducer.settle()
         if not any(store.grad.is_taken for store in self._trained):
             raise RuntimeError(
-                "step() without a gradient: call backward() before it, and zero_grad() after it"
-            )
-        if self._scaler.scale != 1.0 and not self._is_scaled:
-            raise RuntimeError(
-                "the loss was not scaled: call optimizer.backward(loss) instead of loss.backward()"
+                "step() found no gradient: call backward() before it, and zero_grad() after it"
             )
 
     def _norm_of_gradients(self) -> float:
-        """The 2-norm of all gradients, without the loss scale; not finite if one of them is not."""
+        """The 2-norm of all gradients; not finite if one of them is not."""
         squares = floats_of([store.grad.sum_of_squares() for store in self._trained])
         sums = self._layout.sharers.total("norm", [sum(squares)])
         total = sum(self._seams.chain("totals", sums))
-        return math.sqrt(total) / self._scaler.scale if math.isfinite(total) else math.inf
+        return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _skip(self) -> None:
         """Change nothing but the loss scale."""
         self.skipped_steps += 1
         for store in self._trained:
-            store.drop_grad()
+            store.grad.drop()
 
     def _update(self, scale: float) -> None:
         """Update all units that have a gradient."""
+        if [len(group["params"]) for group in self.param_groups] != self._sizes:
+            raise ValueError(
+                "param_groups have other parameters than when the ZeroOptimizer was made: give them back, "
+                "or close() it and make another one"
+            )
         run = self._seams.first("updater") or self._update_now
         run = self._seams.chain("around_update", run)
         self.num_steps += 1
@@ -320,18 +348,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()``, with the loss scale."""
-        self._is_scaled = True
-        scale = self._scaler.scale
-        (loss * scale if scale != 1.0 else loss).backward(**kwargs)
+        scale, reducer = self._scaler.scale, self._runtime.reducer
+        if scale == 1.0:
+            loss.backward(**kwargs)
+            return
+        reducer.collect_rest()  # what is in param.grad has no loss scale
+        reducer.loss_scale = scale
+        try:
+            (loss * scale).backward(**kwargs)
+        finally:
+            reducer.collect_rest()  # what an error has left there has
+            reducer.loss_scale = 1.0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
+        """Drop all gradients; ``set_to_none=False``: make zeros of those that are there."""
         for store in self._trained:
+            params = store.unit.params
+            zeros = [] if set_to_none else [i for i, p in enumerate(params) if p.grad is not None]
             if store.updating is None:  # an update in flight has taken it
-                store.drop_grad()
-            for param, left in zip(store.unit.params, store.left, strict=True):
-                left.is_added = False
+                store.grad.drop()
+            for param in params:
                 param.grad = None
+            for index in zeros:
+                store.grad.zero(index)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -350,23 +389,51 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for store in self._trained:
             factor = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
             store.grad.factors = [factor * before for before in store.grad.factors]
-            store.num_grads += 1
         return torch.tensor(norm, device=self._layout.tiers["device"].device)
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks."""
         self._settle()
-        return states_of(self)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        states = states_of(self)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            states = after(self, states) or states
+        return states
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states of its own or of the user's optimizer.
 
-        A step that failed half-way is forgotten once masters are loaded.
+        A step that failed half-way is forgotten once masters are loaded. ValueError for states that
+        are of other parameters, before anything is changed.
         """
-        for store in self._trained:
-            store.drop_grad()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        check_states(self, state_dict)
+        self.zero_grad()
         load_states(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once it is made: parameters have their places then."""
+        if "_runtime" in vars(self):
+            raise RuntimeError(
+                "add_param_group() on a ZeroOptimizer: add the group to your own optimizer before, or "
+                "close() this one and make another"
+            )
+        super().add_param_group(param_group)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for loggers: of steps since the start, and of the last one."""
+        return {
+            "steps": self.num_steps,
+            "skipped_steps": self.skipped_steps,
+            "grad_norm": self.norm,
+            "loss_scale": self._scaler.scale,
+            **self._runtime.counts,
+        }
 
     def __getattr__(self, name: str) -> Any:
         """Methods of rooms that the core does not know, such as save_checkpoint."""
@@ -375,11 +442,64 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *addon.METHODS})
 
-    def close(self) -> None:
-        """Make the model plain torch's again, with full parameters; remove files."""
-        self._abandon(list(self._runtime.stores))
-        self._runtime.detach(None)
-        self._layout.close()
+    def close(self, gather: bool = True) -> None:
+        """Make the model plain torch's again, and its optimizer the user's; remove files.
+
+        Args:
+            gather: make parameters whole; False: at stage 3 they read as NaN from now on.
+        """
+        if self._runtime not in RUNTIMES:
+            return
+        with contextlib.ExitStack() as stack:
+            for handle in self._refusals:
+                stack.callback(handle.remove)
+            stack.callback(self._layout.close)
+            stack.callback(self._runtime.detach, None)
+            self._abandon(list(self._runtime.stores), gather)
+        self._torn = "this ZeroOptimizer is closed: make another one"
+
+    def __enter__(self) -> ZeroOptimizer:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.close(gather=kind is None)  # after an error other ranks may not be there
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied or pickled, as its states rest on tiers of this process: "
+            "use state_dict(), or save_checkpoint()"
+        )
+
+
+class Elsewhere(dict[Any, Any]):
+    """``optimizer.state``: empty, as states rest on tiers. It says where they are."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(
+            "states of a ZeroOptimizer rest on its tiers: read them by optimizer.state_dict(), or by "
+            "zk.gather(param, kind='exp_avg')"
+        )
+
+    def refuse(self, *_: Any) -> None:
+        raise TypeError(
+            "states of a ZeroOptimizer rest on its tiers: write them by optimizer.load_state_dict(), or "
+            "within 'with zk.gather(param, kind=\"exp_avg\", write=True):'"
+        )
+
+    __setitem__ = __delitem__ = update = setdefault = pop = clear = refuse  # type: ignore[assignment]
+
+
+def refuse_to(call: str) -> Callable[..., None]:
+    """A hook of an optimizer that was given to a ZeroOptimizer."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} was given to a ZeroOptimizer, which has its states: "
+                f"call {call} of that one, or close() it first"
+            )
+
+    return refuse
 
 
 def chosen_blocks(model: nn.Module, units: Sequence[Any] | None) -> dict[str, nn.Module]:

@@ -38,7 +38,9 @@ def parse_device(value: object, name: str) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(f"{name}={str(device)!r}, and torch sees no CUDA device; zk doctor says why")
+        raise ValueError(
+            f"{name}={str(device)!r}, and torch sees no CUDA device; zk doctor says why"
+        )
     index = torch.cuda.current_device() if device.index is None else device.index
     count = torch.cuda.device_count()
     if index >= count:
@@ -64,7 +66,9 @@ def parse_nbytes(value: object, name: str) -> int:
     if nbytes <= 0:
         raise ValueError(f"{name} must be more than zero bytes; got {value!r}")
     if nbytes < 1000 and not suffix:
-        raise ValueError(f"{name} needs a unit, such as '{nbytes}GiB'; got {value!r}, that many bytes")
+        raise ValueError(
+            f"{name} needs a unit, such as '{nbytes}GiB'; got {value!r}, that many bytes"
+        )
     return nbytes
 
 

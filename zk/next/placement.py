@@ -98,7 +98,10 @@ class Placement:
     @property
     def tiers(self) -> tuple[str, str]:
         """What users asked for: of parameters, and of states."""
-        return self.config.param_tier if self.config.stage == 3 else "device", self.config.optimizer_tier
+        return (
+            self.config.param_tier if self.config.stage == 3 else "device",
+            self.config.optimizer_tier,
+        )
 
     def filled(self, room: Nbytes, tiers: tuple[str, ...]) -> list[Place]:
         """Fill ``tiers`` with whole units: parameters first, which are used twice in a step."""
@@ -187,7 +190,9 @@ class Placement:
             numel = self.shard(size)
             chunk = min(numel, store.CHUNK_NUMEL) * size.is_trained
             of = numel * size.param, chunk * 4, chunk * (size.master + size.moments)
-            most = {name: max(before, n) for (name, before), n in zip(most.items(), of, strict=True)}
+            most = {
+                name: max(before, n) for (name, before), n in zip(most.items(), of, strict=True)
+            }
         if self.tiers[0] in ("device", "host"):
             del most["param"]
         return SPARE * sum(map(capacity_of, filter(None, most.values())))
@@ -234,7 +239,11 @@ def lacking(needed: Nbytes, there: Nbytes) -> dict[str, int]:
 
 def readable(nbytes: int) -> str:
     """As a person would say it: "1.50 GiB", "20.00 MiB", "10 bytes"."""
-    sizes = (f"{nbytes / size:.2f} {name}" for name, size in (("GiB", 2**30), ("MiB", 2**20)) if nbytes >= size)
+    sizes = (
+        f"{nbytes / size:.2f} {name}"
+        for name, size in (("GiB", 2**30), ("MiB", 2**20))
+        if nbytes >= size
+    )
     return next(sizes, f"{nbytes} bytes")
 
 
@@ -278,7 +287,11 @@ def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, int]:
 
 
 def choose(
-    config: ZeroConfig, sizes: Sequence[Size], comm: Comm, device: torch.device, freed: Iterable[Any]
+    config: ZeroConfig,
+    sizes: Sequence[Size],
+    comm: Comm,
+    device: torch.device,
+    freed: Iterable[Any],
 ) -> tuple[list[Place], int]:
     """The tiers of each unit, and bytes of the drive's cache.
 
@@ -327,7 +340,11 @@ def refusal(
 def fitting(placement: Placement, there: Nbytes) -> Iterator[str]:
     """Other stages and tiers that fit, as they may be written."""
     for change in INSTEAD:
-        path = {"nvme_path": placement.config.nvme_path or os.getcwd()} if "nvme" in change.values() else {}
+        path = (
+            {"nvme_path": placement.config.nvme_path or os.getcwd()}
+            if "nvme" in change.values()
+            else {}
+        )
         with contextlib.suppress(ValueError):  # of budgets, or options that do not go together
             config = dataclasses.replace(placement.config, **change, **path)
             other = dataclasses.replace(placement, config=config)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ from zk.next.options import NAMES
 CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16
 KEPT_BY_MODELS = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"  # of transformers
 # what torch says of the CPU: without kernels of oneDNN's a product is a plain loop
-SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
 
 
 def dtypes_of(
@@ -99,14 +102,6 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
             "products take 10 to 100 times as long as in fp32; use dtype='fp32'",
             NAMES[dtype],
         )
-
-
-def refuse_grad_scaler(*_: Any) -> NoReturn:
-    """RuntimeError for torch.amp.GradScaler."""
-    raise RuntimeError(
-        "torch.amp.GradScaler does not see gradients that have left; leave it out: dtype='fp16' "
-        "turns a dynamic loss scale on (loss_scale= sets it), and optimizer.backward(loss) applies it"
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

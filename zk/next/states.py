@@ -19,9 +19,17 @@ def order_of(optimizer: ZeroOptimizer) -> dict[Any, int]:
     return {param: number for number, param in enumerate(params)}
 
 
+def states_of_inners(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """What the user's optimizers had before, in torch's format."""
+    order = order_of(optimizer)
+    states = {order[p]: state for inner in optimizer._inners for p, state in inner.state.items()}
+    return {"state": states, "param_groups": optimizer.param_groups}
+
+
 def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """What ZeroOptimizer.state_dict returns."""
     order, states = order_of(optimizer), {}
+    is_begun = any(any(store.steps) for store in optimizer._trained)
     for store in optimizer._trained:
         kept = [*store.rule.names, *(["master"] if store.unit.dtype != torch.float32 else [])]
         for index, param in enumerate(store.unit.params):
@@ -31,7 +39,7 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
                     **store.rule.numbers(store.groups[index], store.steps[index]),
                     **values,
                 }
-            elif "master" in kept:
+            elif "master" in kept and is_begun:
                 states[order[param]] = {"master": store.read("master", index)}
     groups = [
         group | {"params": [order[param] for param in group["params"]]}
@@ -39,6 +47,34 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     ]
     scale = optimizer._scaler.state_dict()
     return {"state": dict(sorted(states.items())), "param_groups": groups, "loss_scale": scale}
+
+
+def check_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:
+    """ValueError for states that are not of these parameters, or of another kind of optimizer."""
+    own, other = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, given["param_groups"])
+    )
+    if own != other:
+        raise ValueError(
+            f"the states are of groups of {other} parameters, and this optimizer has groups of {own}: "
+            "load them into an optimizer with the groups that they were saved from"
+        )
+    order = order_of(optimizer)
+    for store in optimizer._trained:
+        for name, param in zip(store.unit.names, store.unit.params, strict=True):
+            state = given["state"].get(order[param], {})
+            for kind in store.rule.names if state.keys() - {"master"} else ():
+                if kind not in state:
+                    raise ValueError(
+                        f"the states of {name!r} have no {kind!r}: they are of another kind of optimizer"
+                    )
+            for kind, value in state.items():
+                if is_field(value) and value.shape != param.shape:
+                    raise ValueError(
+                        f"{kind!r} of {name!r} has shape {tuple(value.shape)}, and the parameter "
+                        f"{tuple(param.shape)}: the states are of another model"
+                    )
 
 
 def load_states(optimizer: ZeroOptimizer, given: dict[str, Any]) -> None:

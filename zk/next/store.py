@@ -1,8 +1,10 @@
 """UnitStore: all model states of one unit on this rank, one method for each arrow of the papers.
 
-gather -> release             full parameters, around their use
-collect -> reduce -> take     the gradient: flattened; mean over ranks; this rank's shard of it
-update -> publish             the optimizer's arithmetic, chunk by chunk; then back to parameters
+gather -> release     full parameters, around their use
+update -> publish     the optimizer's arithmetic, chunk by chunk; then back to parameters
+read, write           one parameter's values of a kind, whole
+
+Its gradient is in parallel/gradient.py.
 """
 
 from __future__ import annotations
@@ -15,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zk.kernels import codec, reference
-from zk.next.checks import check_dense
+from zk.kernels import codec
 from zk.next.memory import empty
-from zk.next.offload.tiers import Fields
-from zk.next.parallel.gradient import Left, is_here
+from zk.next.offload.tiers import Chunk, Fields
+from zk.next.parallel.gradient import Gradient
 from zk.next.precision import CASTABLE
 from zk.next.promised import fill
 from zk.next.unit import Unit
-from zk.offload.cpu_adam import sum_of_squares
 
 if TYPE_CHECKING:
     from zk.next.optimizer import Layout
@@ -36,34 +36,9 @@ class Step:
     """What one step applies to all units."""
 
     scale: float
-    """The factor of gradients: clipping, and one over the loss scale."""
+    """The factor of gradients: clipping."""
     options: dict[int, dict[str, Any]]
     """The param_groups as they were, by their id."""
-
-
-@dataclasses.dataclass
-class Gradient:
-    """What is known of a unit's gradient beside its values."""
-
-    present: list[bool]
-    """Which parameters have one, on any rank."""
-    factors: list[float]
-    """What each is multiplied with when it is used or read."""
-    squares: dict[tuple[int, int], Any]
-    """(chunk, parameter) -> sum of squares of this rank's elements, without the factor."""
-    local: Tensor | None = None
-    """(numel,): collected on this rank, and not yet reduced."""
-    is_taken: bool = False
-    """This rank's shard of it is on its tier."""
-
-    @classmethod
-    def none(cls, count: int) -> Gradient:
-        return cls([False] * count, [1.0] * count, {})
-
-    def sum_of_squares(self, index: int | None = None) -> Any:
-        """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""
-        chosen = (key for key in self.squares if index is None or key[1] == index)
-        return sum(self.squares[key] * self.factors[key[1]] ** 2 for key in chosen)
 
 
 class UnitStore:
@@ -71,8 +46,8 @@ class UnitStore:
 
     full     (numel,)   parameters of all ranks, while gathered; ``param.data`` are views of it
     param    (shard,)   this rank's parameters at rest, in one chunk
-    grads    (shard,)   the reduced gradient, in chunks: of the unit's dtype, or fp32 sums of several
     states   (shard,)   what the rule keeps: masters, moments; in chunks
+    grad                the unit's gradient
     """
 
     def __init__(self, unit: Unit, layout: Layout) -> None:
@@ -86,10 +61,9 @@ class UnitStore:
         self.updating: Callable[[], None] | None = None  # waits for an update in the background
         self.is_updated = False  # the shard is newer than the full parameters
         self.version = 0  # of the parameters: their number of updates
-        self.written: list[int] = []  # torch's versions of them, when the shard was alike
-        self.grad = Gradient.none(len(unit.params))
-        self.num_grads = 0  # changes of the gradient, so far
-        self.left: list[Left] = []  # what stands for gradients that have left
+        self.written: list[
+            Any
+        ] = []  # what tells that they are as they were when the shard was alike
         self.steps = [0] * len(unit.params)
         self.groups = [layout.groups[param] for param in unit.params if unit.is_trained]
         self.start = layout.sharers.rank * unit.shard_numel
@@ -107,15 +81,19 @@ class UnitStore:
         full, mine = values.to(unit.dtype), slice(self.start, self.start + numel)
         self.param = layout.tier_of(unit, "param").chunks({"param": unit.dtype}, [numel])[0]
         self.param.put("param", full[mine].clone() if self.is_partitioned else full[mine])
+        grads: list[Chunk] = []
+        self.states: list[Chunk] = []
         if unit.is_trained:
-            tier = layout.tier_of(unit, "state")
-            sizes = [bound.stop - bound.start for bound in self.bounds]
-            self.grads = tier.chunks({"grad": torch.float32}, sizes)
-            self.states = tier.chunks(self.codec.fields, sizes)
-            for chunk, bound in zip(self.states, self.bounds, strict=True):
-                param = full[mine][bound].to(chunk.device)
-                self.codec.start(chunk.open() | {"param": param}, values[mine][bound].float())
-                chunk.close(changed=True)
+            tier, sizes = layout.tier_of(unit, "state"), [b.stop - b.start for b in self.bounds]
+            grads, self.states = (
+                tier.chunks(dtypes, sizes)
+                for dtypes in ({"grad": torch.float32}, self.codec.fields)
+            )
+        self.grad = Gradient(self, grads)
+        for chunk, bound in zip(self.states, self.bounds, strict=False):
+            param = full[mine][bound].to(chunk.device)
+            self.codec.start(chunk.open() | {"param": param}, values[mine][bound].float())
+            chunk.close(changed=True)
         nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)
         self.released = [nan.expand(shape) for shape in unit.shapes]
         if self.is_partitioned:
@@ -152,6 +130,7 @@ class UnitStore:
         """Make the parameters whole, and new."""
         self.wait()
         if self.full is None:
+            self.refuse(self.changed(), "while it was released")
             self.begin_gather()
             full, work = self.gathering.wait()
             work.wait()
@@ -174,7 +153,7 @@ class UnitStore:
 
     def note_versions(self) -> None:
         """What is written to the parameters from now on is not in the shard."""
-        self.written = [param._version for param in self.unit.params]
+        self.written = self.versions()
 
     def release(self) -> None:
         """Free the full parameters. They keep their shape, in one element of memory that is NaN.
@@ -192,114 +171,62 @@ class UnitStore:
         if self.layout.sharers.size > 1 or not self.param.stays:
             self.views_of, self.views = None, []
         self.full = None
+        self.refuse(changed, "while it was gathered to be read")
+
+    def give_back(self) -> None:
+        """Make the parameters plain tensors, each with memory of its own."""
+        self.gather()
+        self.point([view.clone() for view in self.views])
+
+    def refuse(self, changed: list[int], when: str) -> None:
+        """RuntimeError if a parameter was changed at stage 3 where that would be lost."""
         if changed:
+            self.note_versions()
             raise RuntimeError(
-                f"{self.unit.names[changed[0]]!r} was changed in place while it was gathered, and at "
-                "stage 3 that is lost: change it within 'with zk.gather(params, write=True):'"
+                f"{self.unit.names[changed[0]]!r} was changed {when}, and at stage 3 that is lost: "
+                "change it within 'with zk.gather(params, write=True):'"
             )
 
+    def versions(self) -> list[Any]:
+        """What tells of each parameter that it was written to, or was given other data."""
+        return [(p._version, p.data_ptr(), p.stride()) for p in self.unit.params]
+
     def changed(self) -> list[int]:
-        """The parameters that were written to since the shard was alike, by number."""
-        pairs = enumerate(zip(self.unit.params, self.written, strict=True))
-        return [index for index, (param, version) in pairs if param._version != version]
+        """The parameters that were written to, or given other data, since the shard was alike."""
+        now = self.versions()
+        if now == self.written:
+            return []
+        return [index for index, version in enumerate(now) if version != self.written[index]]
 
     @torch.no_grad()
     def absorb(self) -> None:
         """Take what users have written to full parameters into the shard and the masters."""
-        for index in self.changed() if self.full is not None else ():
-            value = self.unit.params[index].detach()
+        changed = self.changed() if self.full is not None else []
+        if changed and self.is_updated:
+            raise RuntimeError(
+                f"{self.unit.names[changed[0]]!r} was changed in place while its update was in flight, "
+                "which would undo that: call optimizer.synchronize() first"
+            )
+        for index in changed:
+            param = self.unit.params[index]
+            if param.shape != self.unit.shapes[index] or param.dtype != self.unit.dtype:
+                raise RuntimeError(
+                    f"{self.unit.names[index]!r} was moved or converted after its ZeroOptimizer was "
+                    "made: change the model first, then make the optimizer (dtype= casts it)"
+                )
+            value = param.detach()
             if self.unit.is_trained:
                 self.write("master", index, value.float())
             else:
                 self.write("param", index, value)
-        self.note_versions()
-
-    # ---- gradients: collect -> reduce -> take ----------------------------------------------------
-
-    def collect(self) -> None:
-        """Flatten what is in ``param.grad``, and add it in fp32 to what was collected before."""
-        unit, grad = self.unit, self.grad
-        here = [param.grad if is_here(param.grad) else None for param in unit.params]
-        check_dense(unit.names, here)
-        dtype = unit.dtype if grad.local is None else torch.float32
-        bucket = empty(unit.numel, dtype, unit.device)
-        none = bucket[:0]
-        flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(here)]
-        reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
-        grad.local = bucket if grad.local is None else bucket.add_(grad.local)
-        grad.present = [old or new is not None for old, new in zip(grad.present, here, strict=True)]
-        self.num_grads += 1
-
-    def reduce(self, dtype: torch.dtype | None = None) -> None:
-        """Reduce what is collected over ranks, in ``dtype`` or its own; take this rank's shard."""
-        unit, layout = self.unit, self.layout
-        self.wait()
-        bucket, self.grad.local = self.grad.local, None
-        if bucket is None:  # other ranks have some
-            bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
-        if layout.comm.size > 1:
-            bucket = bucket.to(dtype or unit.dtype)
-        shard = layout.comm.reduce_scatter(unit.name, bucket)
-        if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
-            shard, work = layout.comm.all_gather(unit.name, shard)
-            work.wait()
-        self.take(shard)
-
-    def take(self, shard: Tensor) -> None:
-        """Keep ``shard`` (shard,) on its tier, or add it in fp32 to what is there."""
-        grad = self.grad
-        for number, (chunk, bound) in enumerate(zip(self.grads, self.bounds, strict=True)):
-            values = shard[bound]
-            if grad.is_taken:
-                values = chunk.load("grad", values.device, in_fp32).wait().add_(values)
-            self.sum_squares(number, values)
-            chunk.put("grad", values)
-        grad.is_taken = True
-        self.num_grads += 1
-
-    def sum_squares(self, number: int, values: Tensor) -> None:
-        """Note the sums of squares of chunk ``number`` by parameter."""
-        bound, threads = self.bounds[number], self.layout.num_threads
-        for index, here, _ in self.unit.within(self.start + bound.start, self.start + bound.stop):
-            self.grad.squares[number, index] = sum_of_squares(values[here], threads)
-
-    def leave(self) -> None:
-        """The gradients have left: put what stands for them into ``param.grad``."""
-        marks = zip(self.unit.params, self.left, self.grad.present, strict=True)
-        for param, left, is_present in marks:
-            left.is_added = False
-            param.grad = left if is_present else None
-
-    def agree(self, present: list[bool]) -> None:
-        """Take over which parameters have a gradient on any rank."""
-        if present != self.grad.present:
-            self.grad.present = present
-            self.leave()
-
-    def drop_removed(self) -> None:
-        """Forget the gradients that users have removed from ``param.grad``, or replaced there."""
-        grad, removed = self.grad, []
-        for index, (param, left) in enumerate(zip(self.unit.params, self.left, strict=True)):
-            if grad.present[index] and param.grad is not left and not left.is_added:
-                removed.append(index)
-        for index in removed:
-            grad.present[index], grad.factors[index] = False, 1.0
-            self.write("grad", index, torch.zeros(self.unit.shapes[index]))
-        if removed and not any(grad.present):
-            self.drop_grad()
-
-    def drop_grad(self) -> None:
-        """Free the gradient."""
-        if self.grad.is_taken:
-            for chunk in self.grads:
-                chunk.drop()
-        self.grad = Gradient.none(len(self.unit.params))
+        if changed:
+            self.point(self.views)
 
     # ---- the optimizer: fetch -> update -> evict, publish ----------------------------------------
 
     def fetch(self, number: int) -> None:
         """Start to bring what the update of chunk ``number`` needs."""
-        for chunk in (self.param, self.states[number], self.grads[number]):
+        for chunk in (self.param, self.states[number], self.grad.chunks[number]):
             chunk.fetch()
 
     def update(self, number: int, step: Step) -> None:
@@ -309,24 +236,25 @@ class UnitStore:
 
     def apply(self, number: int, fields: Fields, step: Step) -> None:
         """Update ``fields`` (a chunk's, or a copy) by the gradient of chunk ``number``."""
-        grad = self.grads[number].open()["grad"]
-        for run, group, count, factor in self.runs(self.bounds[number]):
+        grad, scale = self.grad.chunks[number].open()["grad"], step.scale / self.grad.scale
+        for run, group, count, factor in self.runs(number):
             part = {name: field[run] for name, field in fields.items()}
-            options, scale = step.options[id(group)], step.scale * factor
-            self.rule.update(self.codec, part, grad[run], options, count + 1, scale)
-        self.grads[number].close(changed=False)
+            options = step.options[id(group)]
+            self.rule.update(self.codec, part, grad[run], options, count + 1, scale * factor)
+        self.grad.chunks[number].close(changed=False)
 
     def updated(self) -> None:
         """All chunks have been updated: count it, and drop the gradient."""
         pairs = zip(self.steps, self.grad.present, strict=True)
         self.steps = [step + present for step, present in pairs]
         self.is_updated, self.version = True, self.version + 1
-        self.drop_grad()
+        self.grad.drop()
 
     def publish(self) -> None:
         """Make full parameters new from every rank's updated shard; at stage 3 a gather does it."""
         self.wait()
         if self.is_updated and self.full is not None:
+            self.absorb()
             self.param.load("param", self.unit.device, self.renew).wait().wait()
         if self.is_updated:
             torch.autograd.graph.increment_version(self.unit.params)
@@ -362,19 +290,24 @@ class UnitStore:
         self.param.close(changed, bound)
 
     def opened(self, changed: bool = True) -> Iterator[tuple[int, slice, Fields]]:
-        for number, bound in enumerate(self.bounds):
+        for number, bound in enumerate(self.bounds if self.states else ()):
             with self.open(number, changed) as fields:
                 yield number, bound, fields
 
-    def runs(self, bound: slice) -> Iterator[tuple[slice, dict[str, Any], int, float]]:
-        """Neighbours that are updated alike, within ``bound`` of the shard.
+    def within(self, number: int) -> Iterator[tuple[int, slice, slice]]:
+        """Parameters with elements in chunk ``number``, as ``Unit.within`` yields them."""
+        bound = self.bounds[number]
+        return self.unit.within(self.start + bound.start, self.start + bound.stop)
+
+    def runs(self, number: int) -> Iterator[tuple[slice, dict[str, Any], int, float]]:
+        """Neighbours that are updated alike, within chunk ``number``.
 
         Yields:
-            elements from the bound's start on, group, number of updates so far, factor.
+            elements from the chunk's start on, group, number of updates so far, factor.
         """
         run: tuple[slice, dict[str, Any], int, float] | None = None
         last = -1
-        for index, place, _ in self.unit.within(self.start + bound.start, self.start + bound.stop):
+        for index, place, _ in self.within(number):
             if not self.grad.present[index]:
                 continue
             alike = self.groups[index], self.steps[index], self.grad.factors[index]
@@ -403,9 +336,12 @@ class UnitStore:
         A collective of the ranks that share it.
         """
         self.wait()
+        self.absorb()
+        return self.grad.read(index) if kind == "grad" else self.whole(kind, index)
+
+    def whole(self, kind: str, index: int) -> Tensor:
+        """What chunks of all ranks hold of a parameter."""
         unit = self.unit
-        if kind == "grad" and self.grad.local is not None:
-            return unit.views(self.grad.local)[index].to(unit.dtype, copy=True)
         parts = [self.part(kind, number, here) for number, here, _ in self.parts(index)]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype_of(kind))
         flat = self.of_all_ranks(index, mine.to(unit.device))
@@ -433,51 +369,44 @@ class UnitStore:
 
     def parts(self, index: int) -> Iterator[tuple[int, slice, slice]]:
         """This rank's parts of a parameter: chunk, elements of the chunk, of the parameter."""
-        for number, bound in enumerate(self.bounds):
-            within = self.unit.within(self.start + bound.start, self.start + bound.stop)
-            yield from ((number, here, there) for found, here, there in within if found == index)
+        for number in range(len(self.bounds)):
+            for found, here, there in self.within(number):
+                if found == index:
+                    yield number, here, there
 
     def part(self, kind: str, number: int, here: slice) -> Tensor:
         """A copy of some elements of chunk ``number``."""
         if kind == "grad":
-            values = self.grads[number].open()["grad"][here].clone()
-            self.grads[number].close(changed=False)
+            values = self.grad.chunks[number].open()["grad"][here].clone()
+            self.grad.chunks[number].close(changed=False)
             return values
         if kind == "param":
             values = self.param.open(self.bounds[number])["param"][here].clone()
             self.param.close(False, self.bounds[number])
             return values
         with self.open(number, changed=False) as fields:
-            return self.codec.read(
-                {name: field[here] for name, field in fields.items()}, kind
-            ).clone()
+            part = {name: field[here] for name, field in fields.items()}
+            return self.codec.read(part, kind).clone()
 
     @torch.no_grad()
     def write(self, kind: str, index: int, value: Tensor) -> None:
         """Overwrite what ``read`` reads with ``value``, whole. ``publish`` once all is written."""
         self.wait()
-        flat = self.unit.flat(index, value.expand(self.unit.shapes[index]).detach())
-        if kind == "grad" and self.grad.local is not None:
-            self.unit.views(self.grad.local)[index].copy_(value)
+        value = value.expand(self.unit.shapes[index]).detach()
+        if kind == "grad":
+            self.grad.write(index, value)
+            return
+        flat = self.unit.flat(index, value)
         for number, here, there in self.parts(index):
-            if kind == "grad":
-                self.write_grad(number, here, flat[there])
-            elif kind == "param":
+            if kind == "param":
                 self.param.open(self.bounds[number])["param"][here] = flat[there]
                 self.param.close(True, self.bounds[number])
             else:
                 with self.open(number) as fields:
                     part = {name: field[here] for name, field in fields.items()}
                     self.codec.write(part, {kind: flat[there]})
-        self.num_grads += kind == "grad"
         if kind in ("master", "param"):
             self.is_updated, self.version = True, self.version + 1
-
-    def write_grad(self, number: int, here: slice, values: Tensor) -> None:
-        grad = self.grads[number].open()["grad"]
-        grad[here] = values.to(grad)
-        self.sum_squares(number, grad)
-        self.grads[number].close(changed=True)
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """The dtype of what ``read`` returns."""
@@ -489,10 +418,3 @@ class UnitStore:
 def none_of(dtype: torch.dtype) -> float:
     """What a released parameter reads as: NaN, or the largest of integers."""
     return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
-
-
-def in_fp32(values: Tensor) -> Tensor:
-    """``values`` (n,) themselves, or in memory that is used again."""
-    if values.dtype == torch.float32:
-        return values
-    return empty(values.numel(), torch.float32, values.device).copy_(values)

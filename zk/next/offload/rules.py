@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,6 +96,10 @@ class AdamRule(Rule):
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
     ) -> None:
+        if group.get("amsgrad"):
+            raise ValueError(
+                "a group has amsgrad=True now: give it to the optimizer before zk has it"
+            )
         decoupled = group.get("decoupled_weight_decay", isinstance(self.inner, torch.optim.AdamW))
         scalars = AdamStep.of(group, decoupled, step, scale)
         moments = fields["exp_avg"], fields["exp_avg_sq"]
@@ -127,6 +132,11 @@ class StepRule(Rule):
         param.grad = grad.float() * scale if scale != 1.0 else grad.float()
         kept = {name: fields[name] for name in self.names} | self.copies(group, step - 1)
         after = self.run(group, param, {} if step == 1 and self.starts_empty else kept)
+        if {name for name, value in after.items() if is_field(value)} != set(self.names):
+            raise ValueError(
+                f"options of a {type(self.inner).__name__} ask for other states than {self.names}: give "
+                "them to the optimizer before zk has it"
+            )
         for name in self.names:
             if after[name].data_ptr() != fields[name].data_ptr():
                 fields[name].copy_(after[name])
@@ -175,11 +185,45 @@ def numbers_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 Rules = list[tuple[Callable[[Unit, torch.optim.Optimizer], bool], Callable[..., Rule]]]
+ELEMENTWISE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax),
+    *(torch.optim.Rprop, torch.optim.ASGD),
+)
+
+
+def steps_as(inner: torch.optim.Optimizer, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
+    """Tell if ``inner`` is one of ``kinds``, or a subclass that keeps its step()."""
+    return any(
+        isinstance(inner, kind) and inspect.unwrap(type(inner).step) is inspect.unwrap(kind.step)
+        for kind in kinds
+    )
 
 
 def is_plain_adam(unit: Unit, inner: torch.optim.Optimizer) -> bool:
     amsgrad = any(group.get("amsgrad") for group in inner.param_groups)
-    return type(inner) in (torch.optim.Adam, torch.optim.AdamW) and not amsgrad
+    return steps_as(inner, (torch.optim.Adam, torch.optim.AdamW)) and not amsgrad
 
 
-RULES: Rules = [(is_plain_adam, AdamRule), (lambda unit, inner: True, StepRule)]
+def is_elementwise(unit: Unit, inner: torch.optim.Optimizer) -> bool:
+    """Tell if torch's own step() makes of each element what depends on no other."""
+    return steps_as(inner, ELEMENTWISE)
+
+
+RULES: Rules = [(is_plain_adam, AdamRule), (is_elementwise, StepRule)]
+
+
+def rule_for(rules: Rules, unit: Unit, inner: torch.optim.Optimizer) -> Callable[..., Rule]:
+    """The first rule whose predicate holds; TypeError if there is none."""
+    for is_for, rule in rules:
+        if is_for(unit, inner):
+            return rule
+    kind = type(inner)
+    whole = "it looks at whole matrices"
+    why = {"LBFGS": "it calls the closure many times", "Muon": whole, "Adafactor": whole}
+    raise TypeError(
+        f"zk knows the arithmetic of {', '.join(known.__name__ for known in ELEMENTWISE)}, and of "
+        f"subclasses that keep their step(); got {kind.__module__}.{kind.__qualname__}: "
+        f"{why.get(kind.__name__, 'zk cannot tell if it updates each element by itself')}. An add-on can "
+        "say how it is updated: Addon.rules"
+    )

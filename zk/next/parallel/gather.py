@@ -41,9 +41,14 @@ def gather(
             stores = [store for store, _ in places.values() if store in runtime.handles]
             if stores:
                 stack.enter_context(runtime.holding(list(dict.fromkeys(stores))))
-        yield wanted  # type: ignore[misc]
-        if write:
-            keep_written(places)
+        try:
+            yield wanted  # type: ignore[misc]
+            if write:
+                keep_written(places)
+        except BaseException:  # what it has left half-done is not kept
+            for store, _ in places.values():
+                store.note_versions()
+            raise
 
 
 def place_of(param: nn.Parameter) -> Place | None:

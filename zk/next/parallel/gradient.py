@@ -1,131 +1,201 @@
-"""What stands in ``param.grad`` for a gradient that has left: a tensor without memory.
+"""Gradient: one unit's gradient, from ``param.grad`` to this rank's shard of the mean over ranks.
 
-    reading it      any operation reads the reduced gradient, a copy (several ranks: a collective)
-    its 2-norm      is known from sums that were made when it left
-    times a number  is noted, and becomes a factor of the step; so torch's clip_grad_norm_ works
-    changing it     in any other way is an error that names ``zk.gather(params, kind="grad")``
-    removing it     ``param.grad = None``, zero_grad(): the gradient is dropped, as in torch
-    replacing it    ``param.grad = tensor``: that is the gradient instead
-
-It is a tensor of torch's wrapper kind: parameters keep their class, and torch its functions.
+collect -> reduce -> take     flattened on this rank; mean over ranks; the shard on its tier
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from zk.next.precision import refuse_grad_scaler
+from zk.kernels import reference
+from zk.next.checks import check_dense
+from zk.next.memory import empty
+from zk.next.parallel.left import Left, is_here
+from zk.offload.cpu_adam import sum_of_squares
 
 if TYPE_CHECKING:
+    from zk.next.offload.tiers import Chunk
     from zk.next.store import UnitStore
 
-aten = torch.ops.aten
-UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-SCALINGS = aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar
 
+class Gradient:
+    """The values of one unit's gradient, and what is known beside them.
 
-class Left(Tensor):
-    """Stands for the gradient of parameter ``index`` of a unit."""
+    local      (numel,)  collected on this rank, and not yet reduced
+    chunks     (shard,)  reduced: in the unit's dtype, or as an fp32 sum of several
+    """
 
-    store: UnitStore
-    index: int
-    is_added: bool  # autograd has put another one into its place, to be added
+    def __init__(self, store: UnitStore, chunks: list[Chunk]) -> None:
+        self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
+        self.forget()
 
-    @staticmethod
-    def __new__(cls, store: UnitStore, index: int) -> Left:
-        unit = store.unit
-        shape, like = unit.shapes[index], {"dtype": unit.dtype, "device": unit.device}
-        left: Left = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=unit.strides[index], **like
-        )
-        left.store, left.index, left.is_added = store, index, False
-        return left
+    def forget(self) -> None:
+        """Begin without a gradient."""
+        count = len(self.unit.params)
+        self.present = [False] * count  # which parameters have one, on any rank
+        self.factors = [1.0] * count  # what each is multiplied with when it is used or read
+        self.scale = 1.0  # the loss scale that values have
+        # (chunk, parameter) -> sum of squares of this rank's elements, scaled, without the factor
+        self.squares: dict[tuple[int, int], Any] = {}
+        self.local: Tensor | None = None
+        self.is_taken = False  # this rank's shard is on its tier
+        self.marks: list[Left | None] = [None] * count  # what stands for them in ``param.grad``
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    def drop(self) -> None:
+        """Free the values: they were used, or are not wanted."""
+        if self.is_taken:
+            for chunk in self.chunks:
+                chunk.drop()
+        self.forget()
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, Left) and func._schema.is_mutable:
-            return first.change(func, *args[1:])
-        if func is UNSCALE:
-            refuse_grad_scaler()
-        if func is aten.linalg_vector_norm.default and isinstance(first, Left) and is_2norm(args):
-            return first.norm()
-        args, kwargs = tree_map(values_of, (args, kwargs))
-        return func(*args, **kwargs)
+    # ---- collect -> reduce -> take ---------------------------------------------------------------
 
-    def change(self, func: Any, other: Any = None, *rest: Any) -> Left:
-        """What autograd adds is added; a number is noted as a factor; all else is refused."""
-        if func is aten.add_.Tensor and in_backward():
-            return self.add_later(other)
-        if func in SCALINGS and not rest and (not isinstance(other, Tensor) or other.ndim == 0):
-            number = float(other)
-            factor = number if func in SCALINGS[:2] else 1.0 / number
-            self.store.grad.factors[self.index] *= factor
-            self.store.num_grads += 1
-            return self
-        name = self.store.unit.names[self.index]
-        raise RuntimeError(
-            f"the gradient of {name!r} has left param.grad, and {func} in place would be lost; change "
-            "it within 'with zk.gather(params, kind=\"grad\", write=True):', or assign a new param.grad"
-        )
+    def collect(self, scale: float) -> None:
+        """Take what is in ``param.grad``, under a loss ``scale``; add it in fp32 to what is here."""
+        unit = self.unit
+        here = [param.grad if is_here(param.grad) else None for param in unit.params]
+        check_dense(unit.names, here)
+        if any(self.present):
+            self.settle()
+        else:
+            self.scale = scale
+        is_sum = self.local is not None or self.scale != scale
+        bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
+        none = bucket[:0]
+        flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(here)]
+        reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
+        if self.scale != scale:
+            bucket.mul_(self.scale / scale)
+        self.local = bucket if self.local is None else bucket.add_(self.local)
+        self.present = [old or new is not None for old, new in zip(self.present, here, strict=True)]
 
-    def add_later(self, grad: Tensor) -> Left:
-        """Put what autograd adds into param.grad, alone: it is added where this one is."""
-        name, state = self.store.unit.names[self.index], self.store.grad
-        if not state.is_taken and state.local is None:
-            raise RuntimeError(
-                f"backward() after step() without zero_grad(): the gradient of {name!r} was used"
+    def settle(self) -> None:
+        """Multiply values by the factors that were noted: others are about to be added."""
+        for index, factor in enumerate(self.factors):
+            if factor == 1.0:
+                continue
+            if self.local is not None:
+                self.unit.views(self.local)[index].mul_(factor)
+            for number, here, _ in self.store.parts(index) if self.is_taken else ():
+                self.chunks[number].open()["grad"][here].mul_(factor)
+                self.chunks[number].close(changed=True)
+                self.squares[number, index] *= factor**2
+            self.factors[index] = 1.0
+
+    def reduce(self, dtype: torch.dtype | None = None) -> None:
+        """Reduce what is collected over ranks, in ``dtype`` or its own; take this rank's shard."""
+        unit, layout = self.unit, self.layout
+        bucket, self.local = self.local, None
+        if bucket is None:  # other ranks have some
+            bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
+        if layout.comm.size > 1:
+            bucket = bucket.to(dtype or unit.dtype)
+        shard = layout.comm.reduce_scatter(unit.name, bucket)
+        if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
+            shard, work = layout.comm.all_gather(unit.name, shard)
+            work.wait()
+        self.take(shard)
+
+    def take(self, shard: Tensor) -> None:
+        """Keep ``shard`` (shard,) on its tier, or add it in fp32 to what is there."""
+        for number, (chunk, bound) in enumerate(zip(self.chunks, self.store.bounds, strict=True)):
+            values = shard[bound]
+            if self.is_taken:
+                values = chunk.load("grad", values.device, in_fp32).wait().add_(values)
+            self.sum_squares(number, values)
+            chunk.put("grad", values)
+        self.is_taken = True
+
+    def sum_squares(self, number: int, values: Tensor) -> None:
+        """Note the sums of squares of chunk ``number`` by parameter."""
+        threads = self.layout.num_threads
+        for index, here, _ in self.store.within(number):
+            self.squares[number, index] = sum_of_squares(values[here], threads)
+
+    def sum_of_squares(self, index: int | None = None) -> Any:
+        """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""
+        chosen = (key for key in self.squares if index is None or key[1] == index)
+        return sum(self.squares[key] * (self.factors[key[1]] / self.scale) ** 2 for key in chosen)
+
+    # ---- param.grad ------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """The gradients have left: put what stands for them into ``param.grad``."""
+        for index, param in enumerate(self.unit.params):
+            mark = self.marks[index]
+            if self.present[index] and mark is None:
+                mark = self.marks[index] = Left(self, index)
+            elif mark is not None:
+                mark.is_added = False
+            param.grad = mark
+
+    def agree(self, present: list[bool]) -> None:
+        """Take over which parameters have a gradient on any rank."""
+        if present != self.present:
+            self.present = present
+            self.leave()
+
+    def drop_removed(self) -> None:
+        """Forget the gradients that users have removed from ``param.grad``, or replaced there."""
+        removed = []
+        for index, (param, mark) in enumerate(zip(self.unit.params, self.marks, strict=True)):
+            if mark is not None and param.grad is not mark and not mark.is_added:
+                removed.append(index)
+        for index in removed:
+            self.present[index], self.marks[index] = False, None
+            self.write(index, torch.zeros(self.unit.shapes[index]))
+        if removed and not any(self.present):
+            self.drop()
+
+    # ---- access ----------------------------------------------------------------------------------
+
+    def read(self, index: int) -> Tensor:
+        """One parameter's gradient, whole, without the loss scale: a copy in its dtype.
+
+        A collective of the ranks that share it; what is not yet reduced is this rank's.
+        """
+        if not self.present[index]:
+            raise ValueError(
+                f"{self.unit.names[index]!r} has no gradient: no backward() has given it one, or step() "
+                "or zero_grad() came after it"
             )
-        self.is_added = True
-        self.store.unit.params[self.index].grad = grad.clone()
-        return self
+        unit, whole = self.unit, None
+        if self.is_taken:
+            whole = self.store.whole("grad", index).float()
+        if self.local is not None:
+            mine = unit.views(self.local)[index].float()
+            whole = mine if whole is None else whole + mine
+        return (whole * (self.factors[index] / self.scale)).to(unit.dtype)
 
-    def value(self) -> Tensor:
-        """The reduced gradient, a copy in the parameter's dtype."""
-        store, factor = self.store, self.store.grad.factors[self.index]
-        if not store.grad.present[self.index]:
-            raise RuntimeError(
-                f"the gradient of {store.unit.names[self.index]!r} is gone: step() has used it, and "
-                "zero_grad() was not called; read it before step()"
-            )
-        grad = store.read("grad", self.index)
-        return (grad if factor == 1.0 else grad * factor).to(store.unit.dtype)
+    def write(self, index: int, value: Tensor) -> None:
+        """Make ``value`` one parameter's gradient: it is the same on all ranks."""
+        self.factors[index] = 1.0
+        value = value.to(self.unit.device).float() * self.scale
+        if self.local is not None:
+            self.unit.views(self.local)[index].copy_(value)
+            value = torch.zeros_like(value)
+        flat = self.unit.flat(index, value)
+        for number, here, there in self.store.parts(index) if self.is_taken else ():
+            grad = self.chunks[number].open()["grad"]
+            grad[here] = flat[there].to(grad)
+            self.sum_squares(number, grad)
+            self.chunks[number].close(changed=True)
 
-    def norm(self) -> Tensor:
-        """Its 2-norm, a scalar in fp32."""
-        store = self.store
-        if store.grad.local is not None:
-            return torch.linalg.vector_norm(self.value())
-        squares = [float(store.grad.sum_of_squares(self.index))]
-        norm = math.sqrt(store.layout.sharers.total(store.unit.name, squares)[0])
-        return torch.tensor(norm, device=self.device)
-
-    def __repr__(self, **_: Any) -> str:
-        return f"Left(shape={tuple(self.shape)}, reads as the reduced gradient)"
-
-
-def is_2norm(args: tuple[Any, ...]) -> bool:
-    """Tell if a vector norm is of the whole tensor, and of order 2."""
-    order, dims = (*args[1:], *(2, None)[len(args) - 1 :])[:2]
-    return order == 2 and dims is None
+    def zero(self, index: int) -> None:
+        """Make one parameter's gradient zeros: a step with them is a step."""
+        if not any(self.present):
+            self.drop()
+            self.local = empty(self.unit.numel, self.unit.dtype, self.unit.device).zero_()
+        self.present[index] = True
+        self.write(index, torch.zeros(self.unit.shapes[index]))
+        self.leave()
 
 
-def values_of(value: Any) -> Any:
-    return value.value() if isinstance(value, Left) else value
-
-
-def is_here(grad: Tensor | None) -> bool:
-    """Tell a gradient in ``param.grad`` from what stands for one."""
-    return grad is not None and not isinstance(grad, Left)
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def in_fp32(values: Tensor) -> Tensor:
+    """``values`` (n,) themselves, or in memory that is used again."""
+    if values.dtype == torch.float32:
+        return values
+    return empty(values.numel(), torch.float32, values.device).copy_(values)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zk.next.parallel.comm import Comm
-from zk.next.parallel.gradient import is_here
+from zk.next.parallel.left import is_here
 from zk.next.store import UnitStore
 
 Event = tuple[str, UnitStore]
@@ -43,6 +43,7 @@ class Reducer:
         self.whole_at: dict[UnitStore, int] = {}  # events * MANY + units before, in this pass
         self.syncs, self.num_local = True, 0  # passes since the last one that reduced
         self.has_begun = False  # ranks have met at BEGIN
+        self.loss_scale = 1.0  # of what is in ``param.grad``
         self.dtype: torch.dtype | None = None  # of reductions; None: the units' own
 
     def begin(self) -> None:
@@ -107,9 +108,15 @@ class Reducer:
         self.reduce(store)
 
     def collect(self, store: UnitStore) -> None:
-        store.drop_removed()
-        store.collect()
-        store.leave()
+        store.grad.drop_removed()
+        store.grad.collect(self.loss_scale)
+        store.grad.leave()
+
+    @torch.no_grad()
+    def collect_rest(self) -> None:
+        """Collect what is in ``param.grad``, which has ``loss_scale``."""
+        for store in self.waiting:
+            self.collect_here(store)
 
     def collect_here(self, store: UnitStore) -> None:
         """Collect a unit of which some parameters have no gradient."""
@@ -117,7 +124,8 @@ class Reducer:
             self.collect(store)
 
     def reduce(self, store: UnitStore) -> None:
-        store.reduce(self.dtype)
+        store.wait()
+        store.grad.reduce(self.dtype)
         for reduced in self.listeners:
             reduced(store)
 
@@ -127,8 +135,7 @@ class Reducer:
             self.meet()
             self.finish()
         else:
-            for store in self.waiting:
-                self.collect_here(store)
+            self.collect_rest()
             self.num_local += 1
             self.begin()
 
@@ -136,8 +143,7 @@ class Reducer:
     def settle(self) -> None:
         """step() begins: reduce what any rank has collected, and what those in backward reduce."""
         while True:
-            for store in self.waiting:
-                self.collect_here(store)
+            self.collect_rest()
             has_rest = any(store.grad.local is not None for store in self.waiting)
             said = self.exchange([STEP, self.num_local, has_rest])
             if any(any_rest for _, _, any_rest in said):
@@ -176,7 +182,7 @@ class Reducer:
             self.reduce(store)
         places = [next(most) for _ in trained]
         for store in trained:
-            store.agree([bool(next(most)) for _ in store.unit.params])
+            store.grad.agree([bool(next(most)) for _ in store.unit.params])
         whole = sorted(
             (place, -number) for number, place in enumerate(places) if 0 <= place < math.inf
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from zk.next.addon import Seams
 from zk.next.checks import check_unmoved
 from zk.next.parallel.comm import Comm
-from zk.next.parallel.gradient import Left, in_backward
+from zk.next.parallel.left import Left, in_backward
 from zk.next.parallel.reducer import Reducer
-from zk.next.precision import CastInputs
+from zk.next.precision import CastInputs, LossScaler
 from zk.next.store import UnitStore
 
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
@@ -36,16 +37,20 @@ class Runtime:
         self.by_storage: dict[int, UnitStore] = {}  # of full parameters
         self.gathered: dict[UnitStore, None] = {}  # the one used longest ago is first
         self.held: set[UnitStore] = set()  # not to be released
+        self.num_holding = 0  # contexts that hold units
         # traced: (unit, in backward) -> the unit used after it
         self.following: dict[tuple[UnitStore, bool], UnitStore] = {}
         self.last: tuple[UnitStore, bool] | None = None
         self.reducer = Reducer(comm, seams.reduced)
-        self.depth = 0  # of calls of the model
-        self.ending = -1  # the backward whose end is awaited
+        self.scaler = LossScaler(None)
+        self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
+        self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
+        self.makes_graph = False  # that backward was called with create_graph=True
         self.partitions = False  # some parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
         self.saving: Any = None  # the context of saved tensors, within forward
         self.broken = ""  # why parameters may not be used
+        self.counts = {"gathers": 0, "prefetch_hits": 0}
         RUNTIMES.add(self)
 
     # ---- hooks -----------------------------------------------------------------------------------
@@ -62,7 +67,6 @@ class Runtime:
                 unit.module, lambda: self.before_forward(store), lambda: self.after_forward(store)
             )
         if unit.is_trained:
-            store.left = [Left(store, index) for index in range(len(unit.params))]
             self.reducer.waiting[store] = len(unit.params)
             on_grad = torch._dynamo.disable(lambda _: self.on_grad(store))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
@@ -72,20 +76,27 @@ class Runtime:
 
         Inputs are cast to ``dtype``.
         """
+        self.remove(None)
+        handles = self.handles[None] = hooks_around(self.model, self.enter, self.leave)
+        if dtype is not None:
+            cast = self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+            handles.append(cast)
+        blocks = [store.unit.module for store in self.stores if store.unit.module is not self.model]
+        inside = {part for block in blocks for part in block.modules()} | {self.model}
         for module in self.model.modules() if self.partitions else ():
             if not isinstance(module._parameters, UsedParameters):
                 module._parameters = UsedParameters(module._parameters, self.on_read)
-        for handle in self.handles.pop(None, []):
+            # a part of the model that is no block may be called by itself
+            if module._parameters and module not in inside:
+                handles += hooks_around(module, self.enter, self.leave)
+
+    def remove(self, store: UnitStore | None) -> None:
+        for handle in self.handles.pop(store, []):
             handle.remove()
-        self.handles[None] = hooks_around(self.model, self.enter, self.leave)
-        if dtype is not None:
-            cast = self.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
-            self.handles[None].append(cast)
 
     def detach(self, store: UnitStore | None) -> None:
         """Remove a unit's hooks; None: the model's."""
-        for handle in self.handles.pop(store):
-            handle.remove()
+        self.remove(store)
         if store is None:
             RUNTIMES.discard(self)
             for module in self.model.modules():
@@ -93,7 +104,9 @@ class Runtime:
             return
         self.reducer.forget(store)
         self.stores.remove(store)
+        store.grad.drop()
         for param in store.unit.params:
+            param.grad = None
             del self.store_of[param]
 
     # ---- forward ---------------------------------------------------------------------------------
@@ -103,24 +116,46 @@ class Runtime:
         self.use(store)
 
     def after_forward(self, store: UnitStore) -> None:
-        if not in_backward():  # there it was just computed again, and its backward follows
-            self.release(store)
-        self.leave()
+        try:
+            if not in_backward():  # there it was just computed again, and its backward follows
+                self.release(store)
+        finally:
+            self.leave()
 
     def enter(self) -> None:
         """Begin a call; the outermost one packs what autograd saves."""
         if self.broken:
             raise RuntimeError(self.broken)
+        if not self.depth:
+            self.thread = get_ident()
+        elif self.partitions and self.thread != get_ident():
+            raise RuntimeError(
+                "two threads call the model at once, which needs its parameters in memory: use stage 0, "
+                "1 or 2, or one thread"
+            )
         if not self.depth and not in_backward():
             check_unmoved(store.unit for store in self.stores)
             self.reducer.begin()
-            if self.partitions:
-                self.saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-                self.saving.__enter__()
+            if self.partitions and torch.is_grad_enabled():
+                self.save()
         self.depth += 1
+
+    def save(self) -> None:
+        """Pack what autograd saves from now on."""
+        saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        try:
+            saving.__enter__()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "torch.func.grad, jvp and hessian of a model at stage 3, whose parameters autograd must "
+                "not keep: use torch.autograd.grad, or stage 2; around zk.gather(params), torch.no_grad()"
+            ) from error
+        self.saving = saving
 
     def leave(self) -> None:
         # torch calls this too where ``enter``, or a hook of the user's, has raised
+        if self.partitions and self.thread != get_ident():
+            return
         self.depth = max(self.depth - 1, 0)
         if not self.depth and not in_backward():
             if self.saving is not None:
@@ -128,6 +163,13 @@ class Runtime:
                 self.saving = None
             self.last = None
             self.release_all()
+
+    def forget_calls(self) -> None:
+        """No call is in progress: forget those that an interrupt (Ctrl-C) has cut short."""
+        self.ending = -1
+        if self.depth > self.num_holding:
+            self.depth = self.num_holding + 1
+            self.leave()
 
     def on_read(self, param: nn.Parameter) -> None:
         """A module is asked for a parameter: within forward or backward that is a use."""
@@ -154,7 +196,10 @@ class Runtime:
         store.begin_gather()
 
     def gather(self, store: UnitStore, backward: bool = False) -> None:
-        self.begin_gather(store, backward)
+        if store.full is None:
+            self.counts["gathers"] += 1
+            self.counts["prefetch_hits"] += store.gathering is not None
+            self.begin_gather(store, backward)
         store.gather()
         if store.is_partitioned:
             self.gathered.pop(store, None)
@@ -212,8 +257,12 @@ class Runtime:
     # ---- backward --------------------------------------------------------------------------------
 
     def queue_end(self) -> None:
-        if self.ending != torch._C._current_graph_task_id():
-            self.ending = torch._C._current_graph_task_id()
+        current = torch._C._current_graph_task_id()
+        if self.ending != current:
+            if self.ending != -1 and self.descending != get_ident():
+                raise RuntimeError("two threads run backward() at once: let one follow the other")
+            self.ending, self.descending = current, get_ident()
+            self.makes_graph = torch.is_grad_enabled()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.end_of_backward)
 
@@ -221,31 +270,46 @@ class Runtime:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
         self.queue_end()
         if self.reducer.on_grad(store):
-            self.release(store)
-            self.reducer.on_whole(store)
+            self.refuse_backward(store)
+            if not self.makes_graph:  # else gradients have a graph, and stay until step()
+                self.release(store)
+                self.reducer.on_whole(store)
+
+    def refuse_backward(self, store: UnitStore) -> None:
+        """RuntimeError for gradients that have a graph, or no loss scale, where that is wrong."""
+        has_scale = self.scaler.scale != 1.0
+        if self.makes_graph and (store.is_partitioned or has_scale):
+            raise RuntimeError(
+                "backward(create_graph=True) at stage 3 or with a loss scale: use "
+                "torch.autograd.grad(loss, params, create_graph=True), or stage 2"
+            )
+        if has_scale and self.reducer.loss_scale == 1.0:
+            raise RuntimeError(
+                "the loss was not scaled: call optimizer.backward(loss) instead of loss.backward()"
+            )
 
     def end_of_backward(self) -> None:
         """Reduce what is left, as all ranks agree; release all units."""
         self.ending, self.last = -1, None
         self.release_all()
-        self.reducer.end()
+        if not self.makes_graph:
+            self.reducer.end()
 
     # ---- what users may ask for ------------------------------------------------------------------
 
     @contextlib.contextmanager
     def holding(self, stores: list[UnitStore]) -> Iterator[None]:
         """Keep units gathered inside."""
-        outer, self.held = self.held, self.held | set(stores)
-        self.enter()
-        try:
+        with contextlib.ExitStack() as stack:
+            self.enter()
+            stack.callback(self.leave)
             for store in stores:
                 self.gather(store)
+                stack.callback(self.release, store)
+            outer, num_holding = self.held, self.num_holding
+            self.held, self.num_holding = outer | set(stores), num_holding + 1
+            stack.callback(vars(self).update, held=outer, num_holding=num_holding)
             yield
-        finally:
-            self.held = outer
-            for store in stores:
-                self.release(store)
-            self.leave()
 
 
 class UsedParameters(dict[str, Any]):
@@ -268,14 +332,31 @@ class UsedParameters(dict[str, Any]):
         return dict, (dict(self),)
 
 
+class Hook:
+    """A hook of a module; the module's copies and files have one that does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (nothing,)
+
+
+def nothing(*_: Any) -> None:
+    """A hook of a copy."""
+
+
 def hooks_around(
     module: nn.Module, before: Callable[[], None], after: Callable[[], None]
 ) -> list[Any]:
     """Call ``before`` and ``after`` around each forward of ``module``; the compiler sees neither."""
     first, last = torch._dynamo.disable(before), torch._dynamo.disable(after)
     return [
-        module.register_forward_pre_hook(lambda *_: first(), prepend=True),
-        module.register_forward_hook(lambda *_: last(), always_call=True),
+        module.register_forward_pre_hook(Hook(lambda *_: first()), prepend=True),
+        module.register_forward_hook(Hook(lambda *_: last()), always_call=True),
     ]
 
 
