@@ -2,6 +2,7 @@
 
 WHOLE = (
     "next/test_device.py",
+    "next/test_placement_device.py",
     "softgpu/test_softgpu.py",
     "test_gpu.py",
     "test_activations_device.py",
