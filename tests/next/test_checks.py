@@ -48,16 +48,16 @@ def ddp(model: nn.Module) -> nn.Module:
 ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: zk.ZeroOptimizer([layers()], adamw(layers())), TypeError, r"model must be an nn\.Module; got list"),
     (lambda: zk.ZeroOptimizer(adamw(m := layers()), m), TypeError, r"swapped: ZeroOptimizer\(model, optimizer\)"),
-    (lambda: zk.ZeroOptimizer(layers(), 0.1), TypeError, r"torch\.optim\.Optimizer, or a list of them; got float"),
+    (lambda: zk.ZeroOptimizer(layers(), 0.1), TypeError, r"torch\.optim\.Optimizer, or several; got float"),
     (lambda: zk.ZeroOptimizer(layers(), []), ValueError, "list of optimizers is empty"),
-    (lambda: zk.ZeroOptimizer(layers(), torch.optim.AdamW([{"params": []}])), ValueError, "AdamW has no parameters"),
+    (lambda: zk.ZeroOptimizer(layers(), torch.optim.AdamW([{"params": []}])), ValueError, "AdamW: this optimizer has no parameters"),
     (lambda: zk.ZeroOptimizer(m := layers(), replaced(m)), ValueError, r"the step\(\) of this optimizer was replaced"),
-    (lambda: zk.ZeroOptimizer(m := layers(), adamw(m, differentiable=True)), ValueError, "differentiable=True in group 0"),
+    (lambda: zk.ZeroOptimizer(m := layers(), adamw(m, differentiable=True)), ValueError, "differentiable=True, and no gradient"),
     (lambda: zk.ZeroOptimizer(nn.ReLU(), adamw(layers())), ValueError, "no parameters"),
     (lambda: zk.ZeroOptimizer(ddp(m := layers()), adamw(m)), ValueError, "wrapped in DistributedDataParallel.*pass model.module"),
     (lambda: zk.ZeroOptimizer(m := nn.DataParallel(layers()), adamw(m)), ValueError, "DataParallel.*torchrun"),
-    (lambda: zk.ZeroOptimizer(m := torch.jit.script(layers()), adamw(m)), TypeError, "ScriptModule"),
-    (lambda: zk.ZeroOptimizer(layers(), adamw(layers())), ValueError, r"shape \(4, 4\) in group 0 is not one of model\.parameters"),
+    (lambda: zk.ZeroOptimizer(m := torch.jit.script(layers()), adamw(m)), TypeError, "the model is a ScriptModule"),
+    (lambda: zk.ZeroOptimizer(layers(), adamw(layers())), ValueError, r"shape \(4, 4\) is not one of model\.parameters"),
     (lambda: zk.ZeroOptimizer(m := layers(), [adamw(m), adamw(m)]), ValueError, "'0.weight' is in two of the optimizers"),
 ]  # fmt: skip
 
@@ -164,6 +164,14 @@ def test_a_model_moved_after_wrapping_is_noticed(stage: int, move: Callable[[nn.
     move(model)
     with pytest.raises(RuntimeError, match=r"'0.weight' was moved or converted after"):
         train(model, optimizer)
+
+
+def test_a_model_wrapped_in_ddp_afterwards_is_refused_at_its_first_forward() -> None:
+    model = layers()
+    zk.ZeroOptimizer(model, adamw(model))
+    around = ddp(model)
+    with around._inside_ddp_forward(), pytest.raises(RuntimeError, match="DistributedDataParallel after"):  # type: ignore[operator]
+        model(torch.ones(2, 4))
 
 
 def test_sparse_gradients_are_an_error_with_a_remedy() -> None:

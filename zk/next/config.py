@@ -7,7 +7,7 @@ import difflib
 import html
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,14 @@ from zk.next.options import (
     parse_modules,
     parse_nbytes,
     parse_paths,
+    parse_tier,
 )
 from zk.next.precision import DynamicLossScale
 
-TIERS = "device", "host", "nvme", "auto"
-CALLED = {  # other words for a tier
-    **dict.fromkeys(("cpu", "ram"), "host"),
-    **dict.fromkeys(("gpu", "cuda", "none"), "device"),
-    **dict.fromkeys(("disk", "ssd"), "nvme"),
-}
-PARSERS = {
+PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    "param_tier": parse_tier,
+    "optimizer_tier": parse_tier,
+    "loss_scale": lambda value, _: DynamicLossScale() if value == "dynamic" else value,
     "dtype": parse_dtype,
     "device": parse_device,
     "device_budget": parse_nbytes,
@@ -123,14 +121,70 @@ class ZeroConfig:
             if value is not None and name in PARSERS:
                 value = PARSERS[name](value, name)
             object.__setattr__(self, name, value)
-        for name in ("param_tier", "optimizer_tier"):
-            object.__setattr__(self, name, check_tier(name, fields[name]))
-        if self.loss_scale == "dynamic":
-            object.__setattr__(self, "loss_scale", DynamicLossScale())
-        check_types(self)
-        for holds, message in rules_of(self):
+        self._check_types()
+        for holds, message in self._rules():
             if not holds:
                 raise ValueError(message)
+
+    def _check_types(self) -> None:
+        """TypeError for the first value of another type than its option has."""
+        group, clip, addons = self.process_group, self.clip_grad_norm, self.addons
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise TypeError(
+                "process_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
+                f"mesh.get_group()), or None; got {group!r}"
+            )
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float))):
+            raise TypeError(f"clip_grad_norm must be a number or None; got {clip!r}")
+        is_list = isinstance(addons, (list, tuple))
+        if not is_list or not all(isinstance(addon, Addon) for addon in addons):
+            raise TypeError(f"addons must be a list of zk.Addon objects; got {addons!r}")
+
+    def _rules(self) -> list[tuple[object, str]]:
+        """What must hold, and the message where it does not."""
+        stage, clip, param_tier, scale = (
+            self.stage,
+            self.clip_grad_norm,
+            self.param_tier,
+            self.loss_scale,
+        )
+        prefetch, threads, tiers = (
+            self.prefetch,
+            self.num_threads,
+            (param_tier, self.optimizer_tier),
+        )
+        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        is_scale = is_number or scale in (None, "auto") or isinstance(scale, DynamicLossScale)
+        is_finite = not is_number or 0 < scale < float("inf")  # type: ignore[operator]
+        return [
+            (is_count(stage, 0) and stage < 4, f"stage must be 0, 1, 2 or 3; got {stage!r}"),
+            (
+                clip is None or clip > 0,
+                f"clip_grad_norm must be more than 0, or None; got {clip!r}",
+            ),
+            (is_scale, f"loss_scale must be 'auto', 'dynamic', None or a number; got {scale!r}"),
+            (is_finite, f"a static loss_scale must be a finite number above 0; got {scale!r}"),
+            (is_count(prefetch, 0), f"prefetch must be 0 units or more; got {prefetch!r}"),
+            (threads is None or is_count(threads), f"num_threads must be above 0; got {threads!r}"),
+            (
+                self.keep_dtype is None or self.dtype is not None,
+                "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
+            ),
+            (
+                stage == 3 or param_tier in ("device", "auto"),
+                f"param_tier={param_tier!r} needs stage=3: at stage {stage} parameters stay on the "
+                "device; use stage=3 or param_tier='device'",
+            ),
+            (
+                "nvme" not in tiers or self.nvme_path,
+                "a tier is 'nvme' and nvme_path is not set; give nvme_path=, folders on the drive",
+            ),
+            (
+                tiers != ("nvme", "device"),
+                "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are "
+                "updated in host memory",
+            ),
+        ]
 
     def _repr_html_(self) -> str:
         """A table for notebooks: the fields that differ from their defaults."""
@@ -147,79 +201,6 @@ def refuse_unknown(names: set[str], known: list[str]) -> None:
         hint = f"the closest one is {close[0]!r}" if close else f"there are {', '.join(known)}"
         hint = f"zk 0.1.0 had it: {GONE[name]}" if name in GONE else hint
         raise TypeError(f"ZeroOptimizer and ZeroConfig have no option {name!r}; {hint}")
-
-
-def check_tier(name: str, tier: Any) -> str:
-    """The name of a tier, as it is written here; ValueError for another."""
-    found = tier.lower() if isinstance(tier, str) else tier
-    if found not in TIERS:
-        own = CALLED.get(found) if isinstance(found, str) else None
-        meant = f"; what others call {tier!r} is {own!r} here" if own else ""
-        raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {tier!r}{meant}")
-    return found  # type: ignore[no-any-return]
-
-
-def check_types(config: ZeroConfig) -> None:
-    """TypeError for the first value of another type than its option has."""
-    group, clip, addons = config.process_group, config.clip_grad_norm, config.addons
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            "process_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
-            f"mesh.get_group()), or None; got {group!r}"
-        )
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float))):
-        raise TypeError(f"clip_grad_norm must be a number or None; got {clip!r}")
-    is_list = isinstance(addons, (list, tuple))
-    if not is_list or not all(isinstance(addon, Addon) for addon in addons):
-        raise TypeError(f"addons must be a list of zk.Addon objects, not classes; got {addons!r}")
-
-
-def rules_of(config: ZeroConfig) -> list[tuple[object, str]]:
-    """What must hold, and the message where it does not."""
-    stage, clip, scale = config.stage, config.clip_grad_norm, config.loss_scale
-    param_tier, state_tier = config.param_tier, config.optimizer_tier
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    is_scale = is_number or scale in (None, "auto") or isinstance(scale, DynamicLossScale)
-    return [
-        (is_count(stage, 0) and stage < 4, f"stage must be 0, 1, 2 or 3; got {stage!r}"),
-        (
-            stage == 3 or param_tier in ("device", "auto"),
-            f"param_tier={param_tier!r} needs stage=3: at stage {stage} parameters stay on the "
-            "device; use stage=3 or param_tier='device'",
-        ),
-        (
-            "nvme" not in (param_tier, state_tier) or config.nvme_path,
-            "a tier is 'nvme' and nvme_path is not set; give nvme_path=, a folder on the drive (or "
-            "several, to stripe over)",
-        ),
-        (
-            param_tier != "nvme" or state_tier != "device",
-            "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are "
-            "updated in host memory",
-        ),
-        (clip is None or clip > 0, f"clip_grad_norm must be more than 0, or None; got {clip!r}"),
-        (
-            is_scale,
-            "loss_scale must be 'auto', 'dynamic', a number, a DynamicLossScale or None; got "
-            f"{scale!r}",
-        ),
-        (
-            not is_number or 0 < scale < float("inf"),  # type: ignore[operator]
-            f"a static loss_scale must be a finite number above 0; got {scale!r}",
-        ),
-        (
-            is_count(config.prefetch, 0),
-            f"prefetch must be a number of units, 0 or more; got {config.prefetch!r}",
-        ),
-        (
-            config.num_threads is None or is_count(config.num_threads),
-            f"num_threads must be 1 or more, or None; got {config.num_threads!r}",
-        ),
-        (
-            config.keep_dtype is None or config.dtype is not None,
-            "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
-        ),
-    ]
 
 
 def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:

@@ -16,6 +16,12 @@ DTYPES: dict[str, torch.dtype] = {
     **dict.fromkeys(("fp16", "float16"), torch.float16),
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TIERS = "device", "host", "nvme", "auto"
+CALLED = {  # other words for a tier
+    **dict.fromkeys(("cpu", "ram"), "host"),
+    **dict.fromkeys(("gpu", "cuda", "none"), "device"),
+    **dict.fromkeys(("disk", "ssd"), "nvme"),
+}
 SUFFIXES = {"": 1, "b": 1} | {
     f"{letter}{i}b": base**power
     for power, letter in enumerate("kmgt", 1)
@@ -26,6 +32,15 @@ SUFFIXES = {"": 1, "b": 1} | {
 def is_count(value: object, least: int = 1) -> bool:
     """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def parse_tier(value: Any, name: str) -> str:
+    """The name of a tier; others' words for it are answered with zk's."""
+    tier = str(value).lower()
+    if tier not in TIERS:
+        meant = f"; what others call {tier!r} is {CALLED[tier]!r} here" if tier in CALLED else ""
+        raise ValueError(f"{name} must be 'device', 'host', 'nvme' or 'auto'; got {value!r}{meant}")
+    return tier
 
 
 def parse_device(value: object, name: str) -> torch.device:

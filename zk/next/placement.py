@@ -33,6 +33,11 @@ AWAY = WHOLE | {"param_tier": "host"}
 INSTEAD: tuple[dict[str, Any], ...] = (
     WHOLE, HOST, HOST | AWAY, DRIVE, DRIVE | AWAY, DRIVE | AWAY | {"param_tier": "nvme"}
 )  # fmt: skip
+ELSEWHERE = {
+    "device": "stage=3 over more ranks, or optimizer_tier='host'",
+    "host": "more ranks or 'nvme' tiers; on these, make units smaller (units=)",
+}
+MIRRORED = ("device", "host"), ("device", "nvme")
 Nbytes = Mapping[str, int]  # memory -> bytes
 Sizes = Counter[tuple[str, str]]  # (tier, kind) -> bytes
 
@@ -41,30 +46,26 @@ class Size(NamedTuple):
     """One unit: its elements, padding included, and the bytes of one."""
 
     numel: int
-    param: int
-    """Of a parameter, and of its gradient."""
+    param: int  # and its gradient
     master: int
     moments: int
     is_trained: bool
-    is_block: bool
-    """Gathered for its own forward alone."""
+    is_block: bool  # gathered for its own forward alone
 
     @classmethod
     def of(cls, unit: Unit, fields: Mapping[str, torch.dtype], model: nn.Module) -> Size:
         """``fields``: what the unit's codec keeps of an element."""
         kept = {name: dtype.itemsize for name, dtype in fields.items()}
-        master, is_block = kept.pop("master", 0), unit.module is not model
-        moments = sum(kept.values())
-        return cls(unit.numel, unit.dtype.itemsize, master, moments, unit.is_trained, is_block)
+        states = kept.pop("master", 0), sum(kept.values()) - kept.get("master", 0)
+        is_block = unit.module is not model
+        return cls(unit.numel, unit.dtype.itemsize, *states, unit.is_trained, is_block)
 
 
 class Place(NamedTuple):
     """The tiers of one unit."""
 
-    param: str
-    """Of its parameters; "mirrored": on the device, and a copy in host memory is updated."""
-    state: str
-    """Of its gradient, master and moments; "" of a frozen one."""
+    param: str  # "mirrored": on the device, and a copy in host memory is updated
+    state: str  # of its gradient, master and moments; "" of a frozen one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +73,9 @@ class Placement:
     """Tiers and bytes of one rank."""
 
     config: ZeroConfig
-    sizes: Sequence[Size]
-    """Of the units, in the order of the model."""
+    sizes: Sequence[Size]  # in the order of the model
     ranks: int
-    joined: bool
-    """The device's memory is the host's."""
+    joined: bool  # the device's memory is the host's
 
     def shard(self, size: Size) -> int:
         """Elements whose states this rank keeps."""
@@ -92,51 +91,44 @@ class Placement:
         found = self.filled(room, tiers)
         if "auto" in self.tiers and on_drive(found):
             found = self.filled({**room, "host": room["host"] - self.buffers_nbytes}, tiers)
-        self.check_budgets(found)
+        self.cache_nbytes(found)
         return found
 
     @property
     def tiers(self) -> tuple[str, str]:
         """What users asked for: of parameters, and of states."""
-        return (
-            self.config.param_tier if self.config.stage == 3 else "device",
-            self.config.optimizer_tier,
-        )
+        config = self.config
+        return config.param_tier if config.stage == 3 else "device", config.optimizer_tier
 
     def filled(self, room: Nbytes, tiers: tuple[str, ...]) -> list[Place]:
         """Fill ``tiers`` with whole units: parameters first, which are used twice in a step."""
         used, (param_tier, state_tier) = Counter[str](), self.tiers
         shared = self.joined and self.config.device_budget is None
 
+        def fits(tier: str, nbytes: int) -> bool:
+            there = used["device"] + used["host"] if shared else used[tier]
+            return there + nbytes <= room[tier]
+
         def take(wanted: tuple[str, ...], nbytes: int) -> str:
             """The first tier with room; the last one takes what is left over."""
-            for tier in wanted[:-1]:
-                there = used["device"] + used["host"] if shared else used[tier]
-                if there + nbytes <= room[tier]:
-                    break
-            else:
-                tier = wanted[-1]
+            tier = next((tier for tier in wanted[:-1] if fits(tier, nbytes)), wanted[-1])
             used[tier] += nbytes
             return tier
 
-        is_whole, fillable = self.config.stage < 3, tiers[:2] if state_tier == "device" else tiers
+        fillable = tiers[:2] if state_tier == "device" else tiers
         wanted = fillable if param_tier == "auto" else (param_tier,)
-        rests = [size.numel if is_whole else self.shard(size) for size in self.sizes]
-        params = [take(wanted, n * size.param) for n, size in zip(rests, self.sizes, strict=True)]
-        states = dict.fromkeys(range(len(params)), "")
+        numels = [size.numel if self.config.stage < 3 else self.shard(size) for size in self.sizes]
+        params = [take(wanted, n * s.param) for n, s in zip(numels, self.sizes, strict=True)]
+        states = ["" if s.is_trained and state_tier == "auto" else state_tier for s in self.sizes]
         for number, (size, param) in enumerate(zip(self.sizes, params, strict=True)):
-            if size.is_trained and state_tier == "auto" and param == "device":
+            if not states[number] and param == "device":
                 states[number] = take(("device", ""), self.state_nbytes(size))
-                used["host"] += (not states[number]) * self.copy_nbytes(size)
+                used["host"] += self.copy_nbytes(size) * (not states[number])
         for number, size in enumerate(self.sizes):
-            if size.is_trained and not states[number]:
-                wanted = tiers[1:] if state_tier == "auto" else (state_tier,)
-                states[number] = take(wanted, self.state_nbytes(size))
-        pairs = zip(params, states.values(), strict=True)
-        is_copied = ("host", "nvme")
+            states[number] = states[number] or take(tiers[1:], self.state_nbytes(size))
         return [
-            Place("mirrored" if p == "device" and state in is_copied else p, state)
-            for p, state in pairs
+            Place("mirrored" if (p, s) in MIRRORED and size.is_trained else p, s * size.is_trained)
+            for size, p, s in zip(self.sizes, params, states, strict=True)
         ]
 
     def state_nbytes(self, size: Size) -> int:
@@ -185,17 +177,16 @@ class Placement:
     @property
     def buffers_nbytes(self) -> int:
         """Host memory that chunks of the drive take on their way."""
-        most = {"param": 0, "grad": 0, "states": 0}
-        for size in self.sizes:
-            numel = self.shard(size)
-            chunk = min(numel, store.CHUNK_NUMEL) * size.is_trained
-            of = numel * size.param, chunk * 4, chunk * (size.master + size.moments)
-            most = {
-                name: max(before, n) for (name, before), n in zip(most.items(), of, strict=True)
-            }
-        if self.tiers[0] in ("device", "host"):
-            del most["param"]
-        return SPARE * sum(map(capacity_of, filter(None, most.values())))
+        sizes, goes = self.sizes, self.tiers[0] in ("nvme", "auto")
+        chunks = [min(self.shard(s), store.CHUNK_NUMEL) * s.is_trained for s in sizes]
+        most = [
+            max((self.shard(size) * size.param * goes for size in sizes), default=0),
+            max((4 * chunk for chunk in chunks), default=0),
+            max(
+                (n * (s.master + s.moments) for n, s in zip(chunks, sizes, strict=True)), default=0
+            ),
+        ]
+        return SPARE * sum(map(capacity_of, filter(None, most)))
 
     def by_memory(self, sizes: Sizes) -> Counter[str]:
         """Bytes of each memory."""
@@ -204,27 +195,22 @@ class Placement:
             found["host" if self.joined and tier == "device" else tier] += nbytes
         return found
 
-    def check_budgets(self, places: Sequence[Place]) -> None:
-        """ValueError for budgets that do not hold what rests there, or what the drive needs."""
+    def cache_nbytes(self, places: Sequence[Place]) -> int:
+        """What a host_budget leaves to the drive's cache; ValueError for budgets that are too small."""
+        budgets = {"device": self.config.device_budget, "host": self.config.host_budget}
         used = Counter[str]()
         for (tier, _), nbytes in self.at_rest(places).items():
             used[tier] += nbytes
-        is_cached = used["host"] + used["nvme"] <= (self.config.host_budget or 0)
-        used["host"] += self.buffers_nbytes * (on_drive(places) and not is_cached)
-        moves = "optimizer_tier='host', or stage=3 with param_tier='host', moves it off the device"
-        drive = "'nvme' tiers with nvme_path move it to a drive; of buffers: smaller units (units=)"
-        for tier, remedy in ("device", moves), ("host", drive):
-            budget = getattr(self.config, f"{tier}_budget")
+        cache = int(budgets["host"] or 0) - used["host"]
+        if used["nvme"] > cache:
+            used["host"] += self.buffers_nbytes * on_drive(places)
+        for tier, budget in budgets.items():
             if budget is not None and used[tier] > budget:
                 raise ValueError(
                     f"this rank's training state needs {readable(used[tier])} on the {tier} tier, and "
-                    f"{tier}_budget is {readable(budget)}; raise the budget, or: {remedy}"
+                    f"{tier}_budget is {readable(budget)}; raise the budget, use {ELSEWHERE[tier]}"
                 )
-
-    def cache_nbytes(self, places: Sequence[Place]) -> int:
-        """What a host_budget leaves to the drive's cache."""
-        used = sum(n for (tier, _), n in self.at_rest(places).items() if tier == "host")
-        return max(0, (self.config.host_budget or 0) - used)
+        return max(0, cache)
 
 
 def on_drive(places: Sequence[Place]) -> bool:
@@ -239,12 +225,8 @@ def lacking(needed: Nbytes, there: Nbytes) -> dict[str, int]:
 
 def readable(nbytes: int) -> str:
     """As a person would say it: "1.50 GiB", "20.00 MiB", "10 bytes"."""
-    sizes = (
-        f"{nbytes / size:.2f} {name}"
-        for name, size in (("GiB", 2**30), ("MiB", 2**20))
-        if nbytes >= size
-    )
-    return next(sizes, f"{nbytes} bytes")
+    name, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
+    return f"{nbytes / size:.2f} {name}" if nbytes >= size else f"{nbytes} bytes"
 
 
 # ---- the memory that is here ---------------------------------------------------------------------

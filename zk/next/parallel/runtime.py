@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zk.next.addon import Seams
-from zk.next.checks import check_unmoved
+from zk.next.checks import check_call
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.left import Left, in_backward
 from zk.next.parallel.reducer import Reducer
@@ -134,7 +134,7 @@ class Runtime:
                 "1 or 2, or one thread"
             )
         if not self.depth and not in_backward():
-            check_unmoved(store.unit for store in self.stores)
+            check_call(self.model, (store.unit for store in self.stores))
             self.reducer.begin()
             if self.partitions and torch.is_grad_enabled():
                 self.save()
