@@ -60,10 +60,11 @@ def test_what_nobody_promises_or_was_changed_is_refused_and_stays() -> None:
     with pytest.raises(RuntimeError, match=r"'tokens.weight' was written or converted after deferred_init"):
         zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()))
     ones.are_written = False
-    model.norm.weight = nn.Parameter(torch.empty(24, device="meta"))
+    norm: Any = model.norm
+    norm.weight = nn.Parameter(torch.empty(24, device="meta"))
     with pytest.raises(ValueError, match=r"'norm.weight' is on the meta device"):
         zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()))
     assert not ones.made and all(param.is_meta for param in model.parameters())
-    model.norm.weight = nn.Parameter(next(iter(model.parameters())).detach().view(-1)[:24])
+    norm.weight = nn.Parameter(next(iter(model.parameters())).detach().view(-1)[:24])
     with pytest.raises(ValueError, match="share memory"):
         zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()))

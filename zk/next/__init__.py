@@ -11,6 +11,7 @@ from zk.next.precision import DynamicLossScale
 
 if TYPE_CHECKING:
     from zk.next.nn.deferred import deferred_init
+    from zk.next.nn.pretrained import load_pretrained
 
 # each line, and its file, may be deleted: the option is then unknown
 register(overlap_step="zk.next.addons.overlap:Overlap")
@@ -20,6 +21,7 @@ register(announce="zk.next.addons.announced:Announced")
 # what is imported when it is first used; each line, and its file, may be deleted
 MODULES = {
     "deferred_init": "zk.next.nn.deferred",
+    "load_pretrained": "zk.next.nn.pretrained",
 }
 __all__ = [
     "Addon",
@@ -28,6 +30,7 @@ __all__ = [
     "ZeroOptimizer",
     "deferred_init",
     "gather",
+    "load_pretrained",
     "register",
     "register_methods",
 ]

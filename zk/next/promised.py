@@ -20,8 +20,9 @@ NAME = "_zk_promise"
 class Promise(Protocol):
     """What makes the values of tensors without memory."""
 
-    device: torch.device
-    """Where the model will compute."""
+    @property
+    def device(self) -> torch.device:
+        """Where the model will compute."""
 
     def make(self, tensor: Tensor) -> Tensor:
         """The values: of the tensor's shape, on any device."""
