@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 
 TIERS: tuple[dict[str, Any], ...] = (
     *({"stage": stage} for stage in (0, 1, 2, 3)),
-    {"stage": 2, "optimizer_tier": "host", "overlap_step": True},
+    {"stage": 3, "optimizer_tier": "host", "overlap_step": True},
     {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 )
 

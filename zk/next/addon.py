@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
+    from zk.next.config import ZeroConfig
     from zk.next.offload.rules import Codec, Rules
     from zk.next.offload.tiers import Tier
     from zk.next.optimizer import ZeroOptimizer
@@ -36,6 +37,9 @@ class Addon:
     """Each method answers as the core does without an add-on; override what should differ."""
 
     # ---- before anything is made, in this order --------------------------------------------------
+
+    def check(self, config: ZeroConfig) -> None:
+        """Refuse options that this add-on cannot be right with: raise."""
 
     def comm(self, comm: Comm) -> Comm:
         """Return the collectives of the ranks, wrapped or not."""
@@ -101,7 +105,7 @@ EVENTS = (
     *("used", "reduced", "before_step", "totals", "around_update", "updater"),
     *("changing", "updated", "synchronized"),
 )
-BEFORE = "comm", "blocks", "kind", "rules", "codec", "tier", "attach"
+BEFORE = "check", "comm", "blocks", "kind", "rules", "codec", "tier", "attach"
 
 
 class Seams:

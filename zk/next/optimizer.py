@@ -23,6 +23,7 @@ from zk.next.offload.drive import Drive
 from zk.next.offload.rules import RULES, Codec, Rule, rule_for
 from zk.next.offload.tiers import Host, Memory, Tier
 from zk.next.parallel.comm import Comm
+from zk.next.parallel.gather import hooks_of_states
 from zk.next.parallel.runtime import RUNTIMES, Runtime
 from zk.next.placement import Place, Size, choose, on_drive, place_buffers
 from zk.next.precision import (
@@ -146,6 +147,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = groups  # the user's own, so that both see changes
         self.state = Elsewhere()
         self._seams = Seams([*config.addons, *addon.make(config.options)])
+        for check in self._seams.check:
+            check(config)
         self._layout = Layout(model, inners, config, self._seams)
         self._torn = ""  # why states are not of one step
         self._refusals: list[Any] = []  # hooks of the user's optimizers
@@ -211,6 +214,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in units:
             self._runtime.attach(UnitStore(unit, layout))
         self._runtime.attach_model(self.config.dtype)
+        for module in self.model.modules() if layout.stage == 3 else ():
+            if module._parameters:
+                self._runtime.handles[None] += hooks_of_states(module)
 
     def _abandon(self, stores: list[UnitStore], gather: bool = True) -> None:
         """Give up units: their parameters are plain torch's, and whole unless ``gather`` is False."""
@@ -365,6 +371,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for store in self._trained:
             params = store.unit.params
             zeros = [] if set_to_none else [i for i, p in enumerate(params) if p.grad is not None]
+            if zeros:
+                store.wait()
             if store.updating is None:  # an update in flight has taken it
                 store.grad.drop()
             for param in params:

@@ -29,7 +29,6 @@ def states_of_inners(optimizer: ZeroOptimizer) -> dict[str, Any]:
 def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """What ZeroOptimizer.state_dict returns."""
     order, states = order_of(optimizer), {}
-    is_begun = any(any(store.steps) for store in optimizer._trained)
     for store in optimizer._trained:
         kept = [*store.rule.names, *(["master"] if store.unit.dtype != torch.float32 else [])]
         for index, param in enumerate(store.unit.params):
@@ -39,8 +38,6 @@ def states_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
                     **store.rule.numbers(store.groups[index], store.steps[index]),
                     **values,
                 }
-            elif "master" in kept and is_begun:
-                states[order[param]] = {"master": store.read("master", index)}
     groups = [
         group | {"params": [order[param] for param in group["params"]]}
         for group in optimizer.param_groups

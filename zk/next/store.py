@@ -202,11 +202,6 @@ class UnitStore:
     def absorb(self) -> None:
         """Take what users have written to full parameters into the shard and the masters."""
         changed = self.changed() if self.full is not None else []
-        if changed and self.is_updated:
-            raise RuntimeError(
-                f"{self.unit.names[changed[0]]!r} was changed in place while its update was in flight, "
-                "which would undo that: call optimizer.synchronize() first"
-            )
         for index in changed:
             param = self.unit.params[index]
             if param.shape != self.unit.shapes[index] or param.dtype != self.unit.dtype:
@@ -254,7 +249,6 @@ class UnitStore:
         """Make full parameters new from every rank's updated shard; at stage 3 a gather does it."""
         self.wait()
         if self.is_updated and self.full is not None:
-            self.absorb()
             self.param.load("param", self.unit.device, self.renew).wait().wait()
         if self.is_updated:
             torch.autograd.graph.increment_version(self.unit.params)

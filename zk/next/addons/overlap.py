@@ -1,7 +1,8 @@
 """``overlap_step=True``: the update runs in a thread beside the next forward; the same bits.
 
-A unit's first use waits for its own update. Uses of the core: the seams ``updater`` and
-``updated``, ``UnitStore.updating``, ``ZeroOptimizer._update_units``.
+At stage 3, where parameters are gathered: a unit's first use waits for its own update. Uses of the
+core: the seams ``check``, ``updater``, ``updated``; ``UnitStore.updating``,
+``ZeroOptimizer._update_units``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from zk.next.addon import Addon
 
 if TYPE_CHECKING:
     from zk.next.addon import Update
+    from zk.next.config import ZeroConfig
     from zk.next.optimizer import ZeroOptimizer
     from zk.next.store import Step, UnitStore
 
@@ -25,6 +27,13 @@ class Overlap(Addon):
             raise ValueError(f"overlap_step must be True or False; got {value!r}")
         self.executor = ThreadPoolExecutor(1, "zk-update")
         self.pending: dict[UnitStore, Future[None]] = {}
+
+    def check(self, config: ZeroConfig) -> None:
+        if config.stage != 3:
+            raise ValueError(
+                f"overlap_step=True needs stage=3; got stage={config.stage}, where parameters are read at "
+                "any time, and would be those before the update: use stage=3, or remove it"
+            )
 
     def attach(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
@@ -49,9 +58,6 @@ class Overlap(Addon):
             for future in self.pending.values():
                 if not future.done():
                     future.set_exception(error)
-
-    def used(self, store: UnitStore) -> None:
-        """Listening gives every unit hooks around its forward, at stages 0 to 2 too."""
 
     def updated(self, store: UnitStore) -> None:
         self.pending[store].set_result(None)

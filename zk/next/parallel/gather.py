@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zk.next.parallel.runtime import RUNTIMES
+from zk.next.parallel.runtime import RUNTIMES, Hook
 from zk.next.store import UnitStore
 
 Place = tuple[UnitStore, int]
@@ -92,3 +93,28 @@ def gathered_states(
         store.write(kind, index, value)
     for store in dict.fromkeys(store for store, _ in places.values() if write):
         store.publish()
+
+
+def hooks_of_states(module: nn.Module) -> list[Any]:
+    """Make ``state_dict()`` and ``load_state_dict()`` of a module whole: collectives at stage 3."""
+    contexts: list[Any] = []
+
+    def read(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, param in module._parameters.items():
+            store, index = (param is not None and place_of(param)) or (None, 0)
+            if store is not None and store.full is None and prefix + name in state:
+                state[prefix + name] = store.read("param", index).cpu()
+
+    def begin(*_: Any) -> None:
+        own = [param for param in module._parameters.values() if param is not None]
+        contexts.append(gather(own, write=True))
+        contexts[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    return [
+        module.register_state_dict_post_hook(Hook(read)),
+        module.register_load_state_dict_pre_hook(Hook(begin)),
+        module.register_load_state_dict_post_hook(Hook(end)),
+    ]
