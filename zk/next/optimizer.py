@@ -19,6 +19,7 @@ from zk.next import addon
 from zk.next.addon import Seams
 from zk.next.checks import check_arguments, check_params
 from zk.next.config import ZeroConfig
+from zk.next.memory import trim
 from zk.next.offload.drive import Drive
 from zk.next.offload.rules import RULES, Codec, Rule, rule_for
 from zk.next.offload.tiers import Host, Memory, Tier
@@ -213,6 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         layout.place(units, self.model, freed)
         for unit in units:
             self._runtime.attach(UnitStore(unit, layout))
+            trim()  # of what the parameters were before
         self._runtime.attach_model(self.config.dtype)
         for module in self.model.modules() if layout.stage == 3 else ():
             if module._parameters:

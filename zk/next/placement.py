@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zk.next import store
 from zk.next.config import ZeroConfig, pasted
 from zk.next.memory import host_memory
-from zk.next.offload.drive import SPARE, capacity_of
+from zk.next.offload.drive import SPARE, Drive, capacity_of
 from zk.next.offload.link import LINKS
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.runtime import GATHERED_IN_BACKWARD
@@ -178,7 +178,8 @@ class Placement:
     def buffers_nbytes(self) -> int:
         """Host memory that chunks of the drive take on their way."""
         sizes, goes = self.sizes, self.tiers[0] in ("nvme", "auto")
-        chunks = [min(self.shard(s), store.CHUNK_NUMEL) * s.is_trained for s in sizes]
+        most_numel = min(store.CHUNK_NUMEL, Drive.chunk_numel)
+        chunks = [min(self.shard(s), most_numel) * s.is_trained for s in sizes]
         most = [
             max((self.shard(size) * size.param * goes for size in sizes), default=0),
             max((4 * chunk for chunk in chunks), default=0),

@@ -67,20 +67,26 @@ class UnitStore:
         self.steps = [0] * len(unit.params)
         self.groups = [layout.groups[param] for param in unit.params if unit.is_trained]
         self.start = layout.sharers.rank * unit.shard_numel
-        sizes = range(0, unit.shard_numel, CHUNK_NUMEL)
-        self.bounds = [slice(at, min(at + CHUNK_NUMEL, unit.shard_numel)) for at in sizes]
+        step = CHUNK_NUMEL
+        if unit.is_trained:
+            step = min(step, layout.tier_of(unit, "state").chunk_numel)
+        starts = range(0, unit.shard_numel, step)
+        self.bounds = [slice(at, min(at + step, unit.shard_numel)) for at in starts]
         self.place()
 
     def place(self) -> None:
         """Move the parameters to their tier, and make room for gradients and states."""
         unit, layout, numel = self.unit, self.layout, self.unit.shard_numel
-        values = torch.zeros(unit.numel, dtype=unit.params[0].dtype, device=unit.device)
+        values = empty(unit.numel, unit.params[0].dtype, unit.device).zero_()
         fill(unit, values, layout.comm.rank == 0)
         is_cast = values.dtype in CASTABLE  # no backend sends the others
         layout.comm.broadcast(unit.name, values if is_cast else values.view(torch.uint8))
-        full, mine = values.to(unit.dtype), slice(self.start, self.start + numel)
+        full, mine = values, slice(self.start, self.start + numel)
+        if values.dtype != unit.dtype:
+            full = empty(unit.numel, unit.dtype, unit.device).copy_(values)
         self.param = layout.tier_of(unit, "param").chunks({"param": unit.dtype}, [numel])[0]
-        self.param.put("param", full[mine].clone() if self.is_partitioned else full[mine])
+        is_part = self.is_partitioned and layout.sharers.size > 1
+        self.param.put("param", full[mine].clone() if is_part else full[mine])
         grads: list[Chunk] = []
         self.states: list[Chunk] = []
         if unit.is_trained:
@@ -91,7 +97,7 @@ class UnitStore:
             )
         self.grad = Gradient(self, grads)
         for chunk, bound in zip(self.states, self.bounds, strict=False):
-            param = full[mine][bound].to(chunk.device)
+            param = full[mine][bound].to(chunk.device, copy=True)
             self.codec.start(chunk.open() | {"param": param}, values[mine][bound].float())
             chunk.close(changed=True)
         nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)

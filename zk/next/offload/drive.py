@@ -17,7 +17,7 @@ from torch import Tensor
 from zk.next.memory import empty, round_up, trim
 from zk.next.offload.file import File, Request
 from zk.next.offload.link import Arrival, CudaLink, Event, link_to
-from zk.next.offload.tiers import ALL, CPU, Chunk, Dtypes, Fields, Then
+from zk.next.offload.tiers import ALL, CPU, Chunk, Dtypes, Fields, Then, overlap
 
 SPARE = 4  # buffers of a size: one is in use, two are read ahead, one is written behind
 
@@ -25,16 +25,20 @@ SPARE = 4  # buffers of a size: one is in use, two are read ahead, one is writte
 class FileChunk(Chunk):
     """Fields that rest in a file, one after the other, each on a page of its own."""
 
-    stays = False
-
     def __init__(self, tier: Drive, file: File, offset: int, dtypes: Dtypes, numel: int) -> None:
         self.tier, self.file, self.offset, self.numel = tier, file, offset, numel
         self.dtypes, self.device, self.link = dict(dtypes), CPU, tier.link
         self.buffer: Tensor | None = None  # (capacity,) uint8
-        self.request: Request | None = None  # the last read or write of the buffer
+        self.reading: Request | None = None
+        self.writing: list[tuple[slice, Request]] = []  # parts
+        self.dirty: list[slice] = []  # parts that the file has not
         self.arriving: Event | None = None  # the last copies between the buffer and the device
         self.leaving: Event | None = None
-        self.opened, self.is_dirty, self.is_kept = 0, False, False
+        self.opened, self.is_kept, self.is_shown = 0, False, False
+
+    @property
+    def stays(self) -> bool:
+        return self.is_kept and self.link is None
 
     @property
     def nbytes(self) -> int:
@@ -45,14 +49,14 @@ class FileChunk(Chunk):
         with self.tier.lock:
             if self.buffer is None:
                 self.buffer = self.tier.acquire(self)
-                self.request = self.file.read_async(self.buffer[: self.nbytes], self.offset)
+                self.reading = self.file.read_async(self.buffer[: self.nbytes], self.offset)
             self.tier.touch(self)
 
     def open(self, part: slice = ALL) -> Fields:
         with self.tier.lock:
             self.fetch()
             self.opened += 1
-        self.wait()
+        self.wait(part)
         return {name: field[part] for name, field in self.views().items()}
 
     def views(self) -> Fields:
@@ -65,10 +69,13 @@ class FileChunk(Chunk):
             start += round_up(nbytes)
         return views
 
-    def wait(self) -> None:
-        """Wait until nothing is in flight from or to the buffer."""
-        if self.request is not None:
-            self.request.wait()
+    def wait(self, part: slice = ALL) -> None:
+        """Wait until nothing is in flight from or to a part of the buffer."""
+        if self.reading is not None:
+            self.reading.wait()
+        for written, request in self.writing:
+            if overlap(written, part, self.numel):
+                request.wait()
         self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
@@ -79,17 +86,19 @@ class FileChunk(Chunk):
     def close(self, changed: bool, part: slice = ALL) -> None:
         with self.tier.lock:
             self.opened -= 1
-            self.is_dirty |= changed
+            self.dirty += [part] if changed else []
             if not self.opened and not self.is_kept:
                 self.evict()
 
     def evict(self) -> None:
         """Start to write what has changed."""
-        if self.is_dirty:
-            assert self.buffer is not None
-            used = self.buffer[: self.nbytes]
-            self.request = self.file.write_async(used, self.offset, self.arriving)
-            self.is_dirty = False
+        self.writing = [pair for pair in self.writing if not pair[1].done or pair[1].error]
+        for part in [ALL] if ALL in self.dirty else self.dirty:
+            for field in self.views().values() if part != ALL else [self.buffer[: self.nbytes]]:
+                place = self.offset + field[part].data_ptr() - self.buffer.data_ptr()
+                request = self.file.write_async(field[part], place, self.arriving)
+                self.writing.append((part, request))
+        self.dirty = []
 
     def put(self, name: str, values: Tensor) -> None:
         """Copy ``values`` (numel,) to the field, which takes their dtype (at most the one it had)."""
@@ -100,7 +109,7 @@ class FileChunk(Chunk):
             if self.buffer is not None and self.buffer.numel() < self.nbytes:
                 self.tier.release(self)
             if self.buffer is None:
-                self.buffer, self.request = self.tier.acquire(self), None
+                self.buffer, self.reading = self.tier.acquire(self), None
             self.tier.touch(self)
             self.opened += 1
         field = self.views()[name]
@@ -114,17 +123,27 @@ class FileChunk(Chunk):
     def load(self, name: str, device: torch.device, then: Then) -> Arrival:
         values = self.open()[name]
         if device == CPU or self.link is None:
-            arrival = Arrival(then(empty(self.numel, values.dtype, CPU).copy_(values)))
-        else:
-            target = torch.empty(self.numel, dtype=values.dtype, device=device)
-            self.leaving = self.link.upload(target, values)
-            arrival = self.link.beside(target, then)
+            return Arrival(then(self.taken(values)))
+        target = torch.empty(self.numel, dtype=values.dtype, device=device)
+        self.leaving = self.link.upload(target, values)
         self.close(changed=False)
-        return arrival
+        return self.link.beside(target, then)
+
+    def taken(self, values: Tensor) -> Tensor:
+        """``values`` for whoever keeps them: what stays, or the buffer, which is given away."""
+        with self.tier.lock:
+            self.close(changed=False)
+            if self.is_kept:
+                self.is_shown = True
+            elif self.opened:
+                values = empty(self.numel, values.dtype, CPU).copy_(values)
+            else:
+                self.tier.give_away(self)
+        return values
 
     def drop(self) -> None:
         with self.tier.lock:
-            self.is_dirty = False  # the next put writes all of it
+            self.dirty = []  # the next put writes all of it
             if self.buffer is not None and not self.opened:
                 self.wait()
                 self.tier.release(self)
@@ -136,6 +155,8 @@ class Drive:
     Without a budget, everything is written and read once in each use. What the drive refuses raises
     in ``open``, ``put`` and ``load``, again and again: the run has lost what it could not write.
     """
+
+    chunk_numel = 1 << 21  # so that several fit in the buffers
 
     def __init__(self, folders: Sequence[str], budget: int | None, near: torch.device) -> None:
         self.folders, self.budget, self.near = list(folders), budget or 0, near
@@ -186,8 +207,12 @@ class Drive:
         room = self.budget
         if sum(chunk.nbytes for chunk in self.all) > room:
             room -= self.passing_nbytes
-        for chunk in sorted(self.all, key=lambda chunk: "param" not in chunk.dtypes):
-            chunk.is_kept = chunk.nbytes <= room
+
+        def order(chunk: FileChunk) -> tuple[bool, bool]:
+            return not chunk.is_shown, "param" not in chunk.dtypes
+
+        for chunk in sorted(self.all, key=order):
+            chunk.is_kept = chunk.is_shown or chunk.nbytes <= room
             room -= chunk.nbytes if chunk.is_kept else 0
 
     def touch(self, chunk: FileChunk) -> None:
@@ -224,17 +249,28 @@ class Drive:
         for other, buffers in self.free.items():
             if buffers and other != size:
                 buffers.pop()
-                self.used_nbytes -= other
-                self.made[other] -= 1
+                self.forget(other)
                 return True
         return False
 
     def release(self, chunk: FileChunk) -> None:
         """Take a chunk's buffer, with which nothing is in flight."""
-        assert chunk.buffer is not None
-        self.free[chunk.buffer.numel()].append(chunk.buffer)
-        chunk.buffer = None
+        buffer = self.take(chunk)
+        self.free[buffer.numel()].append(buffer)
+
+    def give_away(self, chunk: FileChunk) -> None:
+        """Leave a chunk's buffer to whoever has a view of it; its memory is used again after that."""
+        self.forget(self.take(chunk).numel())
+
+    def take(self, chunk: FileChunk) -> Tensor:
+        buffer, chunk.buffer = chunk.buffer, None
+        assert buffer is not None
         del self.cached[chunk]
+        return buffer
+
+    def forget(self, size: int) -> None:
+        self.used_nbytes -= size
+        self.made[size] -= 1
 
     def close(self) -> None:
         for file in self.files:

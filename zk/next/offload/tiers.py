@@ -135,6 +135,9 @@ def overlap(one: slice, other: slice, numel: int) -> bool:
 class Tier(Protocol):
     """A place where chunks rest."""
 
+    chunk_numel: int
+    """The most elements of optimizer states that one of its chunks should have."""
+
     def chunks(self, dtypes: Dtypes, sizes: list[int]) -> list[Chunk]:
         """A chunk of zeros for each of ``sizes`` (elements)."""
 
@@ -144,6 +147,8 @@ class Tier(Protocol):
 
 class Memory:
     """The tier of one device's memory."""
+
+    chunk_numel = 1 << 23
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
