@@ -22,6 +22,10 @@ from typing import Any
 HERE = Path(__file__).parent
 ORDER = ("torch_autocast", "torch_bf16", "fsdp2", "deepspeed_zero2", "deepspeed_zero3", "zk_stage2", "zk_stage3")
 RATIOS = (
+    ("next_stage2", "zk_stage2"),
+    ("next_stage3", "zk_stage3"),
+    ("next_stage3_nvme", "zk_stage3_nvme"),
+    ("next_stage3_nvme_cached", "zk_stage3_nvme_cached"),
     ("zk_stage2", "deepspeed_zero2"),
     ("zk_stage3", "deepspeed_zero3"),
     ("zk_stage2", "torch_autocast"),
@@ -46,6 +50,10 @@ WHAT = {
     "deepspeed_zero3": "DeepSpeed ZeRO-3, optimizer and parameters on CPU",
     "zk_stage2": "zk stage 2, optimizer on host",
     "zk_stage3": "zk stage 3, optimizer and parameters on host",
+    "next_stage2": "second core, stage 2, optimizer on host",
+    "next_stage3": "second core, stage 3, optimizer and parameters on host",
+    "next_stage3_nvme": "second core, stage 3, both on NVMe, no host budget",
+    "next_stage3_nvme_cached": "second core, stage 3, both on NVMe, host_budget 1.75 GiB",
     "zk_stage3_device": "zk stage 3, optimizer and parameters on the device",
     "deepspeed_zero3_nvme": "DeepSpeed ZeRO-3, optimizer and parameters on NVMe",
     "zk_stage3_nvme": "zk stage 3, both on NVMe, no host budget",

@@ -169,7 +169,33 @@ def zk(model: nn.Module, stage: int, tier: str = "host", vertical: bool = False,
     return step
 
 
+def second_core(model: nn.Module, stage: int, tier: str = "host", **options: object) -> Step:
+    """The core in zk/next, as ``zk`` above."""
+    from zk.next import ZeroOptimizer
+
+    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
+    tiers = {"optimizer_tier": tier, "param_tier": tier if stage == 3 else "device"}
+    if tier == "nvme":
+        options["nvme_path"] = nvme_path()
+    optimizer = ZeroOptimizer(model, inner, stage=stage, dtype="bf16", clip_grad_norm=CLIP[0] or None, **tiers, **options)
+    METERS.append(optimizer.metrics)
+
+    def step(batches: MicroBatches) -> float:
+        for ids, targets in batches:
+            loss = model(ids, targets)
+            (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
 SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
+    "next_stage2": lambda model: second_core(model, 2),
+    "next_stage3": lambda model: second_core(model, 3),
+    "next_stage3_nvme": lambda model: second_core(model, 3, "nvme"),
+    "next_stage3_nvme_cached": lambda model: second_core(model, 3, "nvme", host_budget="1.75GiB"),
     "torch_autocast": torch_autocast,
     "torch_bf16": torch_bf16,
     "fsdp2": fsdp2,
