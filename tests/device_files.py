@@ -22,6 +22,7 @@ IN_PART = (
     "integrations/test_accelerate.py",
     "integrations/test_huggingface.py",
     "integrations/test_lightning.py",
+    "next/test_ranks.py",
     "test_accumulation.py",
     "test_benchmarks_gpu.py",
     "test_delay.py",

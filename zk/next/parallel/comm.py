@@ -1,11 +1,16 @@
-"""Collectives over the ranks of a group.
+"""Collectives over the ranks of a group, and what else ranks do together.
 
 One process is a group of one rank, where they return what they are given. ``about`` names what is
-exchanged, for errors and traces.
+exchanged, for errors and traces. An error of a collective names it: it says that a rank is gone, or
+went another way, as soon as the group's timeout does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +22,7 @@ from zk.kernels import reference
 from zk.next.memory import empty
 
 Group = dist.ProcessGroup | None
+KINDS = ValueError, TypeError, OSError, MemoryError, RuntimeError  # of errors that all ranks raise
 
 
 class Comm:
@@ -27,6 +33,11 @@ class Comm:
         alone = alone or not (dist.is_available() and dist.is_initialized())
         self.size = 1 if alone else dist.get_world_size(group)
         self.rank = 0 if alone else dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"
+            )
+        self.of_host = host_group(group or dist.group.WORLD) if self.size > 1 else group
 
     def all_gather(
         self, about: str, shard: Tensor, full: Tensor | None = None
@@ -36,7 +47,18 @@ class Comm:
             return shard, COMPLETED
         if full is None:
             full = empty(self.size * shard.numel(), shard.dtype, shard.device)
-        return full, _all_gather(full, shard, group=self.group, async_op=True)
+        group = self.group_for(shard)
+        with self.named("all_gather", about):
+            if shard.device.type != "cpu":
+                return full, Collective(
+                    self, about, [_all_gather(full, shard, group=group, async_op=True)]
+                )
+            parts = full.chunk(self.size)  # gloo's broadcasts take a third of its all_gather's time
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
+            pairs = enumerate(parts)
+            works = [dist.broadcast(p, group=group, group_src=r, async_op=True) for r, p in pairs]
+        return full, Collective(self, about, works)
 
     def reduce_scatter(self, about: str, bucket: Tensor) -> Tensor:
         """This rank's part (n,) of the mean of all ranks' ``bucket`` (size * n,), in its dtype.
@@ -46,17 +68,19 @@ class Comm:
         if self.size == 1:
             return bucket
         rows = empty(bucket.numel(), bucket.dtype, bucket.device)
-        dist.all_to_all_single(rows, bucket, group=self.group)
+        with self.named("reduce_scatter", about):
+            dist.all_to_all_single(rows, bucket, group=self.group_for(bucket))
         shard = empty(bucket.numel() // self.size, bucket.dtype, bucket.device)
         reference.unchecked("reduce", bucket.device)(rows.view(self.size, -1), shard)
         return shard
 
     def rows(self, about: str, values: list[float]) -> list[list[float]]:
-        """The numbers of each rank, in the order of ranks."""
+        """The numbers of each rank, in the order of ranks; over the host's own connections."""
         if self.size == 1:
             return [values]
         rows = torch.empty(self.size * len(values), dtype=torch.float64)
-        _all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.group)
+        with self.named("exchange of numbers", about):
+            _all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.of_host)
         found: list[list[float]] = rows.view(self.size, -1).tolist()
         return found
 
@@ -69,13 +93,92 @@ class Comm:
         if self.size == 1:
             return [value]
         said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self.group)
+        with self.named("exchange of words", about):
+            dist.all_gather_object(said, value, group=self.of_host)
         return said
 
     def broadcast(self, about: str, values: Tensor) -> None:
         """Give all ranks the first one's ``values``."""
         if self.size > 1:
-            dist.broadcast(values, group=self.group, group_src=0)
+            with self.named("broadcast", about):
+                dist.broadcast(values, group=self.group_for(values), group_src=0)
+
+    def group_for(self, values: Tensor) -> Group:
+        """The group that takes ``values``: NCCL takes those on devices only."""
+        return self.of_host if values.device.type == "cpu" else self.group
+
+    @contextlib.contextmanager
+    def named(self, operation: str, about: str) -> Iterator[None]:
+        """An error of the collective inside says which one it is."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size}: {operation} of {about!r} failed, as another rank "
+                f"is gone, or went another way (announce=True compares): {error}"
+            ) from error
+
+    # ---- what ranks do together, outside of training steps ---------------------------------------
+
+    @contextlib.contextmanager
+    def together(self, about: str) -> Iterator[None]:
+        """An error of one rank inside is raised by all. No collective may be inside."""
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        if any(row[0] for row in self.rows(about, [failed is not None])):
+            kind = next((k for k in KINDS if isinstance(failed, k)), RuntimeError).__name__
+            said = self.words(about, failed and (kind, f"{type(failed).__name__}: {failed}"))
+            if failed is not None:
+                raise failed
+            errors = {rank: words for rank, words in enumerate(said) if words is not None}
+            kind, _ = next(iter(errors.values()))
+            reasons = "; ".join(f"on rank {rank}, {text}" for rank, (_, text) in errors.items())
+            known = {known.__name__: known for known in KINDS}
+            raise known[kind](f"{about} failed elsewhere: {reasons}")
+
+    def agree(self, about: str, values: Mapping[str, object]) -> None:
+        """ValueError on all ranks where one has another value, by its name: who has what."""
+        mine = {name: str(value) for name, value in values.items()}
+        digest = float(zlib.crc32(repr(sorted(mine.items())).encode()))
+        if len({row[0] for row in self.rows(about, [digest])}) == 1:
+            return
+        said = self.words(about, mine)
+        for name in dict.fromkeys(name for each in said for name in each):
+            found = [each.get(name, "nothing") for each in said]
+            if len(set(found)) > 1:
+                other = next(rank for rank, value in enumerate(found) if value != found[0])
+                raise ValueError(
+                    f"{about} must be the same on all ranks: {name} is {found[0]} on rank 0 and "
+                    f"{found[other]} on rank {other}"
+                )
+
+
+class Collective:
+    """An all_gather in flight."""
+
+    def __init__(self, comm: Comm, about: str, works: list[Awaited]) -> None:
+        self.comm, self.about, self.works = comm, about, works
+
+    def wait(self) -> None:
+        with self.comm.named("all_gather", self.about):
+            for work in self.works:
+                work.wait()
+
+
+_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def host_group(group: Any) -> Any:
+    """A group of the same ranks that takes tensors in host memory: itself, or one of gloo beside."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _host_groups[group]
 
 
 # torch 2.13 renames it, and warns where it is called by the old name
