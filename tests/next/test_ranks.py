@@ -19,7 +19,7 @@ from tests.world import call, run_world
 from zk.next import ZeroOptimizer
 
 WIDTH, VOCAB = 12, 19
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Pass = tuple[str, frozenset[str]]  # "sync", "local" or "forward only"; branches that are not used
 
 
@@ -150,11 +150,11 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
         for peer in range(world):
             for at, (kind, skipped) in enumerate(of_rank(step, peer)):
                 if kind != "forward only":
-                    plain(batch(100 * number + 10 * at + peer), skipped).backward()
+                    (plain(batch(100 * number + 10 * at + peer), skipped) * options.get("loss_scale", 1.0)).backward()
                     grads[peer, at] = [param.grad for param in own]
                     plain.zero_grad()
         for master, total in zip(masters, totals(grads, step, world, stage == 1, dtype), strict=True):
-            master.grad = total
+            master.grad = None if total is None else total / options.get("loss_scale", 1.0)
         inner.step()
         with torch.no_grad():
             for param, master in zip(own, masters, strict=True):
@@ -163,9 +163,9 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
             loss = model(batch(100 * number + 10 * at + rank), skipped)
             if kind == "local":
                 with optimizer.no_sync():
-                    loss.backward()
+                    optimizer.backward(loss)
             elif kind == "sync":
-                loss.backward()
+                optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         with zk.next.gather(model.parameters(), kind="master") as got:
@@ -180,6 +180,7 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_differ_train_as_plain_torch(world: int) -> None:
     cases = [(stage, dtype, {}) for stage in range(4) for dtype in (FP32, BF16)]
+    cases += [(2, FP16, {"loss_scale": 1024.0}), (3, FP16, {"loss_scale": 1024.0})]
     cases += [(3, BF16, {"prefetch": 0}), (2, BF16, {"announce": True}), (3, FP32, {"announce": True})]
     assert faults(world, cases) == {}
 

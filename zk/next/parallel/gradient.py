@@ -64,7 +64,7 @@ class Gradient:
             self.scale = scale
         is_sum = self.local is not None or self.scale != scale
         bucket = empty(unit.numel, torch.float32 if is_sum else unit.dtype, unit.device)
-        none = bucket[:0]
+        none = bucket.new_empty(0, dtype=unit.dtype)  # as the others
         flat = [none if g is None else unit.flat(i, g.detach()) for i, g in enumerate(here)]
         reference.unchecked("flatten", unit.device)(flat, bucket, unit.regions)
         if self.scale != scale:
@@ -85,14 +85,20 @@ class Gradient:
                 self.squares[number, index] *= factor**2
             self.factors[index] = 1.0
 
-    def reduce(self, dtype: torch.dtype | None = None) -> None:
-        """Reduce what is collected over ranks, in ``dtype`` or its own; take this rank's shard."""
+    def reduce(self, dtype: torch.dtype | None = None, scale: float | None = None) -> None:
+        """Reduce what is collected over ranks; take this rank's shard.
+
+        Several ranks agree on a ``dtype``, if not the unit's, and on the loss ``scale``.
+        """
         unit, layout = self.unit, self.layout
         bucket, self.local = self.local, None
         if bucket is None:  # other ranks have some
             bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
         if layout.comm.size > 1:
             bucket = bucket.to(dtype or unit.dtype)
+        if scale is not None and not self.is_taken:
+            bucket = bucket if scale == self.scale else bucket.mul_(scale / self.scale)
+            self.scale = scale
         shard = layout.comm.reduce_scatter(unit.name, bucket)
         if layout.sharers.size < layout.comm.size:  # stage 0: every rank has all of it
             shard, work = layout.comm.all_gather(unit.name, shard)

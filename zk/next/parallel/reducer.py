@@ -44,7 +44,9 @@ class Reducer:
         self.syncs, self.num_local = True, 0  # passes since the last one that reduced
         self.has_begun = False  # ranks have met at BEGIN
         self.loss_scale = 1.0  # of what is in ``param.grad``
-        self.dtype: torch.dtype | None = None  # of reductions; None: the units' own
+        # what ranks have agreed on for reductions; None: the unit's own
+        self.dtype: torch.dtype | None = None
+        self.scale: float | None = None
 
     def begin(self) -> None:
         """Forget a pass that an error has cut short."""
@@ -105,7 +107,7 @@ class Reducer:
         store, _ = self.order[self.position]
         self.position += 1
         self.collect_here(store)
-        self.reduce(store)
+        self.reduce(store, self.scale)
 
     def collect(self, store: UnitStore) -> None:
         store.grad.drop_removed()
@@ -123,9 +125,9 @@ class Reducer:
         if any(is_here(param.grad) for param in store.unit.params):
             self.collect(store)
 
-    def reduce(self, store: UnitStore) -> None:
+    def reduce(self, store: UnitStore, scale: float | None = None) -> None:
         store.wait()
-        store.grad.reduce(self.dtype)
+        store.grad.reduce(self.dtype, scale)
         for reduced in self.listeners:
             reduced(store)
 
@@ -146,9 +148,10 @@ class Reducer:
             self.collect_rest()
             has_rest = any(store.grad.local is not None for store in self.waiting)
             said = self.exchange([STEP, self.num_local, has_rest])
-            if any(any_rest for _, _, any_rest in said):
-                self.finish()
-            if all(phase == STEP for phase, _, _ in said):
+            is_end = all(row[0] == STEP for row in said)
+            if any(row[2] for row in said):
+                self.finish(in_order=not is_end)
+            if is_end:
                 return
 
     def meet(self) -> None:
@@ -159,33 +162,37 @@ class Reducer:
 
     def exchange(self, mine: list[float]) -> list[list[float]]:
         """Tell all ranks phase, number of passes, and if there is something to reduce."""
-        said = self.comm.rows("reductions", mine)
-        # sums of several passes are in fp32
-        self.dtype = torch.float32 if max(passes for _, passes, _ in said) > 1 else None
+        said = self.comm.rows("reductions", [*mine, self.loss_scale])
+        # sums of several passes are in fp32; without a pass the scale is 1.0
+        self.dtype = torch.float32 if max(row[1] for row in said) > 1 else None
+        self.scale = max(row[3] for row in said)
         return said
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, in_order: bool = True) -> None:
         """END: reduce what is left; all ranks learn what has a gradient, and the next order."""
-        while self.position < len(self.order):
+        while in_order and self.position < len(self.order):
             self.reduce_next()
         trained, took_part = list(self.waiting), self.has_begun
         for store in trained:
             self.collect_here(store)
-        late = [float(store.grad.local is not None) for store in trained]
+        late = [store.grad.scale if store.grad.local is not None else 0.0 for store in trained]
         absent = math.inf if took_part else -1.0  # of a unit that is not whole; no opinion
         places = [float(self.whole_at.get(store, absent)) for store in trained]
         known = [float(flag) for store in trained for flag in store.grad.present]
         said = self.comm.rows("gradients", late + places + known)
         most = iter(max(column) for column in zip(*said, strict=True))
-        for store in [store for store in trained if next(most)]:
-            self.reduce(store)
+        for store, scale in [(store, next(most)) for store in trained]:
+            if scale:
+                self.reduce(store, scale)
         places = [next(most) for _ in trained]
         for store in trained:
             store.grad.agree([bool(next(most)) for _ in store.unit.params])
         whole = sorted(
             (place, -number) for number, place in enumerate(places) if 0 <= place < math.inf
         )
-        self.order = [(trained[-number], int(place) // MANY) for place, number in whole]
-        self.num_local, self.expected = 0, self.events
+        if max(places, default=-1.0) >= 0:  # some rank is in a backward pass
+            self.order = [(trained[-number], int(place) // MANY) for place, number in whole]
+            self.expected = self.events
+        self.num_local = 0
         self.begin()
