@@ -103,7 +103,7 @@ KINDS = {
     "meta buffer": "'1.table' is on the meta device",
     "transposed": "parameters '[01].weight' and '[01].weight' share memory",
     "inside": "parameters '[01].weight' and '[01].weight' share memory",
-    "expanded": r"'1.bias' is expanded: .*expanded\.clone\(\)",
+    "expanded": r"'1.bias' is expanded, .*expanded\.clone\(\)",
     "codes": "'1.weight' is torch.float8_e4m3fn",
     "parts of one": "",
     "tied": "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,9 +106,7 @@ def test_what_does_not_fit_on_the_device_is_offered_the_host() -> None:
         wrap(net, dtype="bf16")
     said = str(caught.value)
     assert torch.cuda.memory_allocated() == before and all(param.dtype == torch.float32 for param in net.parameters())
-    lines = said.splitlines()
-    assert lines[2].startswith("device ") and lines[2].endswith("too few") and "host " not in said.split("What fits")[0]
-    assert '    optimizer_tier="host"' in lines
+    assert re.search("needs .* of device memory and has .*; use optimizer_tier='host'", said) and "of host memory" not in said
     with free(device=held // 2):
         optimizer = wrap(net, dtype="bf16", optimizer_tier="host")
     train(net, optimizer)

@@ -26,10 +26,7 @@ WRAPPERS = {  # classes of modules that share gradients themselves
 
 
 def check_arguments(model: nn.Module, optimizer: Any, config: Any, own: type) -> Optimizers:
-    """The optimizers, after a check that all is what it is called.
-
-    ``own``: the class of optimizers that wrap others.
-    """
+    """The optimizers, after a check that all is what it is called; ``own`` is ZeroOptimizer."""
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     if config is not None and not isinstance(config, ZeroConfig):
         raise TypeError(f"config must be a zk.ZeroConfig, or give stage=2 and such; got {config!r}")
@@ -75,8 +72,8 @@ def fault_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     # a scheduler counts calls that way
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         return (
-            "the step() of this optimizer was replaced, and a ZeroOptimizer never calls it; wrap it as "
-            "torch made it, and use register_step_pre_hook or register_step_post_hook"
+            "the step() of this optimizer was replaced, and zk never calls it; wrap it as torch made "
+            "it, and use register_step_pre_hook or register_step_post_hook"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True, and no gradient goes through zk's update; remove it"
@@ -93,12 +90,8 @@ def check_params(
 ) -> None:
     """Parameters can be taken, and trained ones trained.
 
-    Args:
-        model: of the user.
-        optimizers: over parameters of it.
-        device: where parameters will be moved; None: they stay where they are.
-        dtype_of: the dtype that a parameter will have.
-        held: parameters of other ZeroOptimizers.
+    They will have the dtype that ``dtype_of`` says, and move to ``device`` unless it is None. Those
+    that are ``held`` are other ZeroOptimizers'.
     """
     names = {param: name for name, param in model.named_parameters()}
     if not names:
@@ -137,7 +130,7 @@ def fault_of_param(param: Tensor, held: Container[Tensor]) -> str:
     if param.layout is not torch.strided:
         return f"is {param.layout}, and zk takes dense tensors: make it of to_dense()"
     if any(n > 1 and not step for n, step in zip(param.shape, param.stride(), strict=True)):
-        return "is expanded: its elements share memory, so no optimizer can update it; make it of expanded.clone()"
+        return "is expanded, and elements that share memory cannot be updated; use expanded.clone()"
     return ""
 
 

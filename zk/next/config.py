@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import html
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from zk.next.addon import OPTIONS, Addon
 from zk.next.options import (
     NAMES,
     is_count,
+    is_positive,
     parse_device,
     parse_dtype,
     parse_modules,
@@ -38,6 +40,31 @@ PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "units": parse_modules,
     "keep_dtype": parse_modules,
     "nvme_path": parse_paths,
+}
+RULES: dict[str, tuple[type[Exception], Callable[[Any], object], str]] = {
+    "stage": (ValueError, lambda v: is_count(v, 0) and v < 4, "0, 1, 2 or 3"),
+    "clip_grad_norm": (ValueError, lambda v: v is None or is_positive(v), "more than 0, or None"),
+    "loss_scale": (
+        ValueError,
+        lambda v: (
+            v in (None, "auto")
+            or isinstance(v, DynamicLossScale)
+            or (is_positive(v) and v != math.inf)
+        ),
+        "'auto', 'dynamic', a DynamicLossScale, None or a finite number above 0",
+    ),
+    "prefetch": (ValueError, lambda v: is_count(v, 0), "a number of units, 0 or more"),
+    "num_threads": (ValueError, lambda v: v is None or is_count(v), "1 or more, or None"),
+    "process_group": (
+        TypeError,
+        lambda v: v is None or isinstance(v, ProcessGroup),
+        "a ProcessGroup that this rank is a member of (of a DeviceMesh: mesh.get_group()), or None",
+    ),
+    "addons": (
+        TypeError,
+        lambda v: isinstance(v, (list, tuple)) and all(isinstance(one, Addon) for one in v),
+        "a list of zk.Addon objects",
+    ),
 }
 GONE = {  # options of 0.1.0, and what to use instead
     "cast_buffers": "cast the model's buffers yourself: buffer.data = buffer.to(torch.bfloat16)",
@@ -121,70 +148,40 @@ class ZeroConfig:
             if value is not None and name in PARSERS:
                 value = PARSERS[name](value, name)
             object.__setattr__(self, name, value)
-        self._check_types()
-        for holds, message in self._rules():
-            if not holds:
-                raise ValueError(message)
+        for name, (error, holds, words) in RULES.items():
+            if not holds(getattr(self, name)):
+                raise error(f"{name} must be {words}; got {getattr(self, name)!r}")
+        self._check_together()
 
-    def _check_types(self) -> None:
-        """TypeError for the first value of another type than its option has."""
-        group, clip, addons = self.process_group, self.clip_grad_norm, self.addons
-        if group is not None and not isinstance(group, ProcessGroup):
-            raise TypeError(
-                "process_group must be a ProcessGroup that this rank is a member of (of a DeviceMesh: "
-                f"mesh.get_group()), or None; got {group!r}"
-            )
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float))):
-            raise TypeError(f"clip_grad_norm must be a number or None; got {clip!r}")
-        is_list = isinstance(addons, (list, tuple))
-        if not is_list or not all(isinstance(addon, Addon) for addon in addons):
-            raise TypeError(f"addons must be a list of zk.Addon objects; got {addons!r}")
-
-    def _rules(self) -> list[tuple[object, str]]:
-        """What must hold, and the message where it does not."""
-        stage, clip, param_tier, scale = (
+    def _check_together(self) -> None:
+        """ValueError for values that exclude each other."""
+        stage, param_tier, tiers = (
             self.stage,
-            self.clip_grad_norm,
             self.param_tier,
-            self.loss_scale,
+            (self.param_tier, self.optimizer_tier),
         )
-        prefetch, threads, tiers = (
-            self.prefetch,
-            self.num_threads,
-            (param_tier, self.optimizer_tier),
-        )
-        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        is_scale = is_number or scale in (None, "auto") or isinstance(scale, DynamicLossScale)
-        is_finite = not is_number or 0 < scale < float("inf")  # type: ignore[operator]
-        return [
-            (is_count(stage, 0) and stage < 4, f"stage must be 0, 1, 2 or 3; got {stage!r}"),
+        for is_wrong, message in (
             (
-                clip is None or clip > 0,
-                f"clip_grad_norm must be more than 0, or None; got {clip!r}",
-            ),
-            (is_scale, f"loss_scale must be 'auto', 'dynamic', None or a number; got {scale!r}"),
-            (is_finite, f"a static loss_scale must be a finite number above 0; got {scale!r}"),
-            (is_count(prefetch, 0), f"prefetch must be 0 units or more; got {prefetch!r}"),
-            (threads is None or is_count(threads), f"num_threads must be above 0; got {threads!r}"),
-            (
-                self.keep_dtype is None or self.dtype is not None,
-                "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
-            ),
-            (
-                stage == 3 or param_tier in ("device", "auto"),
+                stage < 3 and param_tier in ("host", "nvme"),
                 f"param_tier={param_tier!r} needs stage=3: at stage {stage} parameters stay on the "
                 "device; use stage=3 or param_tier='device'",
             ),
             (
-                "nvme" not in tiers or self.nvme_path,
+                "nvme" in tiers and not self.nvme_path,
                 "a tier is 'nvme' and nvme_path is not set; give nvme_path=, folders on the drive",
             ),
             (
-                tiers != ("nvme", "device"),
+                tiers == ("nvme", "device"),
                 "param_tier='nvme' needs optimizer_tier='host', 'nvme' or 'auto': its parameters are "
                 "updated in host memory",
             ),
-        ]
+            (
+                self.keep_dtype is not None and self.dtype is None,
+                "keep_dtype has no effect without dtype=, as nothing is cast; give dtype= or remove it",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
 
     def _repr_html_(self) -> str:
         """A table for notebooks: the fields that differ from their defaults."""

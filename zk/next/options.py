@@ -17,11 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 TIERS = "device", "host", "nvme", "auto"
-CALLED = {  # other words for a tier
-    **dict.fromkeys(("cpu", "ram"), "host"),
-    **dict.fromkeys(("gpu", "cuda", "none"), "device"),
-    **dict.fromkeys(("disk", "ssd"), "nvme"),
-}
+CALLED = {"cpu": "host", "gpu": "device", "cuda": "device", "none": "device", "disk": "nvme"}
 SUFFIXES = {"": 1, "b": 1} | {
     f"{letter}{i}b": base**power
     for power, letter in enumerate("kmgt", 1)
@@ -32,6 +28,11 @@ SUFFIXES = {"": 1, "b": 1} | {
 def is_count(value: object, least: int = 1) -> bool:
     """Tell if ``value`` is a whole number, of at least so much; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_positive(value: object) -> bool:
+    """Tell if ``value`` is a number above 0; True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def parse_tier(value: Any, name: str) -> str:
@@ -53,37 +54,32 @@ def parse_device(value: object, name: str) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
-            f"{name}={str(device)!r}, and torch sees no CUDA device; zk doctor says why"
-        )
+        raise ValueError(f"{name}={str(value)!r}: torch sees no CUDA device; zk doctor says why")
     index = torch.cuda.current_device() if device.index is None else device.index
     count = torch.cuda.device_count()
     if index >= count:
         raise ValueError(
-            f"{name}={str(device)!r}, and torch sees {count} CUDA device{'s' * (count > 1)}: name one "
-            "of these, start no more ranks than that, or see what CUDA_VISIBLE_DEVICES leaves"
+            f"{name}={str(value)!r}, and torch sees {count} CUDA device{'s' * (count > 1)}: name one of "
+            "these, start no more ranks than that, or see what CUDA_VISIBLE_DEVICES leaves"
         )
     return torch.device("cuda", index)
 
 
 def parse_nbytes(value: object, name: str) -> int:
     """Bytes above 0: a whole number, or a string such as "24GiB", "500 MB" or "1.5TiB"."""
+    rule = f"{name} must be a number of bytes or a string like '24GiB'; got {value!r}"
     if not isinstance(value, (int, str)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number of bytes or a string like '24GiB'; got {value!r}")
+        raise TypeError(rule)
     nbytes, suffix = value, "b"
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match is None or match[2] not in SUFFIXES:
-            raise ValueError(
-                f"{name} must be a number of bytes or a string like '24GiB' or '500MB'; got {value!r}"
-            )
+            raise ValueError(rule)
         nbytes, suffix = int(float(match[1]) * SUFFIXES[match[2]]), match[2]
     if nbytes <= 0:
         raise ValueError(f"{name} must be more than zero bytes; got {value!r}")
     if nbytes < 1000 and not suffix:
-        raise ValueError(
-            f"{name} needs a unit, such as '{nbytes}GiB'; got {value!r}, that many bytes"
-        )
+        raise ValueError(f"{name} needs a unit, such as '{nbytes}GiB'; got {value!r}")
     return nbytes
 
 
@@ -107,16 +103,13 @@ def parse_dtype(value: Any, name: str) -> torch.dtype:
     return dtype  # type: ignore[no-any-return]
 
 
-def is_module_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
 def parse_modules(value: object, name: str) -> tuple[str | type[nn.Module], ...]:
     """One name or class of modules, or a sequence of them."""
     entries = (value,) if isinstance(value, (str, type)) else value
     if not isinstance(entries, Sequence):
         raise TypeError(f"{name} must be a sequence of module names or classes; got {value!r}")
     for entry in entries:
-        if not (isinstance(entry, str) or is_module_class(entry)):
+        is_class = isinstance(entry, type) and issubclass(entry, nn.Module)
+        if not is_class and not isinstance(entry, str):
             raise TypeError(f"{name} must hold module names or nn.Module classes; got {entry!r}")
     return tuple(entries)

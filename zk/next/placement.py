@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +24,10 @@ from zk.next.parallel.comm import Comm
 from zk.next.parallel.runtime import GATHERED_IN_BACKWARD
 from zk.next.unit import Unit
 
-MEMORIES = {"device": "device", "host": "host", "nvme": "drive"}  # and their names in messages
-HOST, DRIVE, WHOLE = {"optimizer_tier": "host"}, {"optimizer_tier": "nvme"}, {"stage": 3}
-AWAY = WHOLE | {"param_tier": "host"}
-# what to offer instead of tiers that do not fit, the fastest first
-INSTEAD: tuple[dict[str, Any], ...] = (
-    WHOLE, HOST, HOST | AWAY, DRIVE, DRIVE | AWAY, DRIVE | AWAY | {"param_tier": "nvme"}
-)  # fmt: skip
-ELSEWHERE = {
-    "device": "stage=3 over more ranks, or optimizer_tier='host'",
-    "host": "more ranks or 'nvme' tiers; on these, make units smaller (units=)",
+REMEDIES = {
+    "device": "optimizer_tier='host', stage=3 with param_tier='host', or stage=3 over more ranks",
+    "host": "optimizer_tier='nvme', stage=3 with param_tier='nvme', smaller units=, or more ranks",
+    "nvme": "a larger drive, several folders as nvme_path=, or more ranks",
 }
 MIRRORED = ("device", "host"), ("device", "nvme")
 Nbytes = Mapping[str, int]  # memory -> bytes
@@ -56,9 +48,10 @@ class Size(NamedTuple):
     def of(cls, unit: Unit, fields: Mapping[str, torch.dtype], model: nn.Module) -> Size:
         """``fields``: what the unit's codec keeps of an element."""
         kept = {name: dtype.itemsize for name, dtype in fields.items()}
-        states = kept.pop("master", 0), sum(kept.values()) - kept.get("master", 0)
-        is_block = unit.module is not model
-        return cls(unit.numel, unit.dtype.itemsize, *states, unit.is_trained, is_block)
+        states = kept.pop("master", 0), sum(kept.values())
+        return cls(
+            unit.numel, unit.dtype.itemsize, *states, unit.is_trained, unit.module is not model
+        )
 
 
 class Place(NamedTuple):
@@ -81,6 +74,24 @@ class Placement:
         """Elements whose states this rank keeps."""
         return size.numel // (self.ranks if self.config.stage else 1)
 
+    def rests(self, size: Size) -> int:
+        """Bytes of parameters between uses."""
+        return size.param * (self.shard(size) if self.config.stage == 3 else size.numel)
+
+    def state(self, size: Size) -> int:
+        """Bytes of gradient, master and moments."""
+        return self.shard(size) * (size.param + size.master + size.moments)
+
+    def copy(self, size: Size) -> int:
+        """Bytes of parameters that rest on the device, where they are updated elsewhere."""
+        return 0 if self.joined else self.shard(size) * size.param
+
+    @property
+    def tiers(self) -> tuple[str, str]:
+        """What users asked for: of parameters, and of states."""
+        is_moved = self.config.stage == 3
+        return self.config.param_tier if is_moved else "device", self.config.optimizer_tier
+
     def places(self, room: Nbytes) -> list[Place]:
         """The tiers of each unit.
 
@@ -90,15 +101,9 @@ class Placement:
         tiers = ("device", "host", *["nvme"] * bool(self.config.nvme_path))
         found = self.filled(room, tiers)
         if "auto" in self.tiers and on_drive(found):
-            found = self.filled({**room, "host": room["host"] - self.buffers_nbytes}, tiers)
-        self.cache_nbytes(found)
+            found = self.filled({**room, "host": room["host"] - self.buffers}, tiers)
+        self.cache(found)
         return found
-
-    @property
-    def tiers(self) -> tuple[str, str]:
-        """What users asked for: of parameters, and of states."""
-        config = self.config
-        return config.param_tier if config.stage == 3 else "device", config.optimizer_tier
 
     def filled(self, room: Nbytes, tiers: tuple[str, ...]) -> list[Place]:
         """Fill ``tiers`` with whole units: parameters first, which are used twice in a step."""
@@ -117,77 +122,63 @@ class Placement:
 
         fillable = tiers[:2] if state_tier == "device" else tiers
         wanted = fillable if param_tier == "auto" else (param_tier,)
-        numels = [size.numel if self.config.stage < 3 else self.shard(size) for size in self.sizes]
-        params = [take(wanted, n * s.param) for n, s in zip(numels, self.sizes, strict=True)]
+        params = [take(wanted, self.rests(size)) for size in self.sizes]
         states = ["" if s.is_trained and state_tier == "auto" else state_tier for s in self.sizes]
         for number, (size, param) in enumerate(zip(self.sizes, params, strict=True)):
             if not states[number] and param == "device":
-                states[number] = take(("device", ""), self.state_nbytes(size))
-                used["host"] += self.copy_nbytes(size) * (not states[number])
+                states[number] = take(("device", ""), self.state(size))
+                used["host"] += self.copy(size) * (not states[number])
         for number, size in enumerate(self.sizes):
-            states[number] = states[number] or take(tiers[1:], self.state_nbytes(size))
+            states[number] = states[number] or take(tiers[1:], self.state(size))
         return [
             Place("mirrored" if (p, s) in MIRRORED and size.is_trained else p, s * size.is_trained)
             for size, p, s in zip(self.sizes, params, states, strict=True)
         ]
 
-    def state_nbytes(self, size: Size) -> int:
-        """Bytes of gradient, master and moments."""
-        return self.shard(size) * (size.param + size.master + size.moments)
-
-    def copy_nbytes(self, size: Size) -> int:
-        """Bytes of the copy of parameters that rest on the device and are updated elsewhere."""
-        return 0 if self.joined else self.shard(size) * size.param
-
     def at_rest(self, places: Sequence[Place]) -> Sizes:
         """Bytes between uses: what no step can do without."""
         sizes = Sizes()
         for size, (param, state) in zip(self.sizes, places, strict=True):
-            shard, rests = self.shard(size), "device" if param == "mirrored" else param
-            sizes[rests, "param"] += size.param * (shard if self.config.stage == 3 else size.numel)
-            sizes["host", "param_copy"] += self.copy_nbytes(size) * (param == "mirrored")
-            if size.is_trained:
-                sizes[state, "master"] += shard * size.master
-                sizes[state, "moments"] += shard * size.moments
-                sizes[state, "grad"] += shard * size.param
+            is_copied, shard = param == "mirrored", self.shard(size) * size.is_trained
+            sizes["device" if is_copied else param, "param"] += self.rests(size)
+            sizes["host", "param_copy"] += self.copy(size) * is_copied
+            sizes[state, "master"] += shard * size.master
+            sizes[state, "moments"] += shard * size.moments
+            sizes[state, "grad"] += shard * size.param
         return +sizes
 
     def footprint(self, places: Sequence[Place]) -> Sizes:
         """Bytes at the fullest point of a step, without activations."""
         sizes, config = self.at_rest(places), self.config
-        moved = [s for s, place in zip(self.sizes, places, strict=True) if self.is_gathered(place)]
+        here = ("device", "mirrored", *["host"] * self.joined)
+        pairs = zip(self.sizes, places, strict=True)
+        moved = [
+            s for s, (p, _) in pairs if config.stage == 3 and (self.ranks > 1 or p not in here)
+        ]
         blocks = sorted((s.numel * s.param for s in moved if s.is_block), reverse=True)
-        ahead = 1 + config.prefetch + GATHERED_IN_BACKWARD
-        outside = sum(size.numel * size.param for size in moved if not size.is_block)
         grads = sorted((s.numel * s.param for s in self.sizes if s.is_trained), reverse=True)
-        is_away = any(place.state not in ("", "device") for place in places) and not self.joined
-        in_flight = 3 if self.ranks > 1 else 2 * is_away  # the unit's own is where it rests
+        outside = sum(s.numel * s.param for s in moved if not s.is_block)
+        is_away = {state for _, state in places} - {"", "device"} and not self.joined
+        in_flight = 3 if self.ranks > 1 else 2 if is_away else 0  # alone, it is where it rests
         is_late = self.ranks > 1 and config.stage == 1  # reduced in step()
+        ahead = 1 + config.prefetch + GATHERED_IN_BACKWARD
         sizes["device", "gathered"] = outside + sum(blocks[:ahead])
         sizes["device", "bucket"] = sum(grads if is_late else grads[:in_flight])
         sizes["device", "fresh"] = max(grads, default=0)
-        sizes["host", "buffer"] = self.buffers_nbytes * on_drive(places)
+        sizes["host", "buffer"] = self.buffers * on_drive(places)
         return +sizes
 
-    def is_gathered(self, place: Place) -> bool:
-        """Tell if full parameters are a copy of what rests."""
-        is_here = place.param in ("device", "mirrored") or (self.joined and place.param == "host")
-        return self.config.stage == 3 and (self.ranks > 1 or not is_here)
-
     @property
-    def buffers_nbytes(self) -> int:
-        """Host memory that chunks of the drive take on their way."""
-        sizes, goes = self.sizes, self.tiers[0] in ("nvme", "auto")
-        most_numel = min(store.CHUNK_NUMEL, Drive.chunk_numel)
-        chunks = [min(self.shard(s), most_numel) * s.is_trained for s in sizes]
-        most = [
-            max((self.shard(size) * size.param * goes for size in sizes), default=0),
-            max((4 * chunk for chunk in chunks), default=0),
-            max(
-                (n * (s.master + s.moments) for n, s in zip(chunks, sizes, strict=True)), default=0
-            ),
-        ]
-        return SPARE * sum(map(capacity_of, filter(None, most)))
+    def buffers(self) -> int:
+        """Bytes of host memory that chunks of the drive pass through."""
+        moves = self.tiers[0] in ("nvme", "auto")
+        params, grads, states = {0}, {0}, {0}
+        for size in self.sizes:
+            chunk = min(self.shard(size), store.CHUNK_NUMEL, Drive.chunk_numel) * size.is_trained
+            params.add(self.shard(size) * size.param * moves)
+            grads.add(chunk * 4)
+            states.add(chunk * (size.master + size.moments))
+        return SPARE * sum(capacity_of(max(kind)) for kind in (params, grads, states) if max(kind))
 
     def by_memory(self, sizes: Sizes) -> Counter[str]:
         """Bytes of each memory."""
@@ -196,22 +187,19 @@ class Placement:
             found["host" if self.joined and tier == "device" else tier] += nbytes
         return found
 
-    def cache_nbytes(self, places: Sequence[Place]) -> int:
-        """What a host_budget leaves to the drive's cache; ValueError for budgets that are too small."""
-        budgets = {"device": self.config.device_budget, "host": self.config.host_budget}
-        used = Counter[str]()
-        for (tier, _), nbytes in self.at_rest(places).items():
-            used[tier] += nbytes
-        cache = int(budgets["host"] or 0) - used["host"]
-        if used["nvme"] > cache:
-            used["host"] += self.buffers_nbytes * on_drive(places)
-        for tier, budget in budgets.items():
+    def cache(self, places: Sequence[Place]) -> int:
+        """Bytes that host_budget leaves to the drive's cache; ValueError for too small budgets."""
+        used = dataclasses.replace(self, joined=False).by_memory(self.at_rest(places))
+        rest = int(self.config.host_budget or 0) - used["host"]
+        used["host"] += self.buffers * (on_drive(places) and used["nvme"] > rest)
+        for tier in ("device", "host"):
+            budget = getattr(self.config, f"{tier}_budget")
             if budget is not None and used[tier] > budget:
                 raise ValueError(
                     f"this rank's training state needs {readable(used[tier])} on the {tier} tier, and "
-                    f"{tier}_budget is {readable(budget)}; raise the budget, use {ELSEWHERE[tier]}"
+                    f"{tier}_budget is {readable(budget)}; raise it, or use {REMEDIES[tier]}"
                 )
-        return max(0, cache)
+        return max(0, rest)
 
 
 def on_drive(places: Sequence[Place]) -> bool:
@@ -234,7 +222,7 @@ def readable(nbytes: int) -> str:
 
 
 def free_memory(device: torch.device, paths: Sequence[str]) -> dict[str, int]:
-    """Bytes that can still be had of the host, of a GPU, and of the drive that has ``paths``.
+    """Bytes that can still be had of the host, of a GPU, and of the drives that have ``paths``.
 
     A container's limit counts, and swap does not. Several paths are written to alike.
     """
@@ -245,11 +233,11 @@ def free_memory(device: torch.device, paths: Sequence[str]) -> dict[str, int]:
     every = [(path, *map(str, pathlib.Path(path).parents)) for path in paths]
     folders = [next(filter(os.path.isdir, own)) for own in every]  # what is there of them
     drives = [os.stat(folder).st_dev for folder in folders]
-    rooms = []
+    shares = []
     for folder, drive in zip(folders, drives, strict=True):
         found = os.statvfs(folder)
-        rooms.append(found.f_bavail * found.f_frsize // drives.count(drive))
-    return free | {"nvme": len(rooms) * min(rooms)}
+        shares.append(found.f_bavail * found.f_frsize // drives.count(drive))
+    return free | ({"nvme": len(shares) * min(shares)} if shares else {})
 
 
 def held_nbytes(tensors: Iterable[Any], joined: bool) -> Counter[str]:
@@ -266,7 +254,7 @@ def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, int]:
     """Bytes that "auto" may fill: of a GPU half, as activations need some, of the host nine tenths."""
     host = there["host"] * 9 // 10
     device = host if joined else there.get("device", host) // 2
-    return {"device": config.device_budget or device, "host": config.host_budget or host}
+    return {"device": config.device_budget or device, "host": config.host_budget or host}  # type: ignore[dict-item]
 
 
 def choose(
@@ -281,60 +269,31 @@ def choose(
     ``freed``: tensors whose memory training gives back. MemoryError, on all ranks, for what is more
     than they have.
     """
-    placement = Placement(config, sizes, comm.size, device.type == "cpu" and device not in LINKS)
+    joined = device.type == "cpu" and device not in LINKS
+    placement, held = Placement(config, sizes, comm.size, joined), held_nbytes(freed, joined)
     local = max(1, min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    held = held_nbytes(freed, placement.joined)
-    free = free_memory(device, config.nvme_path or [os.getcwd()])  # type: ignore[arg-type]
+    free = free_memory(device, config.nvme_path or ())  # type: ignore[arg-type]
     shares = {name: n // (1 if name == "device" else local) for name, n in free.items()}
     rows = comm.rows("memory", [float(nbytes + held[name]) for name, nbytes in shares.items()])
     there = [dict(zip(free, map(int, row), strict=True)) for row in rows]
-    places = placement.places(rooms(config, least_of(there), placement.joined))
+    least = {name: min(row[name] for row in there) for name in free}
+    places = placement.places(rooms(config, least, joined))
     needed = placement.by_memory(placement.at_rest(places))
     short = [rank for rank, row in enumerate(there) if lacking(needed, row)]
     if short:
-        raise MemoryError("\n".join(refusal(placement, needed, there, short)))
-    return places, placement.cache_nbytes(places)
-
-
-def least_of(there: Sequence[Nbytes]) -> dict[str, int]:
-    """What each rank has."""
-    return {name: min(row[name] for row in there) for name in there[0]}
-
-
-def refusal(
-    placement: Placement, needed: Nbytes, there: Sequence[Nbytes], short: Sequence[int]
-) -> Iterator[str]:
-    """Lines that say what ranks lack, and what would fit."""
-    config, row = placement.config, there[short[0]]
-    who = f" on rank {', '.join(map(str, short))} of {len(there)}" * (len(there) > 1)
-    options = pasted(config, ZeroConfig()) or "the defaults"
-    yield f"there is not enough memory{who} for this model with {options}. Nothing has been changed."
-    yield f"{'':8}{'needed':>14}{'there':>14}"
-    few = lacking(needed, row)
-    for name in filter(needed.get, row):
-        said = f"   {readable(few.get(name, 0))} too few" * (name in few)
-        yield f"{MEMORIES[name]:8}{readable(needed[name]):>14}{readable(row[name]):>14}{said}"
-    yield "(of one rank, with what the model holds now; activations come on top)"
-    found = list(itertools.islice(fitting(placement, least_of(there)), 2))
-    yield "What fits instead:" if found else "No other tier fits: use more ranks, or fewer bits"
-    yield from (f"    {change}" for change in found)
-
-
-def fitting(placement: Placement, there: Nbytes) -> Iterator[str]:
-    """Other stages and tiers that fit, as they may be written."""
-    for change in INSTEAD:
-        path = (
-            {"nvme_path": placement.config.nvme_path or os.getcwd()}
-            if "nvme" in change.values()
-            else {}
+        where = f" on rank {', '.join(map(str, short))} of {len(there)}" * (comm.size > 1)
+        options = pasted(config, ZeroConfig()) or "the defaults"
+        few = ", ".join(
+            f"{readable(needed[name])} of {name} memory and has {readable(there[short[0]][name])}"
+            for name in lacking(needed, there[short[0]])
         )
-        with contextlib.suppress(ValueError):  # of budgets, or options that do not go together
-            config = dataclasses.replace(placement.config, **change, **path)
-            other = dataclasses.replace(placement, config=config)
-            places = other.places(rooms(config, there, other.joined))
-            said = pasted(config, placement.config)
-            if said and not lacking(other.by_memory(other.at_rest(places)), there):
-                yield said
+        remedy = REMEDIES[next(iter(lacking(needed, there[short[0]])))]
+        raise MemoryError(
+            f"there is not enough memory{where} for this model with {options}: each rank needs {few}, "
+            "with what the model holds now, and activations come on top. Nothing has been changed; use "
+            f"{remedy} (zk plan says what fits)"
+        )
+    return places, placement.cache(places)
 
 
 @torch.no_grad()

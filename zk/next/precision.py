@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,68 +15,47 @@ from torch.utils._pytree import tree_map
 
 from zk.next.options import NAMES
 
-# what a cast changes: a tensor of another dtype holds codes, whose values are lost in a cast
+# others hold codes, whose values a cast would lose
 CASTABLE = torch.float64, torch.float32, torch.bfloat16, torch.float16
 KEPT_BY_MODELS = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"  # of transformers
-# what torch says of the CPU: without kernels of oneDNN's a product is a plain loop
-SUPPORTED = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
+Entry = str | type[nn.Module]
 
 
 def dtypes_of(
-    model: nn.Module, dtype: Any, keep: Sequence[str | type[nn.Module]] | None
+    model: nn.Module, dtype: Any, keep: Sequence[Entry] | None
 ) -> Callable[[Tensor], torch.dtype]:
-    """The dtype that each parameter will have. ValueError for an entry of ``keep`` without one."""
-    kept = kept_in_dtype(model, keep or ()) if dtype else set()
+    """The dtype that each parameter will have: ``dtype``, but for what ``keep`` matches, what models
+    name themselves, and what computes with buffers in their own dtype (BatchNorm).
 
-    def dtype_of(param: Tensor) -> torch.dtype:
-        casts = dtype is not None and param.dtype in CASTABLE and param not in kept
-        return dtype if casts else param.dtype
-
-    return dtype_of
-
-
-def kept_in_dtype(model: nn.Module, keep: Sequence[str | type[nn.Module]]) -> set[Tensor]:
-    """Parameters that keep their dtype where the model is cast.
-
-    Args:
-        model: any module.
-        keep: module classes; names of modules and parameters, or whole parts of names.
-
-    The parameters of modules that compute with buffers in their own dtype (BatchNorm) are kept, and
-    what the model names in ``_keep_in_fp32_modules``. ValueError for an entry that matches nothing.
+    ValueError for an entry of ``keep`` that matches nothing.
     """
-    words = {entry: named(model, entry) for entry in keep if isinstance(entry, str)}
-    kinds = {entry: of_kind(model, entry) for entry in keep if isinstance(entry, type)}
-    missing = [entry for entry, found in (words | kinds).items() if not found]
-    if missing:
-        shown = ", ".join(repr(getattr(entry, "__name__", entry)) for entry in missing)
-        raise ValueError(
-            f"keep_dtype: the model has no module or parameter {shown}; names are those of "
-            "model.named_modules() and model.named_parameters(), or whole parts of them"
-        )
-    kept = set().union(*words.values(), *kinds.values())
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+    kept = set[Tensor]()
+    for entry in keep or ():
+        found = matching(model, entry)
+        if not found:
+            raise ValueError(
+                f"keep_dtype: the model has no module or parameter "
+                f"{getattr(entry, '__name__', entry)!r}; names are those of model.named_modules() and "
+                "model.named_parameters(), or whole parts of them"
+            )
+        kept |= found
+    for module in model.modules() if dtype else ():
+        if getattr(module, "running_mean", None) is not None:
             kept |= set(module.parameters())
-        for attribute in KEPT_BY_MODELS:
-            words = getattr(module, attribute, None)
-            for word in words if isinstance(words, (list, tuple, set)) else ():
-                kept |= named(model, word)
-    return kept
+        words = (getattr(module, attribute, None) or () for attribute in KEPT_BY_MODELS)
+        for word in itertools.chain.from_iterable(words):
+            kept |= matching(model, word)
+    casts = dtype is not None
+    return lambda p: dtype if casts and p.dtype in CASTABLE and p not in kept else p.dtype
 
 
-def named(model: nn.Module, word: str) -> set[Tensor]:
-    """Parameters with ``word`` among the dotted parts of their names."""
+def matching(model: nn.Module, entry: Entry) -> set[Tensor]:
+    """Parameters of a class of modules, or with a word among the dotted parts of their names."""
+    if isinstance(entry, type):
+        modules = (module for module in model.modules() if isinstance(module, entry))
+        return {param for module in modules for param in module.parameters()}
     pairs = model.named_parameters(remove_duplicate=False)
-    return {param for name, param in pairs if f".{word}." in f".{name}."}
-
-
-def of_kind(model: nn.Module, kind: type[nn.Module]) -> set[Tensor]:
-    modules = (module for module in model.modules() if isinstance(module, kind))
-    return {param for module in modules for param in module.parameters()}
+    return {param for name, param in pairs if f".{entry}." in f".{name}."}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +74,9 @@ class CastInputs:
 
 @functools.cache
 def warn_of_slow_products(dtype: torch.dtype) -> None:
-    """Warn once of a model that computes in ``dtype`` on a CPU that is slow in it."""
-    has_library = dtype in SUPPORTED and torch.backends.mkldnn.is_available()
-    if has_library and not getattr(torch.ops.mkldnn, SUPPORTED[dtype])():
+    """Warn once of a model that computes in ``dtype`` on a CPU that has no kernels for it."""
+    is_slow = dtype in (torch.bfloat16, torch.float16) and torch.backends.mkldnn.is_available()
+    if is_slow and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported")():
         logging.getLogger("zk").warning(
             "zk: the model computes in %s, for which torch has no fast kernels on this CPU: matrix "
             "products take 10 to 100 times as long as in fp32; use dtype='fp32'",
@@ -106,22 +86,13 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicLossScale:
-    """How a dynamic loss scale moves.
+    """How a dynamic loss scale moves. ValueError for a setting out of its range."""
 
-    It falls on overflow, after ``hysteresis`` of them, and grows after ``window`` steps without one.
-    ValueError for a setting out of its range.
-    """
-
-    init: float = 2.0**16
-    """The scale of the first step."""
-    window: int = 1000
-    """Steps without overflow until the scale grows."""
-    hysteresis: int = 2
-    """The scale falls from this many-th overflow on; the count is restored when it grows."""
-    minimum: float = 1.0
-    """The scale never falls below this."""
-    factor: float = 2.0
-    """What the scale is multiplied and divided by."""
+    init: float = 2.0**16  # the scale of the first step
+    window: int = 1000  # steps without overflow until it grows
+    hysteresis: int = 2  # it falls from this many-th overflow on, counted anew when it grows
+    minimum: float = 1.0  # it never falls below this
+    factor: float = 2.0  # what it is multiplied and divided by
 
     def __post_init__(self) -> None:
         for holds, rule in (
@@ -136,9 +107,8 @@ class DynamicLossScale:
 
 def loss_scale_of(asked: Any, trained: set[torch.dtype]) -> DynamicLossScale | float | None:
     """What ``loss_scale=`` means for these dtypes: "auto" is dynamic for fp16, and else none."""
-    if asked != "auto":
-        return asked  # type: ignore[no-any-return]
-    return DynamicLossScale() if torch.float16 in trained else None
+    found = DynamicLossScale() if torch.float16 in trained else None
+    return found if asked == "auto" else asked
 
 
 class LossScaler:
