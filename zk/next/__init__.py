@@ -12,6 +12,7 @@ from zk.next.precision import DynamicLossScale
 if TYPE_CHECKING:
     from zk.next.nn.deferred import deferred_init
     from zk.next.nn.pretrained import load_pretrained
+    from zk.next.nn.tiled_linear import TiledLinear, tile_linears
 
 # each line, and its file, may be deleted: the option is then unknown
 register(overlap_step="zk.next.addons.overlap:Overlap")
@@ -20,12 +21,15 @@ register(announce="zk.next.addons.announced:Announced")
 
 # what is imported when it is first used; each line, and its file, may be deleted
 MODULES = {
+    "TiledLinear": "zk.next.nn.tiled_linear",
     "deferred_init": "zk.next.nn.deferred",
     "load_pretrained": "zk.next.nn.pretrained",
+    "tile_linears": "zk.next.nn.tiled_linear",
 }
 __all__ = [
     "Addon",
     "DynamicLossScale",
+    "TiledLinear",
     "ZeroConfig",
     "ZeroOptimizer",
     "deferred_init",
@@ -33,6 +37,7 @@ __all__ = [
     "load_pretrained",
     "register",
     "register_methods",
+    "tile_linears",
 ]
 
 
