@@ -196,3 +196,70 @@ def test_ranks_with_devices_train_as_plain_torch_over_nccl() -> None:
     cases: list[Any] = [(stage, dtype, {"optimizer_tier": "host"}) for stage, dtype in ((0, BF16), (1, FP32), (2, BF16), (3, FP32))]
     cases += [(2, BF16, {"optimizer_tier": "host", "announce": True}), (3, BF16, {"param_tier": "host", "optimizer_tier": "host"})]
     assert faults(2, cases) == {}
+
+
+# ---- errors of one rank, and what ranks must have alike --------------------------------------------------------------------------------
+
+
+def wrap(model: nn.Module, lr: float = 1e-2, **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=lr), **options)
+
+
+def with_another_option() -> None:
+    wrap(Branches(), stage=2 + dist.get_rank())
+
+
+def with_another_rate() -> None:
+    wrap(Branches(), lr=1e-2 * (1 + dist.get_rank()))
+
+
+def with_another_model() -> None:
+    model = Branches()
+    model.head.weight.requires_grad_(dist.get_rank() == 0)
+    wrap(model)
+
+
+def with_a_mistake_on_one() -> None:
+    wrap(Branches(), **({"stage": 7} if dist.get_rank() else {}))
+
+
+def with_an_add_on_that_fails() -> None:
+    class Fails(zk.next.Addon):
+        def codec(self, unit: Any, codec: Any) -> Any:
+            if dist.get_rank() == 1:
+                raise MemoryError("no room")
+            return codec
+
+    wrap(Branches(), addons=[Fails()])
+
+
+def with_states_that_do_not_fit() -> None:
+    optimizer = wrap(Branches())
+    states = optimizer.state_dict()
+    if dist.get_rank() == 0:
+        states["param_groups"] = []
+    optimizer.load_state_dict(states)
+
+
+ERRORS = {
+    with_another_option: ("ValueError", "stage is 2 on rank 0 and 3 on rank 1"),
+    with_another_rate: ("ValueError", r"param_groups[0]['lr'] is 0.01 on rank 0 and 0.02 on rank 1"),
+    with_another_model: ("ValueError", "of torch.float32 on rank 0 and (19, 12) of torch.float32, frozen on rank 1"),
+    with_a_mistake_on_one: ("ValueError", "stage must be 0, 1, 2 or 3; got 7"),
+    with_an_add_on_that_fails: ("MemoryError", "no room"),
+    with_states_that_do_not_fit: ("ValueError", "the states are of groups of [] parameters"),
+}
+
+
+def error_of(case: Any) -> str:
+    try:
+        case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_error_of_one_rank_is_raised_by_all() -> None:
+    for case, said in zip(ERRORS, run_world(2, error_of, list(ERRORS), timeout=20), strict=True):
+        kind, words = ERRORS[case]
+        assert all(text.startswith(kind) and words in text for text in map(str, said)), (case.__name__, said)

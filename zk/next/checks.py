@@ -205,3 +205,34 @@ def check_call(model: nn.Module, units: Iterable[Unit]) -> None:
                 f"is {param.dtype} on {param.device}; convert the model before, or use dtype= and "
                 "device= of ZeroOptimizer"
             )
+
+
+OWN = "process_group", "nvme_path", "device", "num_threads", "device_budget", "host_budget"
+
+
+def alike(
+    model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig
+) -> dict[str, object]:
+    """What must be the same on all ranks, by name; what only this rank could read is its type's."""
+    values = {name: value for name, value in vars(config).items() if name not in OWN}
+    for number, group in enumerate(groups):
+        values |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
+        values[f"param_groups[{number}]['params']"] = len(group["params"])
+    values |= {
+        f"parameter {name!r}": f"{tuple(param.shape)} of {param.dtype}"
+        + ("" if param.requires_grad else ", frozen")
+        for name, param in model.named_parameters()
+    }
+    return {name: readable(value) for name, value in values.items()}
+
+
+def readable(value: Any) -> object:
+    """``value``, in words that are the same in every process."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(readable, value))
+    if isinstance(value, dict):
+        return {name: readable(one) for name, one in value.items()}
+    if isinstance(value, Tensor):
+        return value.tolist()
+    is_known = value is None or isinstance(value, (bool, int, float, str, type, torch.dtype))
+    return value if is_known or hasattr(value, "__dataclass_fields__") else type(value).__name__

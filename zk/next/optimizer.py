@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zk.next import addon
 from zk.next.addon import Seams
-from zk.next.checks import check_arguments, check_params
+from zk.next.checks import alike, check_arguments, check_params
 from zk.next.config import ZeroConfig
 from zk.next.memory import trim
 from zk.next.offload.drive import Drive
@@ -62,9 +62,9 @@ class Layout:
         inners: list[torch.optim.Optimizer],
         config: ZeroConfig,
         seams: Seams,
+        comm: Comm,
     ) -> None:
-        self.config, self.seams, self.stage = config, seams, config.stage
-        self.comm: Comm = seams.chain("comm", Comm(config.process_group))
+        self.config, self.seams, self.stage, self.comm = config, seams, config.stage, comm
         self.sharers = self.comm if config.stage else Comm(alone=True)
         self.num_threads = config.num_threads or default_threads()
         self.groups = {
@@ -88,11 +88,13 @@ class Layout:
 
         ``freed``: tensors whose memory is given back.
         """
-        sizes = [Size.of(unit, self.codec_of(unit).fields, model) for unit in units]
+        with self.comm.together("ZeroOptimizer()"):
+            sizes = [Size.of(unit, self.codec_of(unit).fields, model) for unit in units]
         places, cache = choose(self.config, sizes, self.comm, self.device, freed)
         self.places |= zip(units, places, strict=True)
-        if on_drive(places) and "nvme" not in self.tiers:
-            self.tiers["nvme"] = Drive(self.config.nvme_path, cache, self.device)
+        with self.comm.together("the folder nvme_path"):
+            if on_drive(places) and "nvme" not in self.tiers:
+                self.tiers["nvme"] = Drive(self.config.nvme_path, cache, self.device)
 
     def rule_of(self, unit: Unit) -> Rule | None:
         """The rule that updates a unit; None for a frozen one."""
@@ -135,6 +137,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         config: ZeroConfig | None = None,
         **options: Any,
     ) -> None:
+        comm = Comm(options.get("process_group", getattr(config, "process_group", None)))
+        with comm.together("ZeroOptimizer()"):
+            self._check(model, optimizer, config, options)
+        comm = self._seams.chain("comm", comm)
+        with comm.together("ZeroOptimizer()"):
+            units = self._lay_out(comm)
+        comm.agree("options and models", alike(model, self.param_groups, self.config))
+        self._adopt(units)
+        config, device = self.config, self._layout.device
+        fill_buffers(model)
+        place_buffers(model, device, config.device is not None, comm)
+        self._take_over()
+        for attach in self._seams.attach:
+            attach(self)
+
+    def _check(
+        self, model: nn.Module, optimizer: Optimizers, config: Any, options: dict[str, Any]
+    ) -> None:
+        """Keep what was given, once it is known to be right."""
         inners = check_arguments(model, optimizer, config, ZeroOptimizer)
         self.config = config = dataclasses.replace(config or ZeroConfig(), **options)
         held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
@@ -150,24 +171,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._seams = Seams([*config.addons, *addon.make(config.options)])
         for check in self._seams.check:
             check(config)
-        self._layout = Layout(model, inners, config, self._seams)
+
+    def _lay_out(self, comm: Comm) -> list[Unit]:
+        """Decide what the ranks of ``comm`` share; nothing is moved."""
+        model, config = self.model, self.config
+        self._layout = Layout(model, self._inners, config, self._seams, comm)
         self._torn = ""  # why states are not of one step
         self._refusals: list[Any] = []  # hooks of the user's optimizers
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
-        self._runtime = Runtime(model, self._layout.comm, config.prefetch, self._seams)
+        self._runtime = Runtime(model, comm, config.prefetch, self._seams)
         self._runtime.reducer.syncs = self._reduces_in_backward = config.stage != 1
         units = self._find_units()
         trained = {unit.dtype for unit in units if unit.is_trained}
         self._scaler = self._runtime.scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
         on_cpu = {unit.dtype for unit in units if unit.device.type == "cpu"}
-        for dtype in on_cpu if self._layout.comm.rank == 0 else ():
+        for dtype in on_cpu if comm.rank == 0 else ():
             warn_of_slow_products(dtype)
-        self._adopt(units)
-        fill_buffers(model)
-        place_buffers(model, self._layout.device, config.device is not None, self._layout.comm)
-        self._take_over()
-        for attach in self._seams.attach:
-            attach(self)
+        return units
 
     def _take_over(self) -> None:
         """Take the states of the user's optimizers, which refuse from now on what is this one's."""
@@ -420,7 +440,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        check_states(self, state_dict)
+        with self._layout.comm.together("load_state_dict()"):
+            check_states(self, state_dict)
         self.zero_grad()
         load_states(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -72,15 +72,17 @@ class UnitStore:
             step = min(step, layout.tier_of(unit, "state").chunk_numel)
         starts = range(0, unit.shard_numel, step)
         self.bounds = [slice(at, min(at + step, unit.shard_numel)) for at in starts]
-        self.place()
-
-    def place(self) -> None:
-        """Move the parameters to their tier, and make room for gradients and states."""
-        unit, layout, numel = self.unit, self.layout, self.unit.shard_numel
-        values = empty(unit.numel, unit.params[0].dtype, unit.device).zero_()
-        fill(unit, values, layout.comm.rank == 0)
+        with layout.comm.together(f"taking over {unit.name!r}"):
+            values = empty(unit.numel, unit.params[0].dtype, unit.device).zero_()
+            fill(unit, values, layout.comm.rank == 0)
         is_cast = values.dtype in CASTABLE  # no backend sends the others
         layout.comm.broadcast(unit.name, values if is_cast else values.view(torch.uint8))
+        with layout.comm.together(f"placing {unit.name!r}"):
+            self.place(values)
+
+    def place(self, values: Tensor) -> None:
+        """Move the parameters to their tier, and make room for gradients and states."""
+        unit, layout, numel = self.unit, self.layout, self.unit.shard_numel
         full, mine = values, slice(self.start, self.start + numel)
         if values.dtype != unit.dtype:
             full = empty(unit.numel, unit.dtype, unit.device).copy_(values)
