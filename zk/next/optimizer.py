@@ -331,6 +331,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "param_groups have other parameters than when the ZeroOptimizer was made: give them back, "
                 "or close() it and make another one"
             )
+        for rule in self._layout.made.values():
+            for group in rule.inner.param_groups:
+                rule.check(group)
         run = self._seams.first("updater") or self._update_now
         run = self._seams.chain("around_update", run)
         self.num_steps += 1

@@ -79,6 +79,9 @@ class Rule:
         """Update number ``step`` (from 1) of fields (n,) by ``scale`` times ``grad`` (n,)."""
         raise NotImplementedError
 
+    def check(self, group: Group) -> None:
+        """ValueError for options that this rule cannot follow any more."""
+
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
         """What torch keeps of a parameter beside its fields after ``step`` updates."""
         return {"step": torch.tensor(float(step))}
@@ -93,13 +96,16 @@ class AdamRule(Rule):
     names = "exp_avg", "exp_avg_sq"
     splits_masters = True
 
+    def check(self, group: Group) -> None:
+        if group.get("amsgrad"):
+            raise ValueError(
+                "a group has amsgrad=True now, which asks for max_exp_avg_sq: give it to the optimizer "
+                "before the ZeroOptimizer is made"
+            )
+
     def update(
         self, codec: Codec, fields: Fields, grad: Tensor, group: Group, step: int, scale: float
     ) -> None:
-        if group.get("amsgrad"):
-            raise ValueError(
-                "a group has amsgrad=True now: give it to the optimizer before zk has it"
-            )
         decoupled = group.get("decoupled_weight_decay", isinstance(self.inner, torch.optim.AdamW))
         scalars = AdamStep.of(group, decoupled, step, scale)
         moments = fields["exp_avg"], fields["exp_avg_sq"]

@@ -5,6 +5,7 @@ collect -> reduce -> take     flattened on this rank; mean over ranks; the shard
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ class Gradient:
 
     def __init__(self, store: UnitStore, chunks: list[Chunk]) -> None:
         self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
+        self.me = weakref.ref(self)
         self.forget()
 
     def forget(self) -> None:
@@ -192,6 +194,7 @@ class Gradient:
 
     def zero(self, index: int) -> None:
         """Make one parameter's gradient zeros: a step with them is a step."""
+        self.drop_removed()
         if not any(self.present):
             self.drop()
             self.local = empty(self.unit.numel, self.unit.dtype, self.unit.device).zero_()

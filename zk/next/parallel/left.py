@@ -15,6 +15,7 @@ It is a tensor of torch's wrapper kind: parameters keep their class, and torch i
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of torch.am
 class Left(Tensor):
     """Stands for the gradient of parameter ``index`` of a unit, or for a view of it."""
 
-    gradient: Gradient
+    made_by: weakref.ref[Gradient]  # weak, as the garbage collector does not look into param.grad
     index: int
     is_added: bool  # autograd has put another one into its place, to be added
     views: tuple[Callable[[Tensor], Tensor], ...]  # what makes the view
@@ -55,7 +56,7 @@ class Left(Tensor):
         left: Left = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=unit.dtype, device=unit.device
         )
-        left.gradient, left.index, left.is_added, left.views = gradient, index, False, views
+        left.made_by, left.index, left.is_added, left.views = gradient.me, index, False, views
         left.token = object() if base is None else base.token
         return left
 
@@ -89,6 +90,13 @@ class Left(Tensor):
         if isinstance(made, Tensor):
             return pick(0, made)
         return [pick(number, part) for number, part in enumerate(made)]
+
+    @property
+    def gradient(self) -> Gradient:
+        gradient = self.made_by()
+        if gradient is None:
+            raise RuntimeError("the ZeroOptimizer that has this gradient is gone")
+        return gradient
 
     @property
     def name(self) -> str:

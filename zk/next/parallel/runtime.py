@@ -68,7 +68,9 @@ class Runtime:
             )
         if unit.is_trained:
             self.reducer.waiting[store] = len(unit.params)
-            on_grad = torch._dynamo.disable(lambda _: self.on_grad(store))
+            # weak, as the garbage collector does not see what a tensor's hooks refer to
+            runtime, weak = weakref.ref(self), weakref.ref(store)
+            on_grad = torch._dynamo.disable(lambda _: runtime().on_grad(weak()))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
     def attach_model(self, dtype: Any) -> None:
@@ -333,11 +335,15 @@ class UsedParameters(dict[str, Any]):
 
 
 class Hook:
-    """A hook of a module; the module's copies and files have one that does nothing."""
+    """A hook of a module, which the compiler does not look into.
+
+    The module's copies and files have one that does nothing.
+    """
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
 
+    @torch._dynamo.disable  # type: ignore[misc]
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 
@@ -352,11 +358,10 @@ def nothing(*_: Any) -> None:
 def hooks_around(
     module: nn.Module, before: Callable[[], None], after: Callable[[], None]
 ) -> list[Any]:
-    """Call ``before`` and ``after`` around each forward of ``module``; the compiler sees neither."""
-    first, last = torch._dynamo.disable(before), torch._dynamo.disable(after)
+    """Call ``before`` and ``after`` around each forward of ``module``."""
     return [
-        module.register_forward_pre_hook(Hook(lambda *_: first()), prepend=True),
-        module.register_forward_hook(Hook(lambda *_: last()), always_call=True),
+        module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
+        module.register_forward_hook(Hook(lambda *_: after()), always_call=True),
     ]
 
 
