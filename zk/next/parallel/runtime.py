@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from zk.next.addon import Seams
 from zk.next.checks import check_call
@@ -326,7 +327,7 @@ class UsedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if param is not None:
+        if param is not None and not is_compiling():  # a compiled block is gathered by its hooks
             self.on_read(param)
         return param
 
