@@ -23,6 +23,7 @@ from zk.next.checks import check_call
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.left import Left, in_backward
 from zk.next.parallel.reducer import Reducer
+from zk.next.parallel.saved import Passed, keep, kept, saving_hooks
 from zk.next.precision import CastInputs, LossScaler
 from zk.next.store import UnitStore
 
@@ -50,6 +51,7 @@ class Runtime:
         self.partitions = False  # some parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
         self.saving: Any = None  # the context of saved tensors, within forward
+        self.around = keep, kept  # the hooks around it
         self.broken = ""  # why parameters may not be used
         self.counts = {"gathers": 0, "prefetch_hits": 0}
         RUNTIMES.add(self)
@@ -145,6 +147,7 @@ class Runtime:
 
     def save(self) -> None:
         """Pack what autograd saves from now on."""
+        self.around = saving_hooks()
         saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         try:
             saving.__enter__()
@@ -242,13 +245,14 @@ class Runtime:
         """Make a saved view of a unit's parameters a recipe, which keeps no memory."""
         store = self.by_storage.get(storage_of(tensor))
         if store is None or tensor.dtype != store.unit.dtype or isinstance(tensor, Left):
-            return tensor
+            pack, unpack = self.around
+            return Passed(unpack, pack(tensor))
         offset = tensor.storage_offset() - store.full.storage_offset()
         return store, store.version, tensor.size(), tensor.stride(), offset
 
     def unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, tuple):
-            return saved
+        if isinstance(saved, Passed):
+            return saved.unpack(saved.value)
         store, version, size, stride, offset = saved
         self.use(store)
         if store.version != version:
