@@ -89,6 +89,8 @@ def of_kind(kind: str) -> nn.Module:
             second.bias = nn.Parameter(torch.ones(1).expand(4))
         case "codes":
             second.weight = nn.Parameter(second.weight.detach().to(torch.float8_e4m3fn))
+        case "fp4":
+            second.table = nn.Parameter(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), requires_grad=False)
         case "parts of one":
             first.weight, second.weight = (nn.Parameter(part.view(4, 4)) for part in torch.randn(32).chunk(2))
         case "tied":
@@ -105,6 +107,7 @@ KINDS = {
     "inside": "parameters '[01].weight' and '[01].weight' share memory",
     "expanded": r"'1.bias' is expanded, .*expanded\.clone\(\)",
     "codes": "'1.weight' is torch.float8_e4m3fn",
+    "fp4": r"'1.table' is torch.float4_e2m1fn_x2, which torch cannot copy; keep it as param.view\(torch.uint8\)",
     "parts of one": "",
     "tied": "",
 }
@@ -128,8 +131,9 @@ def test_parameters_that_cannot_be_taken_are_named_and_stay(kind: str, message: 
 def test_quick_a_refusal_leaves_the_model_as_it_was() -> None:
     model = GPT()
     before = [(param, param.data_ptr(), param.dtype) for param in model.parameters()]
-    for options in ({"units": ["blocks.7"]}, {"units": [nn.Conv2d]}, {"dtype": "bf16", "keep_dtype": "tabel"}):
-        with pytest.raises(ValueError, match="the model has no module"):
+    mistakes = {"blocks.7": {"units": ["blocks.7"]}, "Conv2d": {"units": [nn.Conv2d]}, "tabel": {"dtype": "bf16", "keep_dtype": "tabel"}}
+    for name, options in mistakes.items():
+        with pytest.raises(ValueError, match=f"the model has no module .*'{name}'"):
             zk.ZeroOptimizer(model, adamw(model), stage=3, **options)
         assert [(param, param.data_ptr(), param.dtype) for param in model.parameters()] == before
     loss_of(model, batch(0)).backward()  # no hook is left: gradients stay where torch has them
@@ -186,11 +190,11 @@ def wrong_group(_: None) -> str:
     try:
         model = layers()
         zk.ZeroOptimizer(model, adamw(model), process_group=group).close()
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         return f"{dist.get_rank()}: {error}"
     return "fine"
 
 
 def test_a_rank_outside_of_its_process_group_is_told() -> None:
     ((first, second),) = run_world(2, wrong_group, [None])
-    assert first == "fine" and "1: process_group must be a ProcessGroup that this rank is a member of" in second
+    assert first == "fine" and "1: rank 1 is not in process_group" in second

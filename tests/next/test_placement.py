@@ -158,20 +158,20 @@ HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
 DRIVE = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}
 
 
-SAID = r"each rank needs ([\d.]+) (bytes|MiB) of host memory and has ([\d.]+) (bytes|MiB), "
+SAID = r"a rank needs ([\d.]+) (bytes|MiB) on the host tier and has ([\d.]+) (bytes|MiB), "
 
 
 def test_quick_a_refusal_says_what_is_needed_what_is_there_and_what_to_do(tmp_path: Path) -> None:
     with free(host=0):
         message = refused(model(), dtype="bf16", **HOST)
-        assert re.search(SAID, message) and "drive" not in message.split("use ")[0] and "Nothing has been changed" in message
+        assert re.search(SAID, message) and "nvme tier" not in message and "Nothing has been changed" in message
         assert 'for this model with stage=3, dtype="bf16", param_tier="host", optimizer_tier="host": ' in message
         assert "use optimizer_tier='nvme', stage=3 with param_tier='nvme'" in message
         optimizer = wrap(net := model(), dtype="bf16", nvme_path=tmp_path, **DRIVE)  # which fits
         train(net, optimizer)
         optimizer.close()
     with free(nvme=KIB):
-        assert re.search("needs .* of nvme memory and has 1024 bytes.* use a larger drive", refused(model(), nvme_path=tmp_path, **DRIVE))
+        assert re.search("needs .* on the nvme tier and has 1024 bytes.* use a larger drive", refused(model(), nvme_path=tmp_path, **DRIVE))
 
 
 def test_after_a_refusal_model_and_optimizer_are_as_they_were() -> None:

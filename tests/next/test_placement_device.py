@@ -106,7 +106,7 @@ def test_what_does_not_fit_on_the_device_is_offered_the_host() -> None:
         wrap(net, dtype="bf16")
     said = str(caught.value)
     assert torch.cuda.memory_allocated() == before and all(param.dtype == torch.float32 for param in net.parameters())
-    assert re.search("needs .* of device memory and has .*; use optimizer_tier='host'", said) and "of host memory" not in said
+    assert re.search("needs .* on the device tier and has .*; use optimizer_tier='host'", said) and "on the host tier" not in said
     with free(device=held // 2):
         optimizer = wrap(net, dtype="bf16", optimizer_tier="host")
     train(net, optimizer)

@@ -190,6 +190,26 @@ def test_the_loss_is_scaled_where_parameters_are_fp16(own: str, dtype: str | Non
             model(torch.ones(1, 4, dtype=torch.float16)).sum().backward()
 
 
+def scales_of(overflows: list[bool], **rule: Any) -> list[float]:
+    """The loss scale after each step."""
+    model = nn.Linear(2, 2)
+    optimizer, scales = wrap(model, loss_scale=zk.DynamicLossScale(**rule)), []
+    for overflow in overflows:
+        optimizer.backward(model(torch.ones(1, 2)).sum() * (torch.nan if overflow else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(optimizer.state_dict()["loss_scale"]["scale"])
+    return scales
+
+
+def test_quick_the_scale_falls_on_overflow_and_grows_after_a_window() -> None:
+    bad, good = True, False
+    assert scales_of([bad] * 9, init=256, window=2, hysteresis=1) == [128, 64, 32, 16, 8, 4, 2, 1, 1]
+    assert scales_of([good] * 5, init=4, window=2) == [4, 8, 8, 16, 16]
+    assert scales_of([bad, bad, good, good, bad, bad], init=8, window=2, hysteresis=2) == [8, 4, 4, 8, 8, 4]
+    assert scales_of([good, bad, good, good], init=8, window=2, hysteresis=1, factor=4.0) == [8, 2, 2, 8]
+
+
 @pytest.mark.parametrize(
     "setting", ({"factor": 1.0}, {"minimum": 0}, {"minimum": 3, "init": 2.0}, {"window": 0}, {"window": 2.5}, {"hysteresis": 0})
 )

@@ -16,7 +16,7 @@ from zk.next.promised import check_promised, device_of
 from zk.next.unit import Unit
 
 Optimizers = list[torch.optim.Optimizer]
-FP4 = getattr(torch, "float4_e2m1fn_x2", None)  # which torch cannot copy
+FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 WRAPPERS = {  # classes of modules that share gradients themselves
     "DistributedDataParallel": "pass model.module",
     "DataParallel": "pass model.module, and start a process for each GPU with torchrun",
@@ -121,8 +121,9 @@ def fault_of_param(param: Tensor, held: Container[Tensor]) -> str:
         return "belongs to another ZeroOptimizer; close() that one first"
     if nn.parameter.is_lazy(param):
         return "has no shape yet (a lazy module); run one forward of the model first"
-    is_coded = param.dtype is FP4 or hasattr(param, "quant_state")
-    if is_coded or is_traceable_wrapper_subclass(param):
+    if param.dtype is FP4:
+        return f"is {param.dtype}, which torch cannot copy; keep it as param.view(torch.uint8)"
+    if hasattr(param, "quant_state") or is_traceable_wrapper_subclass(param):
         return (
             f"is a {type(param).__name__}, whose values are in other tensors or codes; zk takes plain "
             "tensors: build the model without quantization, DTensors and tensor parallelism"
@@ -210,9 +211,7 @@ def check_call(model: nn.Module, units: Iterable[Unit]) -> None:
 OWN = "process_group", "nvme_path", "device", "num_threads", "device_budget", "host_budget"
 
 
-def alike(
-    model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig
-) -> dict[str, object]:
+def alike(model: nn.Module, groups: list[dict[str, Any]], config: ZeroConfig) -> dict[str, object]:
     """What must be the same on all ranks, by name; what only this rank could read is its type's."""
     values = {name: value for name, value in vars(config).items() if name not in OWN}
     for number, group in enumerate(groups):

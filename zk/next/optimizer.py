@@ -548,6 +548,7 @@ def chosen_blocks(model: nn.Module, units: Sequence[Any] | None) -> dict[str, nn
             if (name == entry if isinstance(entry, str) else isinstance(module, entry))
         }
         if not chosen:
-            raise ValueError(f"units: the model has no module {entry!r}; see model.named_modules()")
+            name = getattr(entry, "__name__", entry)
+            raise ValueError(f"units: the model has no module {name!r}; see model.named_modules()")
         found |= chosen
     return {name: module for name, module in modules.items() if name in found and name}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -230,14 +229,13 @@ def free_memory(device: torch.device, paths: Sequence[str]) -> dict[str, int]:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free["device"] = torch.cuda.mem_get_info(device)[0] + unused
-    every = [(path, *map(str, pathlib.Path(path).parents)) for path in paths]
-    folders = [next(filter(os.path.isdir, own)) for own in every]  # what is there of them
-    drives = [os.stat(folder).st_dev for folder in folders]
-    shares = []
-    for folder, drive in zip(folders, drives, strict=True):
-        found = os.statvfs(folder)
+    if not paths or not all(map(os.path.isdir, paths)):
+        return free  # whoever opens files there says what is wrong
+    drives, shares = [os.stat(path).st_dev for path in paths], []
+    for path, drive in zip(paths, drives, strict=True):
+        found = os.statvfs(path)
         shares.append(found.f_bavail * found.f_frsize // drives.count(drive))
-    return free | ({"nvme": len(shares) * min(shares)} if shares else {})
+    return free | {"nvme": len(shares) * min(shares)}
 
 
 def held_nbytes(tensors: Iterable[Any], joined: bool) -> Counter[str]:
@@ -282,16 +280,13 @@ def choose(
     short = [rank for rank, row in enumerate(there) if lacking(needed, row)]
     if short:
         where = f" on rank {', '.join(map(str, short))} of {len(there)}" * (comm.size > 1)
-        options = pasted(config, ZeroConfig()) or "the defaults"
-        few = ", ".join(
-            f"{readable(needed[name])} of {name} memory and has {readable(there[short[0]][name])}"
-            for name in lacking(needed, there[short[0]])
-        )
-        remedy = REMEDIES[next(iter(lacking(needed, there[short[0]])))]
+        options, row = pasted(config, ZeroConfig()) or "the defaults", there[short[0]]
+        few = list(lacking(needed, row))
+        said = [f"{readable(needed[n])} on the {n} tier and has {readable(row[n])}" for n in few]
         raise MemoryError(
-            f"there is not enough memory{where} for this model with {options}: each rank needs {few}, "
-            "with what the model holds now, and activations come on top. Nothing has been changed; use "
-            f"{remedy} (zk plan says what fits)"
+            f"there is not enough memory{where} for this model with {options}: a rank needs "
+            f"{', '.join(said)}, with what the model holds now, and activations come on top. Nothing "
+            f"has been changed; use {REMEDIES[few[0]]} (zk plan says what fits)"
         )
     return places, placement.cache(places)
 
