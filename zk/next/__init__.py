@@ -26,6 +26,13 @@ MODULES = {
     "load_pretrained": "zk.next.nn.pretrained",
     "tile_linears": "zk.next.nn.tiled_linear",
 }
+# and so may these, with their room
+register_methods(
+    save_checkpoint="zk.next.checkpoint.save:save_checkpoint",
+    load_checkpoint="zk.next.checkpoint.load:load_checkpoint",
+    consolidated_state_dict="zk.next.checkpoint.state_dict:consolidated_state_dict",
+)
+
 __all__ = [
     "Addon",
     "DynamicLossScale",

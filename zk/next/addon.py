@@ -100,10 +100,13 @@ class Addon:
     def synchronized(self) -> None:
         """The user waits for all that is in flight: return when nothing of this add-on is."""
 
+    def closed(self) -> None:
+        """The optimizer has been closed: give back what this add-on holds."""
+
 
 EVENTS = (
     *("used", "reduced", "before_step", "totals", "around_update", "updater"),
-    *("changing", "updated", "synchronized"),
+    *("changing", "updated", "synchronized", "closed"),
 )
 BEFORE = "check", "comm", "blocks", "kind", "rules", "codec", "tier", "attach"
 

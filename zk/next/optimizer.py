@@ -487,6 +487,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as stack:
             for handle in self._refusals:
                 stack.callback(handle.remove)
+            for closed in self._seams.closed:
+                stack.callback(closed)
             stack.callback(self._layout.close)
             stack.callback(self._runtime.detach, None)
             self._abandon(list(self._runtime.stores), gather)

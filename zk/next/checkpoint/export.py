@@ -1,0 +1,165 @@
+"""Export of a checkpoint as plain safetensors with the model's own names.
+
+Elements go from file to file: memory does not grow with the model, and neither the model nor its
+class is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zk.next.checkpoint import folders
+from zk.next.checkpoint.files import (
+    CheckpointError,
+    Entry,
+    File,
+    sync_folder,
+    undone,
+    write_durably,
+    write_file,
+)
+from zk.next.checkpoint.load import Contents
+from zk.next.checkpoint.manifest import Manifest, Weight
+from zk.next.checkpoint.save import PIECE_NUMEL
+from zk.next.precision import CASTABLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """The result of ``export``."""
+
+    files: list[Path]
+    num_tensors: int
+    nbytes: int
+    tied: dict[str, str]
+    """Name that is left out -> name of the same tensor."""
+
+
+def export(
+    checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_nbytes: int = 5 * 10**9
+) -> Exported:
+    """Write ``model.safetensors``, or several files and an index, into the new folder ``out``.
+
+    Args:
+        checkpoint: what ``save_checkpoint`` was given (the newest one is taken), or one step's folder.
+        out: must not exist, or be empty (but for hidden files).
+        dtype: of parameters (masters are rounded once); None keeps each in the precision it was
+            trained in. Integers, codes and buffers stay as they are.
+        shard_nbytes: a file is closed before it gets larger than this.
+
+    A tied weight is written once; the header of its file says which other names it has.
+
+    Raises:
+        CheckpointError: for a checkpoint that is not whole, or a value that does not fit in
+            ``dtype``; nothing is left in ``out`` then.
+        ValueError: if ``out`` is in use.
+    """
+    if shard_nbytes < 1:
+        raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
+    if out.exists() and (not out.is_dir() or any(out.glob("[!.]*"))):
+        raise ValueError(f"{out} exists and is not an empty folder; name a new one")
+    manifest = Manifest.read(folders.find(checkpoint))
+    for written in manifest.files.values():
+        with contextlib.closing(File(manifest.folder, written)) as file:
+            file.check()
+    weights = manifest.weights()
+    tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
+    beside = out / ".partial" if out.exists() else out.with_name(f".{out.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+    beside.mkdir(parents=True)
+    with undone(lambda: shutil.rmtree(beside, ignore_errors=True)), Contents(manifest) as contents:
+        entries = [
+            Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.shape)
+            for name, w in weights.items()
+        ]
+        entries += [
+            dataclasses.replace(contents.buffer_entry(name), key=name) for name in contents.buffers
+        ]
+        files = shards(entries, shard_nbytes)
+        for name, shard in files.items():
+            own = {entry.key for entry in shard}
+            metadata = {"format": "pt"} | {o: kept for o, kept in tied.items() if kept in own}
+            write_file(beside / name, shard, values_of(shard, contents, weights), metadata)
+        total = sum(entry.nbytes for entry in entries)
+        if len(files) > 1:
+            places = {entry.key: name for name, shard in files.items() for entry in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            path = beside / "model.safetensors.index.json"
+            write_durably(path, json.dumps(index, indent=1).encode())
+        if manifest.head["model_config"]:
+            write_durably(beside / "config.json", manifest.head["model_config"].encode())
+        put_in_place(beside, out)
+    return Exported([out / name for name in files], len(entries), total, tied)
+
+
+def values_of(
+    entries: Sequence[Entry], contents: Contents, weights: dict[str, Weight]
+) -> Iterator[Tensor]:
+    for entry in entries:
+        if entry.key in weights:
+            for values in row_by_row(contents, weights[entry.key]):
+                yield rounded(values, entry)
+        else:
+            yield contents.buffer(entry.key)
+
+
+def put_in_place(beside: Path, out: Path) -> None:
+    """Give what is whole its name, or move it into the folder that is there, the index last."""
+    sync_folder(beside)
+    if beside.parent == out:
+        for path in sorted(beside.iterdir()):
+            path.rename(out / path.name)
+        beside.rmdir()
+        sync_folder(out)
+    else:
+        beside.rename(out)
+    sync_folder(out.parent)
+
+
+def row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
+    """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
+    numel, first = math.prod(weight.shape), weight.parts[0]
+    if first.place is None and first.order is None:
+        for start in range(0, numel, PIECE_NUMEL):
+            yield contents.elements(first, "param", start, min(start + PIECE_NUMEL, numel))
+        return
+    height, others = weight.shape[0], [slice(0, size) for size in weight.shape[1:]]
+    step = max(1, PIECE_NUMEL // max(1, math.prod(weight.shape[1:])))
+    for row in range(0, height, step):
+        rows = slice(row, min(row + step, height))
+        yield contents.cut(weight, "param", (rows, *others)).reshape(-1)
+
+
+def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:
+    """Files in the order of ``entries``."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > shard_nbytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    of = f"of-{len(shards):05d}.safetensors"
+    return {f"model-{number:05d}-{of}": shard for number, shard in enumerate(shards, 1)}
+
+
+def rounded(values: Tensor, entry: Entry) -> Tensor:
+    found = values.to(entry.dtype)
+    if entry.dtype == torch.float16 and not torch.equal(found.isinf(), values.isinf()):
+        raise CheckpointError(
+            f"{entry.key!r} has values beyond fp16's 65504 (up to {values.abs().max().item():g}); "
+            "export bf16 or fp32"
+        )
+    return found

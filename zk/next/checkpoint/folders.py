@@ -1,0 +1,209 @@
+"""A folder of checkpoints: the whole ones, the newest of them, and a new one, whole or not there.
+
+A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive;
+``latest`` names it after that. Checkpoints are numbered as they are finished, as a run that has gone
+back to an earlier step finishes a lower step later. Who saves holds a lock on ``.lock`` until it
+closes its optimizer or ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import weakref
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zk.core.logs import rank_log
+from zk.next.checkpoint.files import (
+    MANIFEST,
+    CheckpointError,
+    Written,
+    check_regular,
+    sync_folder,
+    write_durably,
+)
+
+LATEST = "latest"
+
+
+def rank_files(rank: int, ranks: int) -> tuple[str, str]:
+    """The names of one rank's tensors, and of what it says of them."""
+    stem = f"rank-{rank:05d}-of-{ranks:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
+
+
+def crc_of(head: Mapping[str, Any]) -> str:
+    """The CRC-32 of a manifest."""
+    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def place_of(root: Path, step: int) -> Path:
+    """The folder of a step."""
+    return root / f"step-{step:08d}"
+
+
+def begin(final: Path) -> tuple[Path, Lock]:
+    """The hidden folder that a checkpoint is in until it is whole, and a lock to be held.
+
+    What saves left there that were killed goes. OSError, naming the other run, where another process
+    saves into the same folder.
+    """
+    root = final.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = lock_of(root)
+    except FileExistsError as error:
+        raise NotADirectoryError(error.errno, "checkpoints need a folder", str(root)) from None
+    for folder in root.glob(".step-*.replaced"):
+        name = folder.with_name(folder.name[1:].removesuffix(".replaced"))
+        if name.exists():
+            shutil.rmtree(folder)
+        else:
+            folder.rename(name)
+    for folder in root.glob(".step-*.partial"):
+        shutil.rmtree(folder)
+    beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
+    beside.mkdir()
+    return beside, lock
+
+
+def publish(folder: Path, final: Path, head: Mapping[str, Any], ranks: int) -> None:
+    """Add the manifest to what ranks have written, and give it its final name."""
+    said = {
+        name: (folder / name).read_bytes()
+        for _, name in map(rank_files, range(ranks), [ranks] * ranks)
+    }
+    parts = [dataclasses.asdict(Written.of_bytes(name, data)) for name, data in said.items()]
+    files = [json.loads(data)["written"] for data in said.values()]
+    number = 1 + max(map(number_of, whole(final.parent)), default=0)
+    head = {"finished": number, **head, "parts": parts, "files": files}
+    sealed = {**head, "crc32": crc_of(head)}
+    write_durably(folder / MANIFEST, json.dumps(sealed, indent=1).encode())
+    replaced = final.with_name(f".{final.name}.replaced")  # another one of the same step
+    if final.exists():
+        final.rename(replaced)
+    folder.rename(final)
+    sync_folder(final.parent)
+    write_durably(final.parent / LATEST, final.name.encode() + b"\n")
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_old(final: Path, keep: int) -> None:
+    """Remove all checkpoints beside ``final`` but the newest ``keep``."""
+    for old in whole(final.parent)[:-keep]:
+        if old != final:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def number_of(folder: Path) -> int:
+    """How many checkpoints had been finished in its folder with this one; 0: not known."""
+    with open(folder / MANIFEST, "rb") as file:
+        begins = re.match(rb'\s*{\s*"finished": (\d{1,9}),', file.read(100))  # it may be long
+    return int(begins[1]) if begins else 0
+
+
+def whole(root: Path) -> list[Path]:
+    """All whole checkpoints in ``root``, in the order in which they were finished."""
+    found = {folder.name: folder for folder in root.glob("step-*")}
+    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
+        found.setdefault(folder.name[1:].removesuffix(".replaced"), folder)
+    there = [item for item in found.items() if (item[1] / MANIFEST).exists()]
+    return [folder for _, _, folder in sorted((number_of(f), name, f) for name, f in there)]
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint in ``root``, or None.
+
+    CheckpointError where that has lost its manifest: no crash of a save does that.
+    """
+    name = named(root)
+    if name.startswith("step-") and (root / name).exists():
+        if not (root / name / MANIFEST).exists():
+            raise CheckpointError(
+                f"{root / name} has lost its {MANIFEST}: copy it there again, or remove the folder to "
+                "go on from the one before it"
+            )
+        return root / name
+    return next(reversed(whole(root)), None)
+
+
+def named(root: Path) -> str:
+    """What ``latest`` in ``root`` names; empty without one."""
+    with contextlib.suppress(OSError, ValueError):
+        check_regular(root / LATEST)
+        name = (root / LATEST).read_text().strip()
+        return name if name == Path(name).name else ""
+    return ""
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest in it. CheckpointError without one.
+
+    ``latest`` may also name a folder of checkpoints, such as a tag.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    tag = named(path)
+    if tag and not tag.startswith("step-"):
+        return find(path / tag)
+    found = latest(path)
+    if found is None:
+        hint = ""
+        if any(path.glob("rank-*.safetensors")):
+            hint = "; its manifest.json is gone: copy it once more, or load an earlier checkpoint"
+        elif any(path.glob("*.safetensors*")):
+            hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
+        raise CheckpointError(
+            f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}"
+        )
+    return found
+
+
+# ---- one run at a time -----------------------------------------------------------------------------
+
+
+class Lock:
+    """A folder that this process saves into, as long as somebody has this."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+
+LOCKS = weakref.WeakValueDictionary[tuple[int, Path], Lock]()  # by process and folder
+
+
+def lock_of(root: Path) -> Lock:
+    """Lock a folder; OSError, naming the other run, if another process has.
+
+    The lock is the process's own: it ends with it, and no forked process has it.
+    """
+    own = os.getpid(), root.resolve()
+    if own in LOCKS:
+        return LOCKS[own]
+    file = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = Lock(file)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            who = os.read(file, 200).decode(errors="replace").strip()
+            why = f"another run saves into this folder ({who}); give each run its own"
+            raise OSError(error.errno, why, str(root)) from None
+        rank_log.warning("%s cannot be locked (%s): let no other run save there", root, error)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}, since {now}".encode(), 0)
+    LOCKS[own] = lock
+    return lock

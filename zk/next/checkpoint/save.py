@@ -1,0 +1,422 @@
+"""Saving between two steps: what any number of ranks, stage and tier loads, whole or not there.
+
+Every rank writes the elements that it updates into one safetensors file, chunk by chunk: memory does
+not grow with the model. A save may go on in the background: an update that comes to a chunk which is
+not written yet copies it where there is room, or waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zk.core.logs import rank_log
+from zk.kernels.codec import dtype_of
+from zk.next.addon import Addon
+from zk.next.checkpoint import folders, manifest
+from zk.next.checkpoint.files import Entry, together, undone, write_durably, write_file
+from zk.next.memory import host_memory
+from zk.next.options import is_count
+from zk.next.parallel.comm import Comm
+
+if TYPE_CHECKING:
+    from zk.next.optimizer import ZeroOptimizer
+    from zk.next.store import UnitStore
+
+PIECE_NUMEL = 1 << 21  # elements that are widened at once
+DRIVE_ROOM = 1 << 30  # for copies, where there is a drive as host memory is short
+
+
+def save_checkpoint(
+    optimizer: ZeroOptimizer,
+    directory: str | os.PathLike[str],
+    *,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    async_save: bool = False,
+    on_save_error: str = "raise",
+) -> Path | None:
+    """Save a checkpoint to ``directory/step-NNNNNNNN`` and return that folder. Call it on all ranks.
+
+    Parameters, optimizer states, groups, loss scale, counters and random states are in it; gradients
+    are not. The folder has its name once it is whole and on the drive; ``directory/latest`` names it
+    after that.
+
+    Args:
+        directory: on a file system that all ranks see; made if need be.
+        scheduler: its state_dict() is saved too.
+        extra: what else training needs (its position in the data, say), of what JSON can hold.
+        keep: remove all but the newest so many checkpoints, afterwards.
+        async_save: return at once, and write in the background the state as it is now.
+            ``synchronize()``, ``close()`` and the next save wait for the end.
+        on_save_error: where the drive refuses or has no room: "raise", or "warn" to log it and go on;
+            the result is None then.
+
+    Raises:
+        OSError: if the drive refuses or has no room, on all ranks. With ``async_save`` a step() after
+            the failure raises it, before it changes anything. Earlier checkpoints stay whole.
+    """
+    if keep is not None and not is_count(keep):
+        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None; got {keep!r}")
+    if on_save_error not in ("raise", "warn"):
+        raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
+    saver, root = saver_of(optimizer), Path(directory)
+    saver.finish()
+    settle(optimizer)
+    with together(optimizer._layout.comm, f"saving into {root}"):
+        save = Save(optimizer, root, scheduler, extra, keep)
+    quiet = on_save_error == "warn"
+    if async_save:
+        saver.start(save, quiet)
+        return save.final
+    try:
+        save.run(saver, optimizer._layout.comm)
+    except OSError as error:
+        if not quiet:
+            raise
+        warn(error)
+        return None
+    return save.final
+
+
+def settle(optimizer: ZeroOptimizer) -> None:
+    """Wait for the update in flight, and take in what users have written to parameters."""
+    optimizer._settle()
+    for store in optimizer._runtime.stores:
+        store.absorb()
+        store.publish()
+
+
+def warn(error: BaseException) -> None:
+    rank_log.warning("a checkpoint was not saved, and training goes on: %s", error)
+
+
+# ---- what is written -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One tensor of a rank's file: elements of a unit's flat buffer, of one kind."""
+
+    unit: int
+    kind: str
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def entry(self) -> Entry:
+        key = f"{self.kind}/{self.unit}/{self.start}"
+        return Entry(key, self.dtype, (self.stop - self.start,))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """This rank's share of one chunk of a unit, as it is written."""
+
+    store: UnitStore
+    number: int
+    pieces: list[Piece]
+
+    def values(self) -> Iterator[Tensor]:
+        """Each piece; may be a view of the chunk."""
+        store, bound = self.store, self.store.bounds[self.number]
+        first = store.start + bound.start
+        with contextlib.ExitStack() as stack:
+            if store.unit.is_trained:
+                fields = stack.enter_context(store.open(self.number, changed=False))
+            else:
+                fields = {"param": store.param.open(bound)["param"]}
+                stack.callback(store.param.close, False, bound)
+            for piece in self.pieces:
+                here = slice(piece.start - first, piece.stop - first)
+                part = {name: field[here] for name, field in fields.items()}
+                value = part["param"]
+                if store.unit.is_trained:
+                    value = store.codec.read(part, piece.kind)
+                yield value.to(piece.dtype)
+
+    def copies(self) -> list[Tensor]:
+        """Each piece, in host memory of its own."""
+        return [torch.empty(v.shape, dtype=v.dtype).copy_(v) for v in self.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.entry.nbytes for piece in self.pieces)
+
+
+def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
+    """All that this rank writes."""
+    comm = optimizer._layout.comm
+    for number, store in enumerate(optimizer._runtime.stores):
+        unit = store.unit
+        share = unit.numel // comm.size  # also where each rank has all of it
+        mine = range(comm.rank * share, comm.rank * share + share)
+        dtypes = {"param": unit.dtype}
+        if unit.is_trained:
+            known = store.codec.fields | dtypes
+            dtypes = {kind: dtype_of(known, kind) for kind in manifest.kinds_of(store)}
+        for chunk, bound in enumerate(store.bounds):
+            start = max(mine.start, store.start + bound.start)
+            stop = min(mine.stop, store.start + bound.stop)
+            pieces = [
+                Piece(number, kind, at, min(at + PIECE_NUMEL, stop), dtype)
+                for at in range(start, stop, PIECE_NUMEL)
+                for kind, dtype in dtypes.items()
+            ]
+            if pieces:
+                yield Part(store, chunk, pieces)
+
+
+class Save:
+    """One checkpoint of the optimizer as it is now. All ranks make one and run it."""
+
+    def __init__(
+        self,
+        optimizer: ZeroOptimizer,
+        root: Path,
+        scheduler: Any,
+        extra: Any,
+        keep: int | None,
+    ) -> None:
+        comm = optimizer._layout.comm
+        self.keep, self.rank, self.ranks = keep, comm.rank, comm.size
+        self.final = folders.place_of(root, optimizer.num_steps)
+        self.head = manifest.of_optimizer(optimizer, scheduler, extra)
+        self.random = manifest.random_state(device_of(optimizer))
+        self.parts = list(parts_of(optimizer))
+        self.buffers = dict(manifest.buffers_of(optimizer)) if comm.rank == 0 else {}
+        self.beside = Beside(self.parts, 0)
+
+    def run(self, saver: Saver, comm: Comm) -> None:
+        """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
+        what = f"saving {self.final}"
+        beside, final = self.final, self.final
+        with together(comm, what):
+            if self.rank == 0:
+                beside, saver.lock = folders.begin(final)
+        beside = final.with_name(comm.words(what, beside.name)[0])
+
+        def give_up() -> None:
+            if self.rank == 0:
+                shutil.rmtree(beside, ignore_errors=True)
+
+        with undone(give_up):
+            with together(comm, what):
+                self.write(beside)
+            with together(comm, what):
+                if self.rank == 0:
+                    folders.publish(beside, final, self.head, self.ranks)
+                    if self.keep is not None:
+                        folders.remove_old(final, self.keep)
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's tensors, and what it says of them."""
+        pieces = [piece for part in self.parts for piece in part.pieces]
+        entries = [piece.entry for piece in pieces]
+        entries += [Entry(f"buffer/{k}", v.dtype, tuple(v.shape)) for k, v in self.buffers.items()]
+        tensors, words = folders.rank_files(self.rank, self.ranks)
+        with contextlib.closing(self.values()) as values:
+            written = write_file(folder / tensors, entries, values, {"format": "pt"})
+        said = {
+            "rank": self.rank,
+            "file": tensors,
+            "written": dataclasses.asdict(written),
+            "pieces": [[p.unit, p.kind, p.start, p.stop, p.entry.key] for p in pieces],
+            "buffers": sorted(self.buffers),
+            "random": self.random,
+        }
+        write_durably(folder / words, json.dumps(said, separators=(",", ":")).encode())
+
+    def values(self) -> Generator[Tensor]:
+        """All that is saved, from where it is or from its copy."""
+        for part, following in itertools.zip_longest(self.parts, self.parts[1:]):
+            if following is not None and following.store.unit.is_trained:
+                following.store.param.fetch()
+                following.store.states[following.number].fetch()
+            with self.beside.taken(part) as copies:
+                yield from part.values() if copies is None else copies
+        yield from self.buffers.values()
+
+
+# ---- in the background -----------------------------------------------------------------------------
+
+
+class Beside:
+    """What a save has not read yet, and copies of what an update had to change before.
+
+    Args:
+        parts: that will be read.
+        room: bytes that copies may take.
+    """
+
+    def __init__(self, parts: list[Part], room: int) -> None:
+        self.unread = {(part.store, part.number): part for part in parts}
+        self.versions = {part.store: versions_of(part.store) for part in parts}
+        self.copied: dict[Part, list[Tensor]] = {}
+        self.room, self.stalled_s = room, 0.0
+        self.changes = threading.Condition()
+        self.reading: Part | None = None
+        self.spoiled = ""  # the unit that users have written to
+
+    def before_change(self, store: UnitStore, number: int) -> None:
+        """Copy a chunk that is about to change, or wait until it has been read."""
+        start, part = time.perf_counter(), self.unread.get((store, number))
+        self.check(store)
+        with self.changes:
+            if part is not None and part is not self.reading and part.nbytes <= self.room:
+                self.room -= part.nbytes
+                self.copied[part] = part.copies()
+                del self.unread[store, number]
+            self.changes.wait_for(lambda: (store, number) not in self.unread)
+        self.stalled_s += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def taken(self, part: Part) -> Iterator[list[Tensor] | None]:
+        """A chunk while it is written: its copy, or None: it stays as it is inside."""
+        with self.changes:
+            copies, self.reading = self.copied.pop(part, None), part
+        yield copies
+        self.check(part.store)
+        with self.changes:
+            self.unread.pop((part.store, part.number), None)
+            self.room += part.nbytes if copies is not None else 0
+            self.changes.notify_all()
+        if self.spoiled:
+            raise RuntimeError(
+                f"parameters of {self.spoiled!r} were written from outside while a checkpoint was "
+                "saved in the background; call synchronize() before, or save without async_save"
+            )
+
+    def check(self, store: UnitStore) -> None:
+        """See that users have not written to a unit that no update has changed."""
+        updates, written = versions_of(store)
+        known = self.versions.get(store, (updates, written))
+        if updates == known[0] and written != known[1]:
+            self.spoiled = store.unit.name
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        with self.changes:
+            self.unread.clear()
+            self.changes.notify_all()
+
+
+def versions_of(store: UnitStore) -> tuple[int, list[int]]:
+    """Updates of a unit, and torch's counts of writes to its parameters."""
+    return store.version, [param._version for param in store.unit.params]
+
+
+class Saver(Addon):
+    """Saves of one optimizer, one at a time, and the lock of the folder that they go to."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self.layout, self.device = optimizer._layout, device_of(optimizer)
+        self.lock: folders.Lock | None = None
+        self.own: Comm | None = None  # collectives of saves in the background
+        self.thread: threading.Thread | None = None
+        self.beside = Beside([], 0)
+        self.error: BaseException | None = None
+        self.begun = False  # and not all ranks are known to be done; the same on all of them
+        self.quiet = False
+        self.stalled_s = 0.0
+
+    def start(self, save: Save, quiet: bool) -> None:
+        """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
+        if self.own is None:
+            self.own = own_comm(self.layout.comm)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
+        save.buffers = {name: value.clone() for name, value in save.buffers.items()}
+        self.beside = save.beside = Beside(save.parts, self.room())
+        self.quiet, self.begun = quiet, True
+        # not a daemon: a program that ends waits for it
+        self.thread = threading.Thread(target=self.run, args=(save, self.beside), name="zk-save")
+        self.thread.start()
+
+    def room(self) -> int:
+        """Bytes of host memory that copies may take."""
+        room = host_memory()[1] // 4
+        return min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
+
+    @torch.no_grad()
+    def run(self, save: Save, beside: Beside) -> None:
+        assert self.own is not None
+        try:
+            save.run(self, self.own)
+        except BaseException as error:
+            self.error = error
+            if not self.quiet or not isinstance(
+                error, OSError
+            ):  # the program may end before a step
+                rank_log.error("a checkpoint was not saved: %s", error)
+        finally:
+            beside.end()
+
+    def changing(self, store: UnitStore, number: int) -> None:
+        self.beside.before_change(store, number)
+
+    def before_step(self) -> None:
+        """Raise what went wrong, on all ranks at the same step."""
+        if not self.begun:
+            return
+        is_done = self.thread is None or not self.thread.is_alive()
+        if self.layout.comm.total("saves that are done", [float(is_done)]) == [
+            self.layout.comm.size
+        ]:
+            self.begun = False
+            self.finish()
+
+    def synchronized(self) -> None:
+        self.finish()
+
+    def closed(self) -> None:
+        self.lock = None
+
+    def finish(self) -> None:
+        """Wait for the save in progress. Raises what went wrong in it."""
+        start = time.perf_counter()
+        if self.thread is not None:
+            self.thread.join()
+        self.thread = None
+        self.stalled_s += self.beside.stalled_s + time.perf_counter() - start
+        self.beside, error, self.error = Beside([], 0), self.error, None
+        if error is not None and self.quiet and isinstance(error, OSError):
+            warn(error)
+        elif error is not None:
+            raise error
+
+
+def device_of(optimizer: ZeroOptimizer) -> torch.device:
+    return torch.device(optimizer._runtime.stores[0].unit.device)
+
+
+def own_comm(comm: Comm) -> Comm:
+    """Collectives beside those of training, of the same ranks."""
+    if comm.size == 1:
+        return Comm(alone=True)
+    ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+    return Comm(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+
+def saver_of(optimizer: ZeroOptimizer) -> Saver:
+    """The one of this optimizer, made with its first save."""
+    found = [addon for addon in optimizer._seams.addons if isinstance(addon, Saver)]
+    if not found:
+        found = [Saver(optimizer)]
+        optimizer._seams.add(*found)
+    return found[0]
