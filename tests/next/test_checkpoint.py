@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
 SETTINGS: dict[str, dict[str, Any]] = {
     "0-host": {"stage": 0, "optimizer_tier": "host"},
     "1-device": {"stage": 1, "optimizer_tier": "device"},
-    "2-host-overlapped": {"stage": 2, "optimizer_tier": "host", "overlap_step": True},
-    "3-host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host"},
+    "2-host": {"stage": 2, "optimizer_tier": "host"},
+    "3-host": {"stage": 3, "param_tier": "host", "optimizer_tier": "host", "overlap_step": True},
     "3-nvme": {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"},
 }
 EXACT: dict[str, Any] = {"dtype": "fp32", "clip_grad_norm": None}  # one rank and several round alike
@@ -50,6 +50,8 @@ def make(setting: str, drive: Path, variant: str = "frozen", core: Any = zk, **o
     kind = options.pop("kind", torch.optim.AdamW)
     matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
     inner = kind([{"params": matrices}, {"params": vectors}], **{"lr": 1e-2, **copy.deepcopy(options.pop("inner", {}))})
+    for group in inner.param_groups:
+        group["lr"] = copy.deepcopy(group["lr"])  # one tensor in two groups would decay twice
     path = {"nvme_path": drive} if "nvme" in setting else {}
     options = {"dtype": "bf16", "clip_grad_norm": 0.5, **SETTINGS[setting], **path, **options}
     optimizer = core.ZeroOptimizer(model, inner, **options)
@@ -100,7 +102,7 @@ def there(folder: Path) -> list[str]:
 # ---- any setting loads it --------------------------------------------------------------------------
 
 
-PAIRS = ("3-nvme", "0-host"), ("0-host", "3-nvme"), ("2-host-overlapped", "1-device"), ("1-device", "3-host")
+PAIRS = ("3-nvme", "0-host"), ("0-host", "3-nvme"), ("2-host", "1-device"), ("1-device", "3-host")
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), PAIRS)
@@ -143,7 +145,7 @@ def test_every_kind_of_state_comes_back_bit_for_bit(case: str, tmp_path: Path) -
     train(*run, 0, 3)
     run[1].save_checkpoint(tmp_path, scheduler=run[2])
     at_save, losses = snapshot(*run[:2]), train(*run, 3, 5)
-    again = make("2-host-overlapped", tmp_path, **STATES[case])
+    again = make("2-host", tmp_path, **STATES[case])
     again[1].load_checkpoint(tmp_path, scheduler=again[2])
     assert differ(snapshot(*again[:2]), at_save) == []
     assert train(*again, 3, 5) == losses
@@ -192,7 +194,7 @@ def run_chain(case: tuple[str, str, int, int]) -> tuple[list[str], list[float]]:
 
 def test_ranks_stages_and_tiers_change_in_one_chain(tmp_path: Path) -> None:
     """1 -> 2 -> 3 -> 1 ranks: the state at each hand-over is bit for bit the one saved."""
-    chain = (("0-host", 1), ("1-device", 2), ("3-nvme", 3), ("2-host-overlapped", 1))
+    chain = (("0-host", 1), ("1-device", 2), ("3-nvme", 3), ("2-host", 1))
     for number, (setting, world) in enumerate(chain):
         case = (setting, str(tmp_path), 2 * number, 2 * number + 2)
         for found, losses in [run_chain(case)] if world == 1 else run_world(world, run_chain, [case])[0]:
@@ -230,9 +232,8 @@ def test_what_fails_on_one_rank_is_heard_by_name_on_all(tmp_path: Path) -> None:
 
 def slow(values: Any, go_on: threading.Event) -> Any:
     """Tensors to write, once an update has come to something that is still to be read."""
-    for value in values:
-        assert go_on.wait(60), "no update came"
-        yield value
+    assert go_on.wait(60), "no update came"
+    yield from values
 
 
 @contextlib.contextmanager
@@ -257,7 +258,7 @@ def overtaken(room: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", (0, 60_000, 1 << 30), ids=("no room", "some room", "plenty"))
-@pytest.mark.parametrize("setting", ("0-host", "2-host-overlapped", "3-nvme"))
+@pytest.mark.parametrize("setting", ("0-host", "3-host", "3-nvme"))
 def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str, room: int, tmp_path: Path) -> None:
     with mock.patch.object(store, "CHUNK_NUMEL", 2048):
         run = make(setting, tmp_path)
@@ -276,7 +277,7 @@ def test_a_save_beside_training_is_the_state_when_it_was_asked_for(setting: str,
 
 
 @pytest.mark.parametrize("name", ("head.weight", "tokens.weight"), ids=("trained", "frozen"))
-@pytest.mark.parametrize("setting", ("2-host-overlapped", "3-host"))
+@pytest.mark.parametrize("setting", ("2-host", "3-host"))
 def test_what_users_write_while_a_save_goes_on_is_an_error_and_not_saved(setting: str, name: str, tmp_path: Path) -> None:
     run = make(setting, tmp_path)
     train(*run, 0, 1)
@@ -338,7 +339,7 @@ def slow(path, entries, values, metadata):
     return write(path, entries, (time.sleep(0.001) or value for value in values), metadata)
 mock.patch.object(save, "write_file", slow).start()
 def main(folder):
-    run = make("2-host-overlapped", folder)
+    run = make("2-host", folder)
     train(*run, 0, 1)
     run[1].save_checkpoint(folder, async_save=True)
 main(Path({str(tmp_path)!r}))
@@ -360,7 +361,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    run = make("2-host-overlapped", tmp_path_factory.mktemp("victim"))
+    run = make("2-host", tmp_path_factory.mktemp("victim"))
     train(*run, 0, 1)
     return run
 
@@ -462,7 +463,7 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     want = snapshot(*run[:2])
     folder.rename(tmp_path / ".step-00000001.replaced")
     shutil.copytree(tmp_path / ".step-00000001.replaced", tmp_path / ".step-00000001.partial")
-    again = make("2-host-overlapped", tmp_path)
+    again = make("2-host", tmp_path)
     again[1].load_checkpoint(tmp_path)
     assert differ(snapshot(*again[:2]), want) == []
     run[1].save_checkpoint(tmp_path)

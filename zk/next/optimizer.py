@@ -338,7 +338,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._seams.chain("around_update", run)
         self.num_steps += 1
         used = [store for store in self._trained if store.grad.is_taken]
-        step = Step(scale, {id(group): {**group} for group in self.param_groups})
+        step = Step(scale, {id(group): options_of(group) for group in self.param_groups})
         # back and forth: the cache of the drive has what was last
         run(used if self.num_steps % 2 else used[::-1], step)
 
@@ -536,6 +536,11 @@ def refuse_to(call: str) -> Callable[..., None]:
             )
 
     return refuse
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as they are: schedulers change a learning rate that is a tensor in place."""
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
 
 
 def chosen_blocks(model: nn.Module, units: Sequence[Any] | None) -> dict[str, nn.Module]:

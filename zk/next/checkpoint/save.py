@@ -33,6 +33,7 @@ from zk.next.options import is_count
 from zk.next.parallel.comm import Comm
 
 if TYPE_CHECKING:
+    from zk.next.addon import Update
     from zk.next.optimizer import ZeroOptimizer
     from zk.next.store import UnitStore
 
@@ -370,16 +371,14 @@ class Saver(Addon):
     def changing(self, store: UnitStore, number: int) -> None:
         self.beside.before_change(store, number)
 
-    def before_step(self) -> None:
+    def around_update(self, run: Update) -> Update:
         """Raise what went wrong, on all ranks at the same step."""
-        if not self.begun:
-            return
+        comm = self.layout.comm
         is_done = self.thread is None or not self.thread.is_alive()
-        if self.layout.comm.total("saves that are done", [float(is_done)]) == [
-            self.layout.comm.size
-        ]:
+        if self.begun and comm.total("saves that are done", [float(is_done)]) == [comm.size]:
             self.begun = False
             self.finish()
+        return run
 
     def synchronized(self) -> None:
         self.finish()
