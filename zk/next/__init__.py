@@ -10,6 +10,7 @@ from zk.next.parallel.gather import gather
 from zk.next.precision import DynamicLossScale
 
 if TYPE_CHECKING:
+    from zk.next.nn.activations import offload_activations
     from zk.next.nn.deferred import deferred_init
     from zk.next.nn.pretrained import load_pretrained
     from zk.next.nn.tiled_linear import TiledLinear, tile_linears
@@ -24,6 +25,7 @@ MODULES = {
     "TiledLinear": "zk.next.nn.tiled_linear",
     "deferred_init": "zk.next.nn.deferred",
     "load_pretrained": "zk.next.nn.pretrained",
+    "offload_activations": "zk.next.nn.activations",
     "tile_linears": "zk.next.nn.tiled_linear",
 }
 # and so may these, with their room
@@ -42,6 +44,7 @@ __all__ = [
     "deferred_init",
     "gather",
     "load_pretrained",
+    "offload_activations",
     "register",
     "register_methods",
     "tile_linears",
