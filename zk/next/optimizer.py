@@ -445,6 +445,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict = before(self, state_dict) or state_dict
         with self._layout.comm.together("load_state_dict()"):
             check_states(self, state_dict)
+        if not self._torn:
+            self._settle()
         self.zero_grad()
         load_states(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -34,7 +34,8 @@ class FileChunk(Chunk):
         self.dirty: list[slice] = []  # parts that the file has not
         self.arriving: Event | None = None  # the last copies between the buffer and the device
         self.leaving: Event | None = None
-        self.opened, self.is_kept, self.is_shown = 0, False, False
+        self.opened, self.is_ahead = 0, False  # fetched, and not used yet
+        self.is_kept, self.is_shown = False, False
 
     @property
     def stays(self) -> bool:
@@ -47,15 +48,22 @@ class FileChunk(Chunk):
 
     def fetch(self) -> None:
         with self.tier.lock:
-            if self.buffer is None:
-                self.buffer = self.tier.acquire(self)
+            self.is_ahead |= self.read(must=False)
+
+    def read(self, must: bool) -> bool:
+        """Start to read, if need be; False where that ``must`` not be and there is no buffer."""
+        if self.buffer is None:
+            self.buffer = self.tier.acquire(self, must)
+            if self.buffer is not None:
                 self.reading = self.file.read_async(self.buffer[: self.nbytes], self.offset)
+        if self.buffer is not None:
             self.tier.touch(self)
+        return self.buffer is not None
 
     def open(self, part: slice = ALL) -> Fields:
         with self.tier.lock:
-            self.fetch()
-            self.opened += 1
+            self.read(must=True)
+            self.opened, self.is_ahead = self.opened + 1, False
         self.wait(part)
         return {name: field[part] for name, field in self.views().items()}
 
@@ -111,7 +119,7 @@ class FileChunk(Chunk):
             if self.buffer is None:
                 self.buffer, self.reading = self.tier.acquire(self), None
             self.tier.touch(self)
-            self.opened += 1
+            self.opened, self.is_ahead = self.opened + 1, False
         field = self.views()[name]
         if values.device != CPU:
             assert self.link is not None
@@ -219,16 +227,22 @@ class Drive:
         self.cached[chunk] = None
         self.cached.move_to_end(chunk)
 
-    def acquire(self, chunk: FileChunk) -> Tensor:
-        """A buffer for ``chunk``; others that do not stay give theirs up for it."""
+    def acquire(self, chunk: FileChunk, must: bool = True) -> Tensor | None:
+        """A buffer for ``chunk``; others that do not stay give theirs up for it.
+
+        What was read ahead and not used yet does so only for one that ``must`` be had.
+        """
         size = round_up(chunk.nbytes) if chunk.is_kept else capacity_of(chunk.nbytes)
         room = max(self.budget, self.passing_nbytes)
         while not self.free[size] and self.used_nbytes + size > room:
             idle = [other for other in self.cached if not other.opened and not other.is_kept]
+            idle = [other for other in idle if not other.is_ahead] or idle * must
             alike = [other for other in idle if other.buffer.numel() == size]
             if alike and self.made[size] >= SPARE:
                 self.reclaim(alike[0])
             elif not self.discard(size):
+                if not idle and not must:
+                    return None
                 if not idle:
                     break  # all are in use
                 self.reclaim(idle[0])

@@ -171,7 +171,8 @@ class Reducer:
     @torch.no_grad()
     def finish(self, in_order: bool = True) -> None:
         """END: reduce what is left; all ranks learn what has a gradient, and the next order."""
-        while in_order and self.position < len(self.order):
+        # one rank has reduced each unit as it was whole
+        while in_order and self.comm.size > 1 and self.position < len(self.order):
             self.reduce_next()
         trained, took_part = list(self.waiting), self.has_begun
         for store in trained:
