@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.next.programs import fault
 from tests.user_programs import PROGRAMS, Case
+from tests.world import run_world
 
 IN_PLACE = "has left param.grad, and .* in place would be lost"
 GONE = "is gone, as step\\(\\) has used it"
@@ -77,3 +79,16 @@ def test_alone(name: str, tmp_path: Path) -> None:
 def test_the_table_names_every_program() -> None:
     text = (Path(__file__).parents[2] / "docs" / "next_programs.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", text, re.M)) == sorted(PROGRAMS)
+
+
+def on_rank(job: tuple[str, Case, str]) -> list[str]:
+    name, case, drive = job
+    return faults(name, [case], drive, dist.get_rank())
+
+
+def test_two_ranks_see_what_one_process_sees(tmp_path: Path) -> None:
+    """Each program at one stage; at stage 3 all ranks use the same blocks."""
+    cases = Case(1, world=2), Case(3, world=2, tier="host"), Case(2, world=2, tier="nvme")
+    jobs = [(name, cases[number % 3], str(tmp_path)) for number, name in enumerate(PROGRAMS)]
+    jobs = [job for job in jobs if job[0] != "look_at_what_is_partly_used" or job[1].stage < 3]
+    assert [rank for ranks in run_world(2, on_rank, jobs) for rank in ranks if rank] == []

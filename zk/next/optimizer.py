@@ -25,6 +25,7 @@ from zk.next.offload.rules import RULES, Codec, Rule, rule_for
 from zk.next.offload.tiers import Host, Memory, Tier
 from zk.next.parallel.comm import Comm
 from zk.next.parallel.gather import hooks_of_states
+from zk.next.parallel.reducer import Reducer
 from zk.next.parallel.runtime import RUNTIMES, Runtime
 from zk.next.placement import Place, Size, choose, on_drive, place_buffers
 from zk.next.precision import (
@@ -65,6 +66,7 @@ class Layout:
         comm: Comm,
     ) -> None:
         self.config, self.seams, self.stage, self.comm = config, seams, config.stage, comm
+        self.reducer = Reducer(self.comm, seams.reduced)
         self.sharers = self.comm if config.stage else Comm(alone=True)
         self.num_threads = config.num_threads or default_threads()
         self.groups = {
@@ -179,8 +181,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._torn = ""  # why states are not of one step
         self._refusals: list[Any] = []  # hooks of the user's optimizers
         self.norm, self.skipped_steps, self.num_steps = 0.0, 0, 0
-        self._runtime = Runtime(model, comm, config.prefetch, self._seams)
-        self._runtime.reducer.syncs = self._reduces_in_backward = config.stage != 1
+        self._runtime = Runtime(model, self._layout, config.prefetch)
+        self._layout.reducer.syncs = self._reduces_in_backward = config.stage != 1
         units = self._find_units()
         trained = {unit.dtype for unit in units if unit.is_trained}
         self._scaler = self._runtime.scaler = LossScaler(loss_scale_of(config.loss_scale, trained))
@@ -305,7 +307,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.forget_calls()
         for store in self._trained:
             store.grad.drop_removed()
-        self._runtime.reducer.settle()
+        self._layout.reducer.settle()
         if not any(store.grad.is_taken for store in self._trained):
             raise RuntimeError(
                 "step() found no gradient: call backward() before it, and zero_grad() after it"
@@ -379,7 +381,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()``, with the loss scale."""
-        scale, reducer = self._scaler.scale, self._runtime.reducer
+        scale, reducer = self._scaler.scale, self._layout.reducer
         if scale == 1.0:
             loss.backward(**kwargs)
             return
@@ -408,11 +410,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add gradients up on this rank, until one outside reduces them."""
-        self._runtime.reducer.syncs = False
+        self._layout.reducer.syncs = False
         try:
             yield
         finally:
-            self._runtime.reducer.syncs = self._reduces_in_backward
+            self._layout.reducer.syncs = self._reduces_in_backward
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients that have left to ``max_norm``; returns their norm, as torch does."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from zk.kernels import reference
 from zk.next.checks import check_dense
 from zk.next.memory import empty
-from zk.next.parallel.left import Left, is_here
+from zk.next.parallel.left import Left, in_backward, is_here
 from zk.offload.cpu_adam import sum_of_squares
 
 if TYPE_CHECKING:
@@ -163,8 +163,9 @@ class Gradient:
     def read(self, index: int) -> Tensor:
         """One parameter's gradient, whole, without the loss scale: a copy in its dtype.
 
-        A collective of the ranks that share it; what is not yet reduced is this rank's.
+        A collective of the ranks; in backward, what is not yet reduced is this rank's.
         """
+        self.meet()
         if not self.present[index]:
             raise ValueError(
                 f"{self.unit.names[index]!r} has no gradient: no backward() has given it one, or step() "
@@ -177,6 +178,11 @@ class Gradient:
             mine = unit.views(self.local)[index].float()
             whole = mine if whole is None else whole + mine
         return (whole * (self.factors[index] / self.scale)).to(unit.dtype)
+
+    def meet(self) -> None:
+        """Reduce what is on this rank, as all ranks look at gradients together (stage 1, no_sync)."""
+        if self.local is not None and self.layout.comm.size > 1 and not in_backward():
+            self.layout.reducer.settle()
 
     def write(self, index: int, value: Tensor) -> None:
         """Make ``value`` one parameter's gradient: it is the same on all ranks."""

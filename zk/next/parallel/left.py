@@ -139,6 +139,7 @@ class Left(Tensor):
     def norm(self) -> Tensor:
         """Its 2-norm, a scalar."""
         gradient = self.current()
+        gradient.meet()
         if gradient.local is not None or self.views:
             return torch.linalg.vector_norm(self.value())
         squares = [float(gradient.sum_of_squares(self.index))]
@@ -146,6 +147,7 @@ class Left(Tensor):
         return torch.tensor(norm, device=self.device)
 
     def times(self, number: float) -> None:
+        self.current().meet()
         self.current().factors[self.index] *= number
 
     def __repr__(self, **_: Any) -> str:

@@ -12,28 +12,29 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from zk.next.addon import Seams
 from zk.next.checks import check_call
-from zk.next.parallel.comm import Comm
 from zk.next.parallel.left import Left, in_backward
-from zk.next.parallel.reducer import Reducer
 from zk.next.parallel.saved import Passed, keep, kept, saving_hooks
 from zk.next.precision import CastInputs, LossScaler
 from zk.next.store import UnitStore
+
+if TYPE_CHECKING:
+    from zk.next.optimizer import Layout
 
 GATHERED_IN_BACKWARD = 3  # units beside those that are prefetched
 RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all optimizers that are open
 
 
 class Runtime:
-    def __init__(self, model: nn.Module, comm: Comm, prefetch: int, seams: Seams) -> None:
-        self.model, self.comm, self.prefetch, self.seams = model, comm, prefetch, seams
+    def __init__(self, model: nn.Module, layout: Layout, prefetch: int) -> None:
+        self.model, self.prefetch, self.seams = model, prefetch, layout.seams
+        self.reducer = layout.reducer
         self.stores: list[UnitStore] = []
         self.store_of: dict[nn.Parameter, UnitStore] = {}
         self.by_storage: dict[int, UnitStore] = {}  # of full parameters
@@ -43,7 +44,6 @@ class Runtime:
         # traced: (unit, in backward) -> the unit used after it
         self.following: dict[tuple[UnitStore, bool], UnitStore] = {}
         self.last: tuple[UnitStore, bool] | None = None
-        self.reducer = Reducer(comm, seams.reduced)
         self.scaler = LossScaler(None)
         self.depth, self.thread = 0, 0  # of calls of the model, and who makes them
         self.ending, self.descending = -1, 0  # the backward whose end is awaited, and its thread
