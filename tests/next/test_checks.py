@@ -178,6 +178,25 @@ def test_a_model_wrapped_in_ddp_afterwards_is_refused_at_its_first_forward() -> 
         model(torch.ones(2, 4))
 
 
+FLAGS = [
+    ("AdamW", {"fused": True}), ("AdamW", {"capturable": True, "foreach": True}), ("SGD", {"fused": True, "momentum": 0.9}),
+    ("NAdam", {"capturable": True}), ("RMSprop", {"foreach": True}), ("AdamW", {"amsgrad": True, "fused": True}),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize(("kind", "flags"), FLAGS, ids=str)
+def test_flags_that_choose_how_to_compute_change_no_bit(kind: str, flags: dict[str, Any]) -> None:
+    model, other = layers(), layers()
+    plain = {name: value for name, value in flags.items() if name not in ("fused", "capturable", "foreach")}
+    optimizer = zk.ZeroOptimizer(model, getattr(torch.optim, kind)(model.parameters(), lr=1e-2, **flags), optimizer_tier="host")
+    theirs = getattr(torch.optim, kind)(other.parameters(), lr=1e-2, foreach=False, **plain)
+    for _ in range(3):
+        train(model, optimizer), train(other, theirs)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    optimizer.close()
+
+
 def test_sparse_gradients_are_an_error_with_a_remedy() -> None:
     sparse = nn.Embedding(5, 3, sparse=True)
     zk.ZeroOptimizer(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import html
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from zk.next.addon import OPTIONS, Addon
 from zk.next.options import (
     NAMES,
     is_count,
+    is_finite,
     is_positive,
     parse_device,
     parse_dtype,
@@ -46,11 +46,7 @@ RULES: dict[str, tuple[type[Exception], Callable[[Any], object], str]] = {
     "clip_grad_norm": (ValueError, lambda v: v is None or is_positive(v), "more than 0, or None"),
     "loss_scale": (
         ValueError,
-        lambda v: (
-            v in (None, "auto")
-            or isinstance(v, DynamicLossScale)
-            or (is_positive(v) and v != math.inf)
-        ),
+        lambda v: v in (None, "auto") or isinstance(v, DynamicLossScale) or is_finite(v),
         "'auto', 'dynamic', a DynamicLossScale, None or a finite number above 0",
     ),
     "prefetch": (ValueError, lambda v: is_count(v, 0), "a number of units, 0 or more"),
@@ -66,6 +62,7 @@ RULES: dict[str, tuple[type[Exception], Callable[[Any], object], str]] = {
         "a list of zk.Addon objects",
     ),
 }
+SIZES = (30, "GiB"), (20, "MiB"), (10, "KiB")
 GONE = {  # options of 0.1.0, and what to use instead
     "cast_buffers": "cast the model's buffers yourself: buffer.data = buffer.to(torch.bfloat16)",
     "check_memory": "what cannot fit is always refused; freeze parameters that get no gradient",
@@ -210,8 +207,7 @@ def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
         if is_same or field.name in ("process_group", "units", "keep_dtype", "addons", "options"):
             continue
         if field.name.endswith("_budget") and value is not None:
-            sizes = (30, "GiB"), (20, "MiB"), (10, "KiB")
-            whole = (f"{value >> power}{unit}" for power, unit in sizes if not value % (1 << power))
+            whole = (f"{value >> n}{unit}" for n, unit in SIZES if not value % (1 << n))
             value = next(whole, value)
         elif field.name == "nvme_path" and value is not None:
             value = value[0] if len(value) == 1 else list(value)

@@ -35,6 +35,10 @@ def is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
+def is_finite(value: Any) -> bool:
+    return is_positive(value) and value != float("inf")
+
+
 def parse_tier(value: Any, name: str) -> str:
     """The name of a tier; others' words for it are answered with zk's."""
     tier = str(value).lower()

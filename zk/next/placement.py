@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ REMEDIES = {
     "nvme": "a larger drive, several folders as nvme_path=, or more ranks",
 }
 MIRRORED = ("device", "host"), ("device", "nvme")
-Nbytes = Mapping[str, int]  # memory -> bytes
+Nbytes = Mapping[str, float]  # memory -> bytes
 Sizes = Counter[tuple[str, str]]  # (tier, kind) -> bytes
 
 
@@ -206,15 +207,15 @@ def on_drive(places: Sequence[Place]) -> bool:
     return any("nvme" in place for place in places)
 
 
-def lacking(needed: Nbytes, there: Nbytes) -> dict[str, int]:
-    """Bytes too few, by memory; what ``there`` does not name has no limit."""
-    return {name: needed[name] - n for name, n in there.items() if n < needed.get(name, 0)}
+def lacking(needed: Nbytes, there: Nbytes) -> list[str]:
+    """The memories of which there is too little."""
+    return [name for name, nbytes in there.items() if nbytes < needed.get(name, 0)]
 
 
-def readable(nbytes: int) -> str:
+def readable(nbytes: float) -> str:
     """As a person would say it: "1.50 GiB", "20.00 MiB", "10 bytes"."""
     name, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
-    return f"{nbytes / size:.2f} {name}" if nbytes >= size else f"{nbytes} bytes"
+    return f"{nbytes / size:.2f} {name}" if nbytes >= size else f"{nbytes:.0f} bytes"
 
 
 # ---- the memory that is here ---------------------------------------------------------------------
@@ -248,40 +249,34 @@ def held_nbytes(tensors: Iterable[Any], joined: bool) -> Counter[str]:
     return found
 
 
-def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, int]:
+def rooms(config: ZeroConfig, there: Nbytes, joined: bool) -> dict[str, float]:
     """Bytes that "auto" may fill: of a GPU half, as activations need some, of the host nine tenths."""
-    host = there["host"] * 9 // 10
-    device = host if joined else there.get("device", host) // 2
+    host = 0.9 * there["host"]
+    device = host if joined else 0.5 * there["device"]
     return {"device": config.device_budget or device, "host": config.host_budget or host}  # type: ignore[dict-item]
 
 
 def choose(
-    config: ZeroConfig,
-    sizes: Sequence[Size],
-    comm: Comm,
-    device: torch.device,
-    freed: Iterable[Any],
+    config: ZeroConfig, sizes: list[Size], comm: Comm, device: torch.device, freed: Iterable[Any]
 ) -> tuple[list[Place], int]:
-    """The tiers of each unit, and bytes of the drive's cache.
-
-    ``freed``: tensors whose memory training gives back. MemoryError, on all ranks, for what is more
-    than they have.
+    """The tiers of each unit, and bytes of the drive's cache; MemoryError, on all ranks, for more than
+    they have. ``freed``: tensors whose memory training gives back.
     """
     joined = device.type == "cpu" and device not in LINKS
     placement, held = Placement(config, sizes, comm.size, joined), held_nbytes(freed, joined)
     local = max(1, min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     free = free_memory(device, config.nvme_path or ())  # type: ignore[arg-type]
-    shares = {name: n // (1 if name == "device" else local) for name, n in free.items()}
-    rows = comm.rows("memory", [float(nbytes + held[name]) for name, nbytes in shares.items()])
-    there = [dict(zip(free, map(int, row), strict=True)) for row in rows]
-    least = {name: min(row[name] for row in there) for name in free}
+    sharers = {"device": 1, "host": local, "nvme": local}
+    mine = [free.get(name, math.inf) / n + held[name] for name, n in sharers.items()]
+    there = [dict(zip(sharers, row, strict=True)) for row in comm.rows("memory", mine)]
+    least = {name: min(row[name] for row in there) for name in sharers}
     places = placement.places(rooms(config, least, joined))
     needed = placement.by_memory(placement.at_rest(places))
     short = [rank for rank, row in enumerate(there) if lacking(needed, row)]
     if short:
         where = f" on rank {', '.join(map(str, short))} of {len(there)}" * (comm.size > 1)
         options, row = pasted(config, ZeroConfig()) or "the defaults", there[short[0]]
-        few = list(lacking(needed, row))
+        few = lacking(needed, row)
         said = [f"{readable(needed[n])} on the {n} tier and has {readable(row[n])}" for n in few]
         raise MemoryError(
             f"there is not enough memory{where} for this model with {options}: a rank needs "

@@ -26,6 +26,7 @@ from zk.next.unit import Unit
 from zk.offload.cpu_adam import adam_
 
 Group = dict[str, Any]
+PLAIN = {"foreach": False, "fused": None, "capturable": False}  # other ways to compute the same
 Fields = dict[str, Tensor]
 
 
@@ -151,7 +152,8 @@ class StepRule(Rule):
     def run(self, group: Group, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Take the user's step() for one parameter; returns its state."""
         worker = copy.copy(self.inner)
-        worker.param_groups = [{**group, "params": [param]}]
+        plain = {name: value for name, value in PLAIN.items() if name in group}
+        worker.param_groups = [{**group, **plain, "params": [param]}]
         worker.state = defaultdict(dict, {param: state} if state else {})
         worker.step()
         return worker.state[param]
