@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,7 +186,7 @@ def train(case: tuple[int, torch.dtype, dict[str, Any]]) -> str:
 def test_ranks_that_differ_train_as_plain_torch(world: int) -> None:
     cases = [(stage, dtype, {}) for stage in range(4) for dtype in (FP32, BF16)]
     cases += [(2, FP16, {"loss_scale": 1024.0}), (3, FP16, {"loss_scale": 1024.0})]
-    cases += [(3, BF16, {"prefetch": 0}), (2, BF16, {"announce": True}), (3, FP32, {"announce": True})]
+    cases += [(3, BF16, {"prefetch": 0}), (2, BF16, {"announce": True}), (3, FP32, {"announce": True}), (3, BF16, {"overlap_step": True})]
     assert faults(world, cases) == {}
 
 
@@ -195,6 +200,7 @@ def faults(world: int, cases: list[Any]) -> dict[str, list[str]]:
 def test_ranks_with_devices_train_as_plain_torch_over_nccl() -> None:
     cases: list[Any] = [(stage, dtype, {"optimizer_tier": "host"}) for stage, dtype in ((0, BF16), (1, FP32), (2, BF16), (3, FP32))]
     cases += [(2, BF16, {"optimizer_tier": "host", "announce": True}), (3, BF16, {"param_tier": "host", "optimizer_tier": "host"})]
+    cases += [(3, BF16, {"optimizer_tier": "host", "overlap_step": True})]
     assert faults(2, cases) == {}
 
 
@@ -263,3 +269,59 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
     for case, said in zip(ERRORS, run_world(2, error_of, list(ERRORS), timeout=20), strict=True):
         kind, words = ERRORS[case]
         assert all(text.startswith(kind) and words in text for text in map(str, said)), (case.__name__, said)
+
+
+# ---- ranks that are gone, or go another way ---------------------------------------------------------------------------------------------
+
+
+def losing(case: tuple[str, int, dict[str, Any]]) -> str:
+    """Train a step; in the next one the second rank does not take part. What the first one says."""
+    how, stage, options = case
+    model = Branches()
+    optimizer = wrap(model, stage=stage, **options)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1 and how == "ends":
+            os._exit(7)
+        if step == 2 and dist.get_rank() == 1 and how == "sleeps":
+            time.sleep(4)
+        if step == 2 and dist.get_rank() == 1 and how == "leaves out a block":
+            model.blocks = model.blocks[1:]
+        try:
+            model(batch(step), frozenset()).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ("ends", "sleeps"))
+@pytest.mark.parametrize("stage, about", ((2, "'reductions'"), (3, "all_gather of 'model'")))
+def test_a_rank_that_is_gone_ends_the_others_in_a_collective_that_they_name(how: str, stage: int, about: str) -> None:
+    said = str(run_world(2, losing, [(how, stage, {})], timeout=2)[0][0])
+    assert said.startswith("rank 0 of 2: ") and about in said and "another rank is gone" in said, said
+
+
+def test_announced_ranks_say_who_does_what() -> None:
+    for said in run_world(2, losing, [("leaves out a block", 3, {"announce": True, "prefetch": 0})], timeout=10)[0]:
+        assert "rank 0: all_gather of 'blocks.0', " in str(said) and "rank 1: all_gather of 'blocks.1', " in str(said), said
+
+
+def test_without_its_file_announcing_is_an_unknown_option(tmp_path: Path) -> None:
+    """In a copy of the tree: the file is gone, and the line that registers it. All else works."""
+    top = Path(__file__).resolve().parents[2]
+    for folder in ("zk", "tests"):
+        shutil.copytree(top / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(top / "setup.cfg", tmp_path)
+    (tmp_path / "zk/next/addons/announced.py").unlink()
+    names = tmp_path / "zk/next/__init__.py"
+    names.write_text("".join(line for line in names.read_text().splitlines(keepends=True) if "addons.announced" not in line))
+
+    def says(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        return f"{done.returncode} {done.stdout} {done.stderr}"
+
+    assert "TypeError: ZeroOptimizer and ZeroConfig have no option 'announce'" in says("-c", "import zk.next; zk.next.ZeroConfig(announce=True)")
+    said = says("-m", "pytest", "-p", "no:benchmark", "-q", "-x", "tests/next/test_quick.py", "-k", "tied or checkpointed")
+    assert said.startswith("0 "), said
