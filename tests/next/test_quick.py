@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import zk.next
+from tests.models import GPT, batch, loss_of
 from tests.next.stand_in import run_case
 from tests.next.test_programs import faults
 from tests.parity import Case
 from tests.user_programs import Case as Setting
+from zk.next.store import UnitStore
 
 CASES = [
     Case(stage=0, dtype="bf16", steps=3),
@@ -28,3 +32,22 @@ def test_quick_parity_with_plain_torch(case: Case) -> None:
 @pytest.mark.parametrize("name", ["scale_in_place", "add_noise", "clip_each_layer", "never_zero", "set_data_in_forward"])
 def test_quick_programs(name: str) -> None:
     assert faults(name, [Setting(stage) for stage in (1, 2, 3)], "") == []
+
+
+class Reductions(zk.next.Addon):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def reduced(self, store: UnitStore) -> None:
+        self.names.append(store.unit.name)
+
+
+def test_quick_a_backward_pass_reduces_each_unit_once() -> None:
+    model, seen = GPT(), Reductions()
+    optimizer = zk.next.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2, addons=[seen])
+    for step in range(3):
+        loss_of(model, batch(step)).backward()
+        assert sorted(seen.names) == ["blocks.0", "blocks.1", "model"]
+        seen.names.clear()
+        optimizer.step()
+        optimizer.zero_grad()
