@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zk.next
+import zk.next.memory
 from tests.models import DEVICE
 from tests.plain import mean_of_ranks
 from tests.world import call, run_world
@@ -269,6 +271,98 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
     for case, said in zip(ERRORS, run_world(2, error_of, list(ERRORS), timeout=20), strict=True):
         kind, words = ERRORS[case]
         assert all(text.startswith(kind) and words in text for text in map(str, said)), (case.__name__, said)
+
+
+# ---- what all ranks know ----------------------------------------------------------------------------------------------------------------
+
+
+def overflowing(stage: int) -> list[float]:
+    """One rank's gradient overflows in the second of three steps: skipped steps, scale, norm of torch's own clipping, and a checksum."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = wrap(model, stage=stage, dtype="fp16", loss_scale=zk.next.DynamicLossScale(init=1024.0, hysteresis=1))
+    norms = []
+    for step in range(3):
+        loss = model(batch(2 * step + dist.get_rank()), frozenset())
+        optimizer.backward(loss * (1e30 if step == 1 and dist.get_rank() == 1 else 1.0))
+        if step == 2:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with zk.next.gather(model.parameters(), kind="master") as masters:
+        total = sum(float(master.double().abs().sum()) for master in masters)
+    scale = optimizer.metrics()["loss_scale"]
+    optimizer.close()
+    assert all(torch.equal(param, master.half()) for param, master in zip(model.parameters(), masters, strict=True))
+    return [optimizer.skipped_steps, scale, *norms, total]
+
+
+def test_an_overflow_on_one_rank_is_one_on_all_and_norms_are_of_all_ranks() -> None:
+    table = run_world(2, overflowing, [0, 1, 2, 3], timeout=20)
+    assert table[0][0][:2] == [1, 512.0] and 0 < table[0][0][2] < 10, table
+    assert all(said == table[0][0] for row in table for said in row), table
+
+
+def allocating(stage: int) -> tuple[bool, int]:
+    """If buffers are made anew in the first steps, and how many later."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(320, 320), nn.Tanh()) for _ in range(3)))
+    optimizer = wrap(model, stage=stage, dtype="bf16", units=[nn.Linear])
+    with mock.patch.object(zk.next.memory, "aligned", side_effect=zk.next.memory.aligned) as made:
+        for step in range(13):
+            if step == 3:
+                at_first = made.call_count
+            for _ in range(2):
+                model(torch.ones(4, 320, dtype=BF16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    return at_first > 0, made.call_count - at_first
+
+
+def test_a_step_of_ranks_allocates_nothing_anew() -> None:
+    for stage, table in enumerate(run_world(2, allocating, [0, 1, 2, 3], timeout=20)):
+        for at_first, later in table:  # a thread of gloo may hold one a little longer; ten steps have use for hundreds
+            assert at_first and later <= 4, (stage, table)
+
+
+class Heard(zk.next.Addon):
+    """Notes what ranks exchange, and if that is in backward."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, str, bool]] = []
+
+    def comm(self, comm: Any) -> Any:
+        words = self.words
+
+        class Noted(type(comm)):  # type: ignore[misc]
+            def named(self, operation: str, about: str) -> Any:
+                words.append((operation, about, torch._C._current_graph_task_id() != -1))
+                return super().named(operation, about)
+
+        return Noted(comm.group)
+
+
+def noting(stage: int) -> list[tuple[str, str, bool]]:
+    """What ranks exchange in the fourth step."""
+    heard, model = Heard(), Branches()
+    optimizer = wrap(model, stage=stage, addons=[heard])
+    for _ in range(4):
+        heard.words.clear()
+        model(batch(dist.get_rank()), frozenset()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return heard.words.copy()
+
+
+def test_units_are_reduced_while_backward_goes_on_and_ranks_meet_four_times_a_step() -> None:
+    for stage, table in zip((2, 3), run_world(2, noting, [2, 3], timeout=20), strict=True):
+        for words in table:
+            reduced = [about for operation, about, in_backward in words if operation == "reduce_scatter" and in_backward]
+            assert reduced == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "model"], (stage, words)
+            assert [about for operation, about, _ in words if operation == "exchange of numbers"] == ["reductions", "gradients", "reductions", "norm"]
+            if stage == 3:  # a block is reduced before those that are far ahead are gathered
+                events = [(operation, about) for operation, about, in_backward in words if in_backward]
+                assert events.index(("reduce_scatter", "blocks.3")) < events.index(("all_gather", "blocks.1")), events
 
 
 # ---- ranks that are gone, or go another way ---------------------------------------------------------------------------------------------
