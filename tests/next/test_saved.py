@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import zk.next as zk
 from tests.models import GPT, batch, loss_of
@@ -41,6 +42,21 @@ def test_an_output_that_backward_does_not_use_is_freed() -> None:
     del y
     gc.collect()
     assert storage.expired()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_quick_all_of_the_model_or_blocks_called_alone_may_be_checkpoints(reentrant: bool) -> None:
+    model, x = Exps(), torch.randn(2, 8, requires_grad=True)
+    wanted = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    optimizer = held(model)
+    for alone in (False, True):
+        optimizer.zero_grad()
+        y = x
+        for layer in model.layers if alone else ():
+            y = checkpoint(layer, y, use_reentrant=reentrant).exp()
+        (y if alone else checkpoint(model, x, use_reentrant=reentrant)).sum().backward()
+        assert all(torch.equal(param.grad + 0, grad) for param, grad in zip(model.parameters(), wanted, strict=True))
     optimizer.close()
 
 

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,8 +56,8 @@ class LinearTile(nn.Module):
         super().__init__()
         self.weight, self.rows, self.columns = weight, rows, columns
 
-    def forward(self, link: Tensor, call: Call) -> Tensor:
-        return Step.apply(link, self.weight, call, self.rows, self.columns)  # type: ignore[no-untyped-call, no-any-return]
+    def forward(self, link: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        return Step.apply(link, self.weight, bias, call, self.rows, self.columns)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class TiledLinear(nn.Linear):
@@ -67,8 +67,6 @@ class TiledLinear(nn.Linear):
         in_features, out_features, bias, device, dtype: as of nn.Linear; fp32, bf16 or fp16.
         in_splits: tiles along the input.
         out_splits: tiles along the output; splitting it alone keeps the bits of the output.
-        input_is_already_split: the input is a sequence of ``in_splits`` tensors.
-        combine_out_splits: False returns a list of ``out_splits`` tensors.
 
     ``state_dict()`` has nn.Linear's names and shapes, and ``load_state_dict()`` takes them. ``weight``
     as an attribute is put together from the tiles, in memory for all of it; what is written to it is
@@ -76,34 +74,28 @@ class TiledLinear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True,
-        in_splits: int = 1, out_splits: int = 1,
-        input_is_already_split: bool = False, combine_out_splits: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1,
+        out_splits: int = 1, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         def made(*place: slice) -> nn.Parameter:
             size = [cut.stop - cut.start for cut in place]
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
-        kinds = input_is_already_split, combine_out_splits
-        self.build(in_features, out_features, in_splits, out_splits, *kinds, made)
+        self.build((in_features, out_features), (in_splits, out_splits), made)
         self.register_parameter("bias", made(slice(0, out_features)) if bias else None)
         self.reset_parameters()
 
     def build(
-        self, in_features: int, out_features: int, in_splits: int, out_splits: int,
-        input_is_already_split: bool, combine_out_splits: bool, made: Callable[..., nn.Parameter],
-    ) -> None:  # fmt: skip
+        self, sizes: tuple[int, int], splits: tuple[int, int], made: Callable[..., nn.Parameter]
+    ) -> None:
         """Set all but the bias; ``made`` makes the weight of a tile with these rows and columns."""
         nn.Module.__init__(self)
-        for name, splits, size in (
-            ("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)
-        ):  # fmt: skip
-            if not is_count(splits) or splits > max(1, size):
-                raise ValueError(f"{name} must be between 1 and the features, {size}; got {splits!r}")
-        self.in_features, self.out_features = in_features, out_features
-        self.in_cuts, self.out_cuts = cuts(in_features, in_splits), cuts(out_features, out_splits)
-        self.is_split, self.combines = input_is_already_split, combine_out_splits
+        for name, size, count in zip(("in_splits", "out_splits"), sizes, splits, strict=True):
+            if not is_count(count) or count > max(1, size):
+                raise ValueError(f"{name} must be between 1 and the features, {size}; got {count!r}")
+        self.in_features, self.out_features = sizes
+        self.in_cuts, self.out_cuts = map(cuts, sizes, splits)
         places = itertools.product(self.out_cuts, self.in_cuts)
         self.tiles = nn.ModuleList(LinearTile(made(*place), *place) for place in places)
         self.register_state_dict_post_hook(put_together)  # type: ignore[no-untyped-call]
@@ -111,9 +103,8 @@ class TiledLinear(nn.Linear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, in_splits: int = 1, out_splits: int = 1, *,
-        input_is_already_split: bool = False, combine_out_splits: bool = True,
-    ) -> TiledLinear:  # fmt: skip
+        cls, linear: nn.Linear, in_splits: int = 1, out_splits: int = 1
+    ) -> TiledLinear:
         """The same layer, with a copy of the weight in tiles, and the very bias."""
         if type(linear) is not nn.Linear or "weight" not in linear._parameters:
             raise TypeError(
@@ -128,9 +119,8 @@ class TiledLinear(nn.Linear):
             part = whole.detach()[place].clone(memory_format=torch.contiguous_format)
             return nn.Parameter(part, whole.requires_grad)
 
-        tiled, splits = cls.__new__(cls), (in_splits, out_splits)
-        kinds = input_is_already_split, combine_out_splits
-        tiled.build(linear.in_features, linear.out_features, *splits, *kinds, copied)
+        tiled = cls.__new__(cls)
+        tiled.build((linear.in_features, linear.out_features), (in_splits, out_splits), copied)
         tiled.register_parameter("bias", linear.bias)
         return tiled.train(linear.training)
 
@@ -168,12 +158,7 @@ class TiledLinear(nn.Linear):
             )
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with zk
-    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:  # type: ignore[override]
-        """(..., in_features) -> (..., out_features); sequences where the layer was made so."""
-        if isinstance(x, Tensor) == self.is_split:
-            kind = "a sequence of tensors" if self.is_split else "one tensor"
-            raise TypeError(f"the input of this layer must be {kind}; got {type(x).__name__}")
-        x = x if isinstance(x, Tensor) else torch.cat([*x], -1)
+    def forward(self, x: Tensor) -> Tensor:
         dtype, on = self.tiles[0].weight.dtype, x.device.type
         if torch.amp.is_autocast_available(on) and torch.is_autocast_enabled(on):
             x = x.to(torch.get_autocast_dtype(on))
@@ -184,14 +169,12 @@ class TiledLinear(nn.Linear):
             )
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"the input must have {self.in_features} features; got {tuple(x.shape)}")
-        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        call = Call(rows, self.bias, self)
-        link: Tensor = Opened.apply(rows, call)  # type: ignore[no-untyped-call]
+        link = x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        call = Call(link, self.bias, self)
         for tile in self.tiles:
-            link = tile(link, call)
-        y: Tensor = Closed.apply(link, self.bias, call)  # type: ignore[no-untyped-call]
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.combines else list(y.split([c.stop - c.start for c in self.out_cuts], -1))
+            # the last one has the gradient of the whole bias
+            link = tile(link, self.bias if tile is self.tiles[-1] else None, call)
+        return link.view(*x.shape[:-1], self.out_features)
 
 
 # ---- the chain -----------------------------------------------------------------------------------------
@@ -202,87 +185,63 @@ class Call:
 
     def __init__(self, x: Tensor, bias: Tensor | None, layer: TiledLinear) -> None:
         self.last = layer.out_cuts[-1], layer.in_cuts[-1]
-        self.x_wanted = x.requires_grad
         # several tiles add to each element of the gradient of x only where the output is split
         dtype = torch.float32 if len(layer.out_cuts) > 1 else x.dtype
         self.link = torch.zeros((), dtype=dtype, device=x.device).expand_as(x)  # without memory
-        self.x: Any = x.detach()  # (m, in_features), in forward only
+        self.x, self.x_wanted = x.detach(), x.requires_grad  # (m, in_features)
         self.bias = None if bias is None else bias.detach()
-        self.y: Any = x.new_empty(x.shape[0], layer.out_features)
+        self.y: Any = x.new_empty(x.shape[0], layer.out_features)  # in forward only
         self.partial: Any = None  # (m, rows) fp32: a row of tiles while it is added up
         self.dy: Any = None  # (m, out_features), in backward only
 
 
-class Opened(torch.autograd.Function):
-    """The chain's first link; in backward the whole gradient of x arrives here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
-        ctx.call, ctx.dtype = call, x.dtype
-        return call.link.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.call.dy = None
-        return grad.to(ctx.dtype), None
-
-
 class Step(torch.autograd.Function):
-    """One tile: y += x W^T; in backward dW = dy^T x, dx += dy W."""
+    """One tile: y += x W^T; in backward dW = dy^T x, dx += dy W.
+
+    The first one takes x and the last one returns y; what others take and return has no memory.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, link: Tensor, weight: Tensor, call: Call, rows: slice, columns: slice
+        ctx: Any, link: Tensor, weight: Tensor, bias: Any, call: Call, rows: slice, columns: slice
     ) -> Tensor:
         ctx.call, ctx.rows, ctx.columns = call, rows, columns
         ctx.save_for_backward(call.x, weight)
-        out, bias = call.y[:, rows], call.bias
+        out, added = call.y[:, rows], call.bias
         plus = call.partial if columns.start else None
         if columns != call.last[1]:
             out = call.partial = torch.empty(out.shape, device=out.device) if plus is None else plus
-            bias = None
+            added = None
         with no_autocast(out.device):
-            bias = None if bias is None else bias[rows].to(out.dtype)
+            added = None if added is None else added[rows].to(out.dtype)
             weight = weight.to(call.x.dtype).t()
-            kernels.tiled_matmul(call.x[:, columns], weight, out, plus=plus, bias=bias)
-        return call.link.detach()
+            kernels.tiled_matmul(call.x[:, columns], weight, out, plus=plus, bias=added)
+        if (rows, columns) != call.last:
+            return call.link.detach()
+        y, call.y, call.partial = call.y, None, None
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, rows, columns = ctx.call, ctx.rows, ctx.columns
         x, weight = ctx.saved_tensors
-        dy, dweight = call.dy[:, rows], None
+        dweight = dbias = None
         with no_autocast(x.device):
+            if (rows, columns) == call.last:
+                call.dy, size = grad, x.shape if call.x_wanted else ()
+                grad = torch.empty(size, dtype=call.link.dtype, device=x.device).expand(x.shape)
+            if ctx.needs_input_grad[2]:
+                dbias = call.dy.sum(0, dtype=torch.float32).to(call.bias.dtype)
+            dy = call.dy[:, rows]
             if ctx.needs_input_grad[1]:
                 dweight = torch.empty_like(weight)
                 kernels.tiled_matmul(dy.t(), x[:, columns], dweight)
             if call.x_wanted:
-                if (rows, columns) == call.last:
-                    grad = torch.empty(x.shape, dtype=call.link.dtype, device=x.device)
                 into = grad[:, columns]
                 plus = None if rows == call.last[0] else into
                 kernels.tiled_matmul(dy, weight.to(x.dtype), into, plus=plus)
-        return grad, dweight, None, None, None
-
-
-class Closed(torch.autograd.Function):
-    """The chain's last link becomes the output; in backward tiles find its gradient in the call."""
-
-    @staticmethod
-    def forward(ctx: Any, link: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        ctx.call, ctx.dtype, y = call, None if bias is None else bias.dtype, call.y
-        call.x = call.y = call.bias = call.partial = None
-        return y  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.call.dy, bias = dy, None
-        if ctx.needs_input_grad[1]:
-            bias = dy.sum(0, dtype=torch.float32).to(ctx.dtype)
-        return ctx.call.link.detach(), bias, None
+        return grad, dweight, dbias, None, None, None
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -312,7 +271,7 @@ class Whole(Tensor):
         wholes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Whole)]
         with torch._C.DisableTorchFunctionSubclass():
             # .data would count writes apart
-            result = wholes[0].detach() if func == DATA else func(*args, **(kwargs or {}))
+            result = wholes[0].detach() if func == DATA.__get__ else func(*args, **(kwargs or {}))
             for whole in wholes:
                 whole.keep_written()
             is_view = isinstance(result, Tensor) and result is not wholes[0]
@@ -329,16 +288,8 @@ class Whole(Tensor):
                 self.layer.get_parameter(name).copy_(values[piece.place])
 
 
-def accessors(name: str) -> Any:
-    return getattr(Tensor, name)
-
-
-DATA = accessors("data").__get__
-REFUSED = [
-    accessors("data").__set__,
-    accessors("grad").__set__,
-    accessors("requires_grad").__set__,
-]
+DATA, GRAD, REQUIRES_GRAD = (getattr(Tensor, name) for name in ("data", "grad", "requires_grad"))
+REFUSED = DATA.__set__, GRAD.__set__, REQUIRES_GRAD.__set__, Tensor.requires_grad_
 
 
 def put_together(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -427,12 +378,14 @@ def check_tiled(path: str, weight: Any, users: list[str]) -> None:
 
 
 def splits_of(linear: nn.Linear, max_tile_nbytes: int) -> tuple[int, int]:
-    """in_splits and out_splits with tiles of ``max_tile_nbytes``, as far as one element allows."""
+    """in_splits and out_splits with tiles of ``max_tile_nbytes``, as far as 64 rows allow."""
     wide, tall = linear.in_features, linear.out_features
+    most = max_tile_nbytes // linear.weight.element_size()
+
+    def largest(features: int, splits: int) -> int:
+        return max(cut.stop - cut.start for cut in cuts(features, splits))
+
     rows = max(1, tall // GRAIN)
-    tried = [(1, count) for count in range(1, rows)] + [(count, rows) for count in range(1, wide)]
-    for splits in (*tried, *((wide, count) for count in range(rows, tall))):
-        sides = [max(c.stop - c.start for c in cuts(*of)) for of in zip((wide, tall), splits, strict=True)]
-        if math.prod(sides) * linear.weight.element_size() <= max_tile_nbytes:
-            return splits
-    return wide, tall
+    out_splits = next((n for n in range(1, rows) if largest(tall, n) * wide <= most), rows)
+    height = largest(tall, out_splits)
+    return next((n for n in range(1, wide) if largest(wide, n) * height <= most), wide), out_splits

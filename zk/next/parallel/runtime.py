@@ -146,8 +146,10 @@ class Runtime:
         self.depth += 1
 
     def save(self) -> None:
-        """Pack what autograd saves from now on."""
+        """Pack what autograd saves from now on; a checkpoint around the call keeps nothing of it."""
         self.around = saving_hooks()
+        if getattr(self.around[0], "__module__", "") == "torch.utils.checkpoint":
+            return
         saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         try:
             saving.__enter__()
@@ -269,13 +271,14 @@ class Runtime:
             if self.ending != -1 and self.descending != get_ident():
                 raise RuntimeError("two threads run backward() at once: let one follow the other")
             self.ending, self.descending = current, get_ident()
-            self.makes_graph = torch.is_grad_enabled()
+            self.makes_graph = False
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.end_of_backward)
 
     def on_grad(self, store: UnitStore) -> None:
         """A parameter's gradient is whole. With its last one a unit is released and reduced."""
         self.queue_end()
+        self.makes_graph = torch.is_grad_enabled()  # what a checkpoint computes again always has one
         if self.reducer.on_grad(store):
             self.refuse_backward(store)
             if not self.makes_graph:  # else gradients have a graph, and stay until step()
