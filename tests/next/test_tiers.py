@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zk.next as zk
+from tests.models import DEVICE
 from tests.next.test_files import Faults
 from tests.programs import run
 from zk.next import memory, store
@@ -81,7 +82,7 @@ def held(model: nn.Module, path: Path, tier: str = "nvme", **options: Any) -> zk
 
 def step(model: nn.Module, optimizer: zk.ZeroOptimizer, seed: int = 0, micro_batches: int = 1) -> float:
     for number in range(micro_batches):
-        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * seed + number)).bfloat16()
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * seed + number)).to(DEVICE, torch.bfloat16)
         loss = model(x).float().square().mean()
         loss.backward()
     optimizer.step()
@@ -155,48 +156,44 @@ def test_buffers_of_every_size_are_used_again(small: None, tmp_path: Path, monke
 # ---- any order gives the bits of host memory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, late: None, small: None, tmp_path: Path) -> None:
-    """Steps, micro-batches, writes, loads, evaluations, single blocks, skipped blocks, dropped gradients: a random walk."""
-
-    def walk(tier: str, **options: Any) -> list[float]:
-        choices = random.Random(seed)
-        torch.manual_seed(0)
-        model, out, saved = Blocks(), [], None
-        optimizer = held(model, tmp_path, tier, prefetch=choices.choice((0, 1, 3)), overlap_step=seed % 3 == 2, **options)
-        for number in range(20):
-            what = choices.choice(("step", "step", "sum", "halve", "save", "load", "drop", "validate", "block", "skip", "clip"))
-            if what in ("step", "sum"):
-                out.append(step(model, optimizer, number, 1 + 2 * (what == "sum")))
-            elif what == "halve":
-                with zk.gather(model.parameters(), write=True), torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(0.5)
-            elif what == "save":
-                saved = copy.deepcopy(optimizer.state_dict())
-            elif what == "load" and saved is not None:
-                optimizer.load_state_dict(saved)
-            elif what == "drop":
-                model(torch.ones(2, 48).bfloat16()).float().sum().backward()
-                optimizer.zero_grad()
-            elif what == "validate":
-                with torch.no_grad():
-                    out.append(model(torch.ones(2, 48).bfloat16()).float().sum().item())
-            elif what == "block":
-                with torch.no_grad():
-                    out.append(model.blocks[choices.randrange(6)](torch.ones(2, 48).bfloat16()).float().sum().item())
-            elif what == "skip":
-                model.skip = set(choices.sample(range(6), choices.randrange(5)))
-            elif what == "clip":
-                model(torch.ones(2, 48).bfloat16()).float().sum().backward()
+def walk(seed: int, tier: str, path: Path, **options: Any) -> list[float]:
+    """Steps, micro-batches, writes, loads, evaluations, single blocks, skipped blocks, dropped gradients, in any order: what is seen of them."""
+    choices = random.Random(seed)
+    torch.manual_seed(0)
+    model, out, saved = Blocks().to(DEVICE), list[float](), None
+    x = torch.ones(2, 48, device=DEVICE, dtype=torch.bfloat16)
+    optimizer = held(model, path, tier, **{"prefetch": choices.choice((0, 1, 3)), "overlap_step": seed % 3 == 2, **options})
+    for number in range(20):
+        what = choices.choice(("step", "step", "sum", "halve", "save", "load", "drop", "validate", "block", "skip", "clip"))
+        if what in ("step", "sum"):
+            out.append(step(model, optimizer, number, 1 + 2 * (what == "sum")))
+        elif what == "halve":
+            with zk.gather(model.parameters(), write=True), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+        elif what == "save":
+            saved = copy.deepcopy(optimizer.state_dict())
+        elif what == "load" and saved is not None:
+            optimizer.load_state_dict(saved)
+        elif what == "skip":
+            model.skip = set(choices.sample(range(6), choices.randrange(5)))
+        elif what in ("drop", "clip"):
+            model(x).float().sum().backward()
+            if what == "clip":
                 out.append(float(optimizer.clip_grad_norm_(1.0)))
                 optimizer.step()
-                optimizer.zero_grad()
-        optimizer.close()
-        return out
+            optimizer.zero_grad()
+        elif what in ("validate", "block"):
+            with torch.no_grad():
+                out.append((model if what == "validate" else model.blocks[choices.randrange(6)])(x).float().sum().item())
+    optimizer.close()
+    return out
 
-    want = walk("host")
-    assert walk("nvme") == want and walk("nvme", host_budget=150_000) == want
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_what_a_user_does_gives_the_same_bits(seed: int, late: None, small: None, tmp_path: Path) -> None:
+    want = walk(seed, "host", tmp_path)
+    assert walk(seed, "nvme", tmp_path) == want and walk(seed, "nvme", tmp_path, host_budget=150_000) == want
 
 
 def test_several_folders_share_the_bytes(small: None, tmp_path: Path) -> None:

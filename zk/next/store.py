@@ -210,6 +210,7 @@ class UnitStore:
     def absorb(self) -> None:
         """Take what users have written to full parameters into the shard and the masters."""
         changed = self.changed() if self.full is not None else []
+        values = {}
         for index in changed:
             param = self.unit.params[index]
             if param.shape != self.unit.shapes[index] or param.dtype != self.unit.dtype:
@@ -217,7 +218,8 @@ class UnitStore:
                     f"{self.unit.names[index]!r} was moved or converted after its ZeroOptimizer was "
                     "made: change the model first, then make the optimizer (dtype= casts it)"
                 )
-            value = param.detach()
+            values[index] = param.detach().clone()  # all first: writing one makes all as the shard is
+        for index, value in values.items():
             if self.unit.is_trained:
                 self.write("master", index, value.float())
             else:

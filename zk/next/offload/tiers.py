@@ -115,6 +115,8 @@ class MirroredChunk(HostChunk):
     def put(self, name: str, values: Tensor) -> None:
         super().put(name, values)
         self.near = values
+        if name in self.arriving:
+            self.link.follow(self.arriving[name])  # compute may change what it still has
 
     def close(self, changed: bool, part: slice = ALL) -> None:
         """Start to bring what has changed to the device."""
