@@ -6,10 +6,8 @@ class is needed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,15 +19,13 @@ from zk.next.checkpoint import folders
 from zk.next.checkpoint.files import (
     CheckpointError,
     Entry,
-    File,
     sync_folder,
     undone,
     write_durably,
     write_file,
 )
 from zk.next.checkpoint.load import Contents
-from zk.next.checkpoint.manifest import Manifest, Weight
-from zk.next.checkpoint.save import PIECE_NUMEL
+from zk.next.checkpoint.manifest import Manifest, Saved
 from zk.next.precision import CASTABLE
 
 
@@ -68,9 +64,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.glob("[!.]*"))):
         raise ValueError(f"{out} exists and is not an empty folder; name a new one")
     manifest = Manifest.read(folders.find(checkpoint))
-    for written in manifest.files.values():
-        with contextlib.closing(File(manifest.folder, written)) as file:
-            file.check()
+    manifest.check_files()
     weights = manifest.weights()
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
     beside = out / ".partial" if out.exists() else out.with_name(f".{out.name}.partial")
@@ -78,8 +72,8 @@ def export(
     beside.mkdir(parents=True)
     with undone(lambda: shutil.rmtree(beside, ignore_errors=True)), Contents(manifest) as contents:
         entries = [
-            Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.shape)
-            for name, w in weights.items()
+            Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.whole_shape)
+            for name, (w, *_) in weights.items()
         ]
         entries += [
             dataclasses.replace(contents.buffer_entry(name), key=name) for name in contents.buffers
@@ -102,12 +96,13 @@ def export(
 
 
 def values_of(
-    entries: Sequence[Entry], contents: Contents, weights: dict[str, Weight]
+    entries: Sequence[Entry], contents: Contents, weights: dict[str, list[Saved]]
 ) -> Iterator[Tensor]:
+    """The elements of ``entries``, one weight at a time."""
     for entry in entries:
         if entry.key in weights:
-            for values in row_by_row(contents, weights[entry.key]):
-                yield rounded(values, entry)
+            everything = tuple(slice(0, size) for size in entry.shape)
+            yield rounded(contents.cut(weights[entry.key], "param", everything), entry)
         else:
             yield contents.buffer(entry.key)
 
@@ -123,20 +118,6 @@ def put_in_place(beside: Path, out: Path) -> None:
     else:
         beside.rename(out)
     sync_folder(out.parent)
-
-
-def row_by_row(contents: Contents, weight: Weight) -> Iterator[Tensor]:
-    """The elements of a weight as a model without tiles has them, a few at a time: (n,)."""
-    numel, first = math.prod(weight.shape), weight.parts[0]
-    if first.place is None and first.order is None:
-        for start in range(0, numel, PIECE_NUMEL):
-            yield contents.elements(first, "param", start, min(start + PIECE_NUMEL, numel))
-        return
-    height, others = weight.shape[0], [slice(0, size) for size in weight.shape[1:]]
-    step = max(1, PIECE_NUMEL // max(1, math.prod(weight.shape[1:])))
-    for row in range(0, height, step):
-        rows = slice(row, min(row + step, height))
-        yield contents.cut(weight, "param", (rows, *others)).reshape(-1)
 
 
 def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:

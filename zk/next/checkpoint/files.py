@@ -28,13 +28,11 @@ import torch
 from torch import Tensor
 
 from zk.next.offload.file import reserve
-from zk.next.parallel.comm import Comm
 
-BLOCK_NBYTES = 8 << 20  # of a checksum
-SYNCED_NBYTES = 256 << 20  # that the page cache holds at most before the drive has them
-PAGE = 4096
 MANIFEST = "manifest.json"
-LONGEST_HEADER = 100 << 20
+BLOCK_NBYTES = 8 << 20  # of a checksum
+SYNCED_NBYTES = 256 << 20  # that are in the page cache at most, before the drive has them
+PAGE = 4096
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
@@ -48,26 +46,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class CheckpointError(ValueError):
     """A checkpoint, or a file of it, is not what it should be. The message names the file."""
-
-
-KINDS: tuple[type[Exception], ...] = CheckpointError, OSError, ValueError, TypeError, RuntimeError
-
-
-@contextlib.contextmanager
-def together(comm: Comm, what: str) -> Iterator[None]:
-    """What fails inside on one rank raises on all: on the others an error of its kind."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    kind = next((n for n, kind in enumerate(KINDS) if isinstance(failure, kind)), -1)
-    said = comm.words(what, failure and (kind, str(failure)))
-    if failure is not None:
-        raise failure
-    failed = [(rank, *words) for rank, words in enumerate(said) if words]
-    for rank, kind, reason in failed:
-        raise KINDS[kind](f"{what} has failed on rank {rank}: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,19 +85,22 @@ class Written:
 # ---- writing ---------------------------------------------------------------------------------------
 
 
-def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """The beginning of a safetensors file, padded so that data starts on a page; bytes of data."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file, padded so that data starts on a page."""
+    table: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for entry in entries:
         if entry.dtype not in NAMES:
             raise ValueError(f"{entry.key!r} is {entry.dtype}, which safetensors files cannot hold")
-        stop = start + entry.nbytes
-        about = {"dtype": NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [start, stop]}
-        table[entry.key], start = about, stop
+        place = [start, start := start + entry.nbytes]
+        table[entry.key] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": place,
+        }
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return len(text).to_bytes(8, "little") + text, start
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_file(
@@ -136,18 +117,18 @@ def write_file(
     Raises:
         OSError: if there is no room for all of it, before anything is written.
     """
-    header, nbytes = header_of(entries, metadata)
-    nbytes += len(header)
+    header = header_of(entries, metadata)
+    nbytes = len(header) + sum(entry.nbytes for entry in entries)
     crcs, position = [0] * -(-nbytes // BLOCK_NBYTES), 0
     with undone(lambda: path.unlink(missing_ok=True)), naming(path), open(path, "xb") as file:
         reserve(file.fileno(), str(path), nbytes)
         for data in itertools.chain([memoryview(header)], map(bytes_of, values)):
             while data:
                 block, start = divmod(position, BLOCK_NBYTES)
-                part = data[: BLOCK_NBYTES - start]
+                part, data = data[: BLOCK_NBYTES - start], data[BLOCK_NBYTES - start :]
                 crcs[block] = zlib.crc32(part, crcs[block])
                 file.write(part)
-                data, position = data[len(part) :], position + len(part)
+                position += len(part)
                 if not position % SYNCED_NBYTES:
                     sync(file)
         sync(file)
@@ -173,8 +154,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            raise OSError(error.errno, f"writing failed ({error.strerror})", str(path)) from error
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -213,40 +193,53 @@ def sync_folder(folder: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------
 
 
-class File:
-    """A file whose bytes are checked as they are read. CheckpointError for others. Close it."""
+def open_regular(path: Path) -> IO[bytes]:
+    """CheckpointError for what is not there, or no regular file."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+            raise CheckpointError(f"{path} is no regular file")
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is not whole") from None
 
-    def __init__(self, folder: Path, written: Written) -> None:
-        name, self.written = written.name, written
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is not in its folder")
-        self.path = folder / name
-        with self.refusing():
-            check_regular(self.path)
-            self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self.block = functools.lru_cache(maxsize=2)(self.read_block)
-        nbytes = os.fstat(self.descriptor).st_size
-        self.blocks = range(-(-nbytes // BLOCK_NBYTES))
-        known = written.nbytes, len(written.crc32), written.block_nbytes
-        if known != (nbytes, len(self.blocks), BLOCK_NBYTES):
-            self.close()
+
+def read_bytes(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+@contextlib.contextmanager
+def opened(folder: Path, written: Written) -> Iterator[Tensors]:
+    """A safetensors file that has the name and the size that a manifest says."""
+    path = folder / str(written.name)
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if (nbytes, BLOCK_NBYTES, folder) != (written.nbytes, written.block_nbytes, path.parent):
             raise CheckpointError(
-                f"{self.path} has {nbytes} bytes and was written with {written.nbytes}: it is cut "
-                "short, or another file"
+                f"{path} has {nbytes} bytes and was written with {written.nbytes}: it is cut short, or "
+                "another file"
             )
+        yield Tensors(path, file.fileno(), written)
 
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.path} is missing") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+
+class Tensors:
+    """A safetensors file whose bytes are checked as they are read; CheckpointError for others."""
+
+    def __init__(self, path: Path, descriptor: int, written: Written) -> None:
+        self.path, self.descriptor, self.written = path, descriptor, written
+        self.block = functools.lru_cache(maxsize=2)(self.read_block)
+        size = 8 + int.from_bytes(self.read(0, 8).tobytes(), "little")
+        table = json.loads(self.read(8, size).tobytes())
+        del table["__metadata__"]
+        self.entries = {
+            key: Entry(key, DTYPES[value["dtype"]], tuple(value["shape"]))
+            for key, value in table.items()
+        }
+        self.offsets = {key: size + value["data_offsets"][0] for key, value in table.items()}
 
     def read_block(self, number: int) -> np.ndarray:
         start = number * BLOCK_NBYTES
-        with self.refusing():
+        with naming(self.path):
             data = os.pread(self.descriptor, BLOCK_NBYTES, start)
         crc, wanted = f"{zlib.crc32(data):08x}", self.written.crc32[number]
         if crc != wanted:
@@ -259,59 +252,21 @@ class File:
     def check(self) -> None:
         """Check all of it."""
         with ThreadPoolExecutor(4, "zk-check") as pool:
-            for _ in pool.map(lambda number: self.read_block(number).size, self.blocks):
+            for _ in pool.map(lambda n: len(self.read_block(n)), range(len(self.written.crc32))):
                 pass
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """(stop - start,) uint8."""
-        first, last = start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)
         found = np.empty(stop - start, np.uint8)
-        for number in range(first, last):
+        for number in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
             begin = number * BLOCK_NBYTES
             low, high = max(start, begin), min(stop, begin + BLOCK_NBYTES)
             found[low - start : high - start] = self.block(number)[low - begin : high - begin]
         return found
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-class Tensors(File):
-    """A safetensors file, read by ranges of elements."""
-
-    def __init__(self, folder: Path, written: Written) -> None:
-        super().__init__(folder, written)
-        self.entries: dict[str, Entry] = {}
-        self.offsets: dict[str, int] = {}
-        with undone(self.close):
-            try:
-                size = int.from_bytes(self.read(0, min(8, written.nbytes)).tobytes(), "little")
-                if not 2 <= size <= min(LONGEST_HEADER, written.nbytes - 8):
-                    raise ValueError(f"its header has {size} bytes")
-                table = json.loads(self.read(8, 8 + size).tobytes())
-                table.pop("__metadata__", None)
-                for key, value in table.items():
-                    entry = Entry(key, DTYPES[value["dtype"]], tuple(value["shape"]))
-                    start, stop = (8 + size + place for place in value["data_offsets"])
-                    if start < 8 + size or stop - start != entry.nbytes or stop > written.nbytes:
-                        raise ValueError(f"{key!r} does not lie in the file")
-                    self.entries[key], self.offsets[key] = entry, start
-            except CheckpointError:
-                raise
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                why = f"{self.path} is not a whole safetensors file: {error}"
-                raise CheckpointError(why) from error
-
     def elements(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements of the flattened tensor ``key``: (n,)."""
         entry, offset = self.entries[key], self.offsets[key]
         size, stop = entry.dtype.itemsize, entry.numel if stop is None else stop
-        return torch.from_numpy(self.read(offset + start * size, offset + stop * size)).view(
-            entry.dtype
-        )
-
-
-def check_regular(path: Path) -> None:
-    """CheckpointError for what is no regular file: opening a pipe would wait. FileNotFoundError."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is no regular file")
+        found = self.read(offset + start * size, offset + stop * size)
+        return torch.from_numpy(found).view(entry.dtype)

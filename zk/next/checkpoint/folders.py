@@ -2,8 +2,8 @@
 
 A checkpoint is written into a hidden folder, and gets its name when all of it is on the drive;
 ``latest`` names it after that. Checkpoints are numbered as they are finished, as a run that has gone
-back to an earlier step finishes a lower step later. Who saves holds a lock on ``.lock`` until it
-closes its optimizer or ends.
+back to an earlier step finishes a lower step later. Who saves holds a lock until it closes its
+optimizer or ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import secrets
 import shutil
 import socket
 import weakref
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from zk.next.checkpoint.files import (
     MANIFEST,
     CheckpointError,
     Written,
-    check_regular,
+    read_bytes,
     sync_folder,
     write_durably,
 )
+from zk.next.checkpoint.manifest import crc_of
 
 LATEST = "latest"
 
@@ -42,11 +42,6 @@ def rank_files(rank: int, ranks: int) -> tuple[str, str]:
     """The names of one rank's tensors, and of what it says of them."""
     stem = f"rank-{rank:05d}-of-{ranks:05d}"
     return f"{stem}.safetensors", f"{stem}.json"
-
-
-def crc_of(head: Mapping[str, Any]) -> str:
-    """The CRC-32 of a manifest."""
-    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def place_of(root: Path, step: int) -> Path:
@@ -61,17 +56,13 @@ def begin(final: Path) -> tuple[Path, Lock]:
     saves into the same folder.
     """
     root = final.parent
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = lock_of(root)
-    except FileExistsError as error:
-        raise NotADirectoryError(error.errno, "checkpoints need a folder", str(root)) from None
-    for folder in root.glob(".step-*.replaced"):
-        name = folder.with_name(folder.name[1:].removesuffix(".replaced"))
-        if name.exists():
+    root.mkdir(parents=True, exist_ok=True)
+    lock = lock_of(root)
+    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
+        if place_of_hidden(folder).exists():
             shutil.rmtree(folder)
         else:
-            folder.rename(name)
+            folder.rename(place_of_hidden(folder))
     for folder in root.glob(".step-*.partial"):
         shutil.rmtree(folder)
     beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
@@ -79,30 +70,30 @@ def begin(final: Path) -> tuple[Path, Lock]:
     return beside, lock
 
 
-def publish(folder: Path, final: Path, head: Mapping[str, Any], ranks: int) -> None:
+def place_of_hidden(folder: Path) -> Path:
+    return folder.with_name(folder.name.removeprefix(".").split(".")[0])
+
+
+def publish(
+    folder: Path, final: Path, head: Mapping[str, Any], ranks: int, keep: int | None
+) -> None:
     """Add the manifest to what ranks have written, and give it its final name."""
-    said = {
-        name: (folder / name).read_bytes()
-        for _, name in map(rank_files, range(ranks), [ranks] * ranks)
-    }
-    parts = [dataclasses.asdict(Written.of_bytes(name, data)) for name, data in said.items()]
+    names = [rank_files(rank, ranks)[1] for rank in range(ranks)]
+    said = {name: (folder / name).read_bytes() for name in names}
+    parts = [dataclasses.asdict(Written.of_bytes(*item)) for item in said.items()]
     files = [json.loads(data)["written"] for data in said.values()]
     number = 1 + max(map(number_of, whole(final.parent)), default=0)
     head = {"finished": number, **head, "parts": parts, "files": files}
-    sealed = {**head, "crc32": crc_of(head)}
-    write_durably(folder / MANIFEST, json.dumps(sealed, indent=1).encode())
+    sealed = json.dumps({**head, "crc32": crc_of(head)}, indent=1)
+    write_durably(folder / MANIFEST, sealed.encode())
     replaced = final.with_name(f".{final.name}.replaced")  # another one of the same step
     if final.exists():
         final.rename(replaced)
     folder.rename(final)
     sync_folder(final.parent)
-    write_durably(final.parent / LATEST, final.name.encode() + b"\n")
+    write_durably(final.parent / LATEST, f"{final.name}\n".encode())
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def remove_old(final: Path, keep: int) -> None:
-    """Remove all checkpoints beside ``final`` but the newest ``keep``."""
-    for old in whole(final.parent)[:-keep]:
+    for old in whole(final.parent)[:-keep] if keep else ():
         if old != final:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -116,34 +107,16 @@ def number_of(folder: Path) -> int:
 
 def whole(root: Path) -> list[Path]:
     """All whole checkpoints in ``root``, in the order in which they were finished."""
-    found = {folder.name: folder for folder in root.glob("step-*")}
-    for folder in root.glob(".step-*.replaced"):  # a crash came between two renames
-        found.setdefault(folder.name[1:].removesuffix(".replaced"), folder)
-    there = [item for item in found.items() if (item[1] / MANIFEST).exists()]
-    return [folder for _, _, folder in sorted((number_of(f), name, f) for name, f in there)]
-
-
-def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in ``root``, or None.
-
-    CheckpointError where that has lost its manifest: no crash of a save does that.
-    """
-    name = named(root)
-    if name.startswith("step-") and (root / name).exists():
-        if not (root / name / MANIFEST).exists():
-            raise CheckpointError(
-                f"{root / name} has lost its {MANIFEST}: copy it there again, or remove the folder to "
-                "go on from the one before it"
-            )
-        return root / name
-    return next(reversed(whole(root)), None)
+    found = {place_of_hidden(folder): folder for folder in root.glob(".step-*.replaced")}
+    found |= {folder: folder for folder in root.glob("step-*")}
+    there = [folder for folder in found.values() if (folder / MANIFEST).exists()]
+    return sorted(there, key=lambda folder: (number_of(folder), folder.name))
 
 
 def named(root: Path) -> str:
     """What ``latest`` in ``root`` names; empty without one."""
     with contextlib.suppress(OSError, ValueError):
-        check_regular(root / LATEST)
-        name = (root / LATEST).read_text().strip()
+        name = read_bytes(root / LATEST).decode().strip()
         return name if name == Path(name).name else ""
     return ""
 
@@ -155,20 +128,22 @@ def find(path: Path) -> Path:
     """
     if (path / MANIFEST).exists():
         return path
-    tag = named(path)
-    if tag and not tag.startswith("step-"):
-        return find(path / tag)
-    found = latest(path)
-    if found is None:
-        hint = ""
-        if any(path.glob("rank-*.safetensors")):
-            hint = "; its manifest.json is gone: copy it once more, or load an earlier checkpoint"
-        elif any(path.glob("*.safetensors*")):
-            hint = f"; zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
+    name = named(path)
+    if name and not name.startswith("step-"):
+        return find(path / name)
+    found = path / name if name and (path / name).exists() else next(reversed(whole(path)), path)
+    if (found / MANIFEST).exists():
+        return found
+    if name or any(found.glob("rank-*.safetensors")):
         raise CheckpointError(
-            f"{path} has no checkpoint: neither manifest.json nor a folder step-* with one{hint}"
+            f"{found} has lost its {MANIFEST}: copy it there again, or remove the folder to go on from "
+            "the one before it"
         )
-    return found
+    weights = f"zk.load_pretrained(model, {str(path)!r}) reads the weights that are there"
+    raise CheckpointError(
+        f"{path} has no checkpoint: neither {MANIFEST} nor a folder step-* with one"
+        + (f"; {weights}" if any(path.glob("*.safetensors*")) else "")
+    )
 
 
 # ---- one run at a time -----------------------------------------------------------------------------

@@ -6,14 +6,11 @@ The format is that of 0.1.0 (version 4): each reads what the other has written.
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
-import itertools
 import json
-import math
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zk.next.checkpoint.files import MANIFEST, CheckpointError, File, Written, check_regular
-from zk.next.checkpoint.folders import crc_of
+from zk.next.checkpoint.files import MANIFEST, CheckpointError, Written, opened, read_bytes
 from zk.next.offload.rules import Rule
 
 if TYPE_CHECKING:
     from zk.next.optimizer import ZeroOptimizer
     from zk.next.store import UnitStore
 
-FORMAT, VERSION = "zk checkpoint", 4
+FORMAT = {"format": "zk checkpoint", "version": 4, "model_parallel": 1}
 Place = tuple[slice, ...]
 
 
@@ -44,13 +40,10 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
         options = {key: value for key, value in group.items() if key != "params"}
         names = names_of(optimizer, group)
         groups.append({**plain(options, f"param_groups[{number}]"), "params": names})
-    state = plain(scheduler.state_dict(), "scheduler.state_dict()") if scheduler else None
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "optimizer": kinds_of_optimizer(optimizer),
+        **FORMAT,
+        "optimizer": kind_of(optimizer),
         "world": optimizer._layout.comm.size,
-        "model_parallel": 1,
         "stage": optimizer.config.stage,
         "counters": {"steps": optimizer.num_steps, "skipped_steps": optimizer.skipped_steps},
         "loss_scale": optimizer._scaler.state_dict(),
@@ -58,8 +51,8 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
         "units": [of_unit(store, tiles) for store in optimizer._runtime.stores],
         "tied": dict(tied_names(optimizer)),
         "model_config": str(config()) if callable(config) else None,
-        "scheduler": state,
-        "scheduler_type": type(scheduler).__name__ if scheduler else None,
+        "scheduler": scheduler and plain(scheduler.state_dict(), "scheduler.state_dict()"),
+        "scheduler_type": scheduler and type(scheduler).__name__,
         "extra": plain(extra, "extra"),
         "entries": {},
     }
@@ -68,23 +61,23 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
 def of_unit(store: UnitStore, tiles: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest says of a unit, without its elements."""
     unit, params = store.unit, []
-    dtype = str(unit.dtype).removeprefix("torch.")
     for index, name in enumerate(unit.names):
-        param = {"name": name, "shape": list(unit.shapes[index]), "dtype": dtype}
-        param |= {"offset": unit.offsets[index], "steps": store.steps[index]}
+        param: dict[str, Any] = {"name": name, "shape": list(unit.shapes[index])}
+        param["dtype"] = str(unit.dtype).removeprefix("torch.")
+        param["offset"], param["steps"] = unit.offsets[index], store.steps[index]
         # of Adam they follow from the steps
         if store.steps[index] and type(store.rule).numbers is not Rule.numbers:
             numbers = store.rule.numbers(store.groups[index], store.steps[index])
             param |= {"scalars": plain(numbers, f"the state of {name!r}")} if numbers else {}
-        if (order := order_of(store, index)) is not None:
-            param["order"] = list(order)
+        if order := order_of(store, index):
+            param["order"] = order
         if name in tiles:
             tile = tiles[name]
             place = [[cut.start, cut.stop] for cut in tile.place]
-            param["whole"] = {"name": tile.whole, "shape": list(tile.shape), "place": place}
+            param["whole"] = {"name": tile.whole, "shape": tile.shape, "place": place}
         params.append(param)
-    kinds = kinds_of(store)
-    return {"name": unit.name, "trained": unit.is_trained, "kinds": kinds, "params": params}
+    about = {"name": unit.name, "trained": unit.is_trained, "kinds": kinds_of(store)}
+    return {**about, "params": params}
 
 
 def kinds_of(store: UnitStore) -> list[str]:
@@ -92,12 +85,11 @@ def kinds_of(store: UnitStore) -> list[str]:
     return ["master", *store.rule.names] if store.unit.is_trained else ["param"]
 
 
-def order_of(store: UnitStore, index: int) -> tuple[int, ...] | None:
-    """A parameter's dimensions from the slowest to the fastest in memory; None: row by row."""
-    shape, strides = store.unit.shapes[index], store.unit.strides[index]
-    dims = range(len(shape))
-    order = tuple(sorted(dims, key=strides.__getitem__, reverse=True))
-    return order if order != tuple(dims) and math.prod(shape) else None
+def order_of(store: UnitStore, index: int) -> tuple[int, ...]:
+    """A parameter's dimensions from the slowest to the fastest in memory; empty: row by row."""
+    strides = store.unit.strides[index]
+    order = tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
+    return order if order != tuple(range(len(strides))) and store.unit.sizes[index] else ()
 
 
 def tiles_of(model: nn.Module) -> dict[str, Any]:
@@ -116,7 +108,7 @@ def names_of(optimizer: ZeroOptimizer, group: Mapping[str, Any]) -> list[str]:
     return [names[param] for param in group["params"]]
 
 
-def kinds_of_optimizer(optimizer: ZeroOptimizer) -> str:
+def kind_of(optimizer: ZeroOptimizer) -> str:
     """The classes of the user's optimizers."""
     inners = dict.fromkeys(optimizer._layout.inner_of.values())
     return " and ".join(type(inner).__name__ for inner in inners)
@@ -137,10 +129,9 @@ def buffers_of(optimizer: ZeroOptimizer, all_names: bool = False) -> Iterator[tu
     """
     known = optimizer._runtime.store_of
     for prefix, module in optimizer.model.named_modules(remove_duplicate=not all_names):
-        own = {name: param for name, param in module._parameters.items() if param not in known}
-        own |= module._buffers
-        for name, tensor in own.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            is_saved = tensor is not None and tensor not in known
+            if is_saved and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, tensor.detach()
 
 
@@ -155,42 +146,33 @@ def plain(value: Any, what: str) -> Any:
         return value.item()
     if isinstance(value, (list, tuple)):
         return [plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        items = {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
-        if not all(isinstance(key, (str, int)) for key in value):
-            raise TypeError(f"{what} has keys that are neither strings nor numbers")
-        # JSON would make strings of numbers
-        is_by_number = "__items__" in value or any(isinstance(key, int) for key in value)
-        return {"__items__": [*map(list, items.items())]} if is_by_number else items
-    kind = type(value).__name__
-    raise TypeError(
-        f"{what} is a {kind}; a checkpoint keeps what JSON can hold: numbers, strings, lists, dicts"
-    )
+    if not isinstance(value, Mapping) or not all(isinstance(key, (str, int)) for key in value):
+        raise TypeError(
+            f"{what} is a {type(value).__name__}; a checkpoint keeps what JSON can hold: numbers, "
+            "strings, lists, and dicts by strings or numbers"
+        )
+    items = {key: plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+    # JSON would make strings of numbers
+    is_by_number = "__items__" in value or any(isinstance(key, int) for key in value)
+    return {"__items__": [*map(list, items.items())]} if is_by_number else items
 
 
-def revived(value: Any) -> Any:
-    """Undo ``plain``, but for tuples, which are lists now."""
+def revived(value: Any, here: Any = None) -> Any:
+    """Undo ``plain``, in the types of what is in its place ``here``: tuples, tensors, Counters."""
     if isinstance(value, list):
-        return [revived(item) for item in value]
+        like = here if isinstance(here, (list, tuple)) else []
+        pairs = zip(value, [*like, *[None] * len(value)], strict=False)
+        return (tuple if isinstance(here, tuple) else list)(revived(*pair) for pair in pairs)
     if isinstance(value, dict):
         items = value["__items__"] if set(value) == {"__items__"} else value.items()
-        return {key: revived(item) for key, item in items}
-    return value
-
-
-def as_here(value: Any, here: Any) -> Any:
-    """``value`` in the types of what is in its place: JSON has lists for tuples, and no tensors."""
+        like = here if isinstance(here, dict) else {}
+        found = {key: revived(item, like.get(key)) for key, item in items}
+        made = here.copy() if isinstance(here, dict) else {}  # of its class: a Counter, say
+        made.clear()
+        made.update(found)
+        return made
     if isinstance(here, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(here, value)
-    if isinstance(value, list) and isinstance(here, (list, tuple)):
-        pairs = itertools.zip_longest(value, here[: len(value)])
-        items = [as_here(item, there) for item, there in pairs]
-        return tuple(items) if isinstance(here, tuple) else items
-    if isinstance(value, dict) and isinstance(here, dict):
-        made = here.copy()  # of its class: a Counter, say
-        made.clear()
-        made.update({key: as_here(item, here.get(key)) for key, item in value.items()})
-        return made
     return value
 
 
@@ -201,47 +183,34 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of this process, and of the GPU that its model computes on."""
     version, state, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
-    is_cuda = device.type == "cuda"
     return {
-        "python": [version, packed(state, np.uint32), gauss],
-        "numpy": [kind, packed(keys, np.uint32), *rest],
-        "torch": packed(torch.get_rng_state(), np.uint8),
-        "cuda": packed(torch.cuda.get_rng_state(device), np.uint8) if is_cuda else None,
+        "python": [version, packed(np.array(state, np.uint32)), gauss],
+        "numpy": [kind, packed(keys), *rest],
+        "torch": packed(torch.get_rng_state().numpy()),
+        "cuda": packed(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
     }
 
 
 def restore_random(
-    state: Mapping[str, Any],
-    device: torch.device | None,
-    generators: tuple[Any, Any, Any] = (random, np.random, torch.default_generator),
+    state: Mapping[str, Any], device: torch.device, python: Any, numpy: Any, host: Any
 ) -> None:
-    """Give generators of python, numpy, torch and a GPU their states."""
-    python, numpy, host = generators
+    """Give generators of python, numpy, torch, and of the GPU ``device``, their states."""
     version, numbers, gauss = state["python"]
-    kind, keys, *rest = state["numpy"]
     python.setstate((version, tuple(unpacked(numbers, np.uint32).tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
     numpy.set_state((kind, unpacked(keys, np.uint32), *rest))
     host.set_state(torch.from_numpy(unpacked(state["torch"], np.uint8)))
-    gpu = None if state["cuda"] is None else torch.from_numpy(unpacked(state["cuda"], np.uint8))
-    if gpu is not None and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(gpu, device)
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.from_numpy(unpacked(state["cuda"], np.uint8)), device)
 
 
-def check_random(state: Mapping[str, Any]) -> None:
-    """Raise for what ``restore_random`` could not take, without touching a generator in use."""
-    restore_random(state, None, (random.Random(), np.random.RandomState(), torch.Generator()))
-
-
-def packed(numbers: Any, dtype: type[np.generic]) -> str:
+def packed(numbers: np.ndarray) -> str:
     """Numbers, of which there are many, as text."""
-    return base64.b64encode(zlib.compress(np.asarray(numbers, dtype=dtype).tobytes())).decode()
+    return base64.b64encode(zlib.compress(numbers.tobytes())).decode()
 
 
 def unpacked(text: str, dtype: type[np.generic]) -> np.ndarray:
-    try:
-        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
-    except zlib.error as error:
-        raise ValueError(f"a random state cannot be read: {error}") from error
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
 
 
 # ---- what is read of a checkpoint ------------------------------------------------------------------
@@ -257,7 +226,7 @@ class Piece:
     start: int
     stop: int
     key: str
-    file: str
+    file: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,140 +235,97 @@ class Saved:
 
     name: str
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None
-    """Of its dimensions in memory; None is row by row."""
-    place: Place | None
-    """Of a tile in its weight."""
+    dtype: torch.dtype
+    """In which it computed."""
+    order: tuple[int, ...]
+    """Of its dimensions in memory; empty: row by row."""
+    whole: str
+    whole_shape: tuple[int, ...]
+    place: Place
+    """In the whole weight."""
     pieces: dict[str, list[Piece]]
-    """Kind -> where its elements are, in order, counted from its first one."""
+    """Kind -> where the elements of its unit are, in order."""
+    offset: int
+    """Its first element in its unit."""
     steps: int
     scalars: dict[str, Any] | None
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def as_kind(self, kind: str) -> str:
+        """The kind that has the values of ``kind``; empty: none.
 
-    def as_kind(self, kind: str) -> str | None:
-        """The kind that has the values of ``kind``: what is frozen on one side has the master's.
-
-        None: there are none.
+        What is frozen on one side has the master's.
         """
-        if kind == "param":
-            return next(iter(self.pieces))
-        if "param" in self.pieces:
-            return "param" if kind == "master" else None
+        if "param" in (kind, *self.pieces):
+            return next(iter(self.pieces)) if kind in ("param", "master") else ""
         return kind
-
-    def gap(self, kind: str) -> tuple[int, int] | None:
-        """The first elements that are nowhere."""
-        position = 0
-        for piece in self.pieces.get(kind, ()):
-            if piece.start > position:
-                return position, piece.start
-            position = max(position, piece.stop)
-        return (position, self.numel) if position < self.numel else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """A weight of a checkpoint, in one part or in tiles."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """In which it computed."""
-    parts: list[Saved]
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """A checkpoint's manifest, and where every element of it is."""
 
-    folder: Path
+    path: Path
     head: dict[str, Any]
     files: dict[str, Written]
-    pieces: list[Piece]
     ranks: list[dict[str, Any]]
     """What each rank said of itself."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """CheckpointError, with the file's name, if it is missing or not ours."""
-        path = folder / MANIFEST
-        head = read_json(path)
-        if head.get("format") != FORMAT or head.get("version") != VERSION:
-            said = f"{head.get('format')!r}, version {head.get('version')!r}"
-            raise CheckpointError(f"{path} is {said}; this zk reads {FORMAT!r}, version {VERSION}")
+        path, ranks = folder / MANIFEST, []
+        try:
+            head = json.loads(read_bytes(path))
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         if head.pop("crc32", None) != crc_of(head):
-            raise CheckpointError(
-                f"{path} is not what was written: its CRC-32 is {crc_of(head)}; it was damaged, or "
-                "edited"
-            )
-        if head["model_parallel"] != 1:
-            raise CheckpointError(
-                f"{path} is of a model in {head['model_parallel']} parts (tensor or pipeline "
-                "parallelism); export its weights with the zk that wrote it (zk export)"
-            )
-        parts = [Written(**entry) for entry in head["parts"]]
-        for part in parts:
-            with contextlib.closing(File(folder, part)) as file:
-                file.check()
-        ranks = [read_json(folder / part.name) for part in parts]
-        pieces = [Piece(*place, rank["file"]) for rank in ranks for place in rank["pieces"]]
-        files = {entry["name"]: Written(**entry) for entry in head["files"]}
-        return cls(folder, head, files, pieces, ranks)
+            raise CheckpointError(f"{path} is not what was written: it was damaged, or edited")
+        said = {name: head.get(name) for name in FORMAT}
+        if said != FORMAT:
+            raise CheckpointError(f"{path} is of {said}; this zk reads {FORMAT}")
+        for part in head["parts"]:
+            data = read_bytes(folder / part["name"])
+            if Written.of_bytes(part["name"], data) != Written(**part):
+                raise CheckpointError(f"{folder / part['name']} is not what was written")
+            ranks.append(json.loads(data))
+        return cls(path, head, {file["name"]: Written(**file) for file in head["files"]}, ranks)
 
-    @property
-    def path(self) -> Path:
-        return self.folder / MANIFEST
+    def check_files(self, rank: int = 0, ranks: int = 1) -> None:
+        """Check this rank's share of the tensors."""
+        for written in list(self.files.values())[rank::ranks]:
+            with opened(self.path.parent, written) as tensors:
+                tensors.check()
 
-    def weights(self) -> dict[str, Weight]:
-        """All weights by the name that they have in the model without tiles."""
-        pieces: dict[tuple[int, str], list[Piece]] = {}
-        for piece in sorted(self.pieces, key=lambda piece: piece.start):
-            pieces.setdefault((piece.unit, piece.kind), []).append(piece)
-        found: dict[str, Weight] = {}
-        for number, unit in enumerate(self.head["units"]):
-            of_unit = {kind: pieces.get((number, kind), []) for kind in unit["kinds"]}
+    def weights(self) -> dict[str, list[Saved]]:
+        """The parts of all weights, by the name that they have in the model without tiles."""
+        found: dict[str, list[Saved]] = {}
+        units = self.head["units"]
+        pieces: list[dict[str, list[Piece]]] = [{k: [] for k in unit["kinds"]} for unit in units]
+        all_of_them = [
+            Piece(*place, rank["file"]) for rank in self.ranks for place in rank["pieces"]
+        ]
+        for piece in sorted(all_of_them, key=lambda piece: piece.start):
+            pieces[piece.unit].setdefault(piece.kind, []).append(piece)
+        for unit, own in zip(units, pieces, strict=True):
             for param in unit["params"]:
                 if "sha256" not in param:  # as 0.1.0 could leave frozen parameters out
-                    add_param(found, param, of_unit)
+                    saved = saved_of(param, own)
+                    found.setdefault(saved.whole, []).append(saved)
         return found
 
 
-def add_param(
-    found: dict[str, Weight], param: Mapping[str, Any], pieces: Mapping[str, list[Piece]]
-) -> None:
-    """Add a parameter that a manifest describes to the weights that it is (a tile) of."""
-    name, shape, offset = param["name"], tuple(param["shape"]), param["offset"]
-    order = tuple(param["order"]) if "order" in param else None
-    whole = param.get("whole", {"name": name, "shape": shape})
-    place = tuple(slice(*cut) for cut in whole["place"]) if "place" in whole else None
-    dtype = getattr(torch, param["dtype"])
-    weight = Weight(whole["name"], tuple(whole["shape"]), dtype, [])
-    own = {kind: list(moved(those, offset, math.prod(shape))) for kind, those in pieces.items()}
-    part = Saved(name, shape, order, place, own, param["steps"], param.get("scalars"))
-    found.setdefault(weight.name, weight).parts.append(part)
+def saved_of(param: Mapping[str, Any], pieces: dict[str, list[Piece]]) -> Saved:
+    """What a manifest says of a parameter."""
+    name, shape = param["name"], tuple(param["shape"])
+    everything = {"name": name, "shape": shape, "place": [(0, size) for size in shape]}
+    whole = param.get("whole", everything)
+    return Saved(
+        *(name, shape, getattr(torch, param["dtype"]), tuple(param.get("order", ()))),
+        *(whole["name"], tuple(whole["shape"]), tuple(slice(*cut) for cut in whole["place"])),
+        *(pieces, param["offset"], param["steps"], param.get("scalars")),
+    )
 
 
-def moved(pieces: Iterable[Piece], offset: int, numel: int) -> Iterator[Piece]:
-    """Those of a unit's pieces that have some of ``numel`` elements, counted from ``offset``."""
-    for piece in pieces:
-        if piece.start < offset + numel and piece.stop > offset:
-            start, stop = piece.start - offset, piece.stop - offset
-            yield dataclasses.replace(piece, start=start, stop=stop)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        check_regular(path)
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it holds no object")
-        return value
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing: this is no checkpoint, or no whole one"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+def crc_of(head: Mapping[str, Any]) -> str:
+    """The CRC-32 of a manifest."""
+    return f"{zlib.crc32(json.dumps(head, sort_keys=True, separators=(',', ':')).encode()):08x}"

@@ -27,7 +27,8 @@ from zk.core.logs import rank_log
 from zk.kernels.codec import dtype_of
 from zk.next.addon import Addon
 from zk.next.checkpoint import folders, manifest
-from zk.next.checkpoint.files import Entry, together, undone, write_durably, write_file
+from zk.next.checkpoint.files import Entry, undone, write_durably, write_file
+from zk.next.checkpoint.manifest import Piece
 from zk.next.memory import host_memory
 from zk.next.options import is_count
 from zk.next.parallel.comm import Comm
@@ -77,8 +78,8 @@ def save_checkpoint(
         raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
     saver, root = saver_of(optimizer), Path(directory)
     saver.finish()
-    settle(optimizer)
-    with together(optimizer._layout.comm, f"saving into {root}"):
+    optimizer._settle()
+    with optimizer._layout.comm.together(f"saving into {root}"):
         save = Save(optimizer, root, scheduler, extra, keep)
     quiet = on_save_error == "warn"
     if async_save:
@@ -94,35 +95,11 @@ def save_checkpoint(
     return save.final
 
 
-def settle(optimizer: ZeroOptimizer) -> None:
-    """Wait for the update in flight, and take in what users have written to parameters."""
-    optimizer._settle()
-    for store in optimizer._runtime.stores:
-        store.absorb()
-        store.publish()
-
-
 def warn(error: BaseException) -> None:
     rank_log.warning("a checkpoint was not saved, and training goes on: %s", error)
 
 
 # ---- what is written -------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """One tensor of a rank's file: elements of a unit's flat buffer, of one kind."""
-
-    unit: int
-    kind: str
-    start: int
-    stop: int
-    dtype: torch.dtype
-
-    @property
-    def entry(self) -> Entry:
-        key = f"{self.kind}/{self.unit}/{self.start}"
-        return Entry(key, self.dtype, (self.stop - self.start,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,67 +109,64 @@ class Part:
     store: UnitStore
     number: int
     pieces: list[Piece]
+    dtypes: dict[str, torch.dtype]
+    """Of each kind."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(p.key, self.dtypes[p.kind], (p.stop - p.start,)) for p in self.pieces]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
 
     def values(self) -> Iterator[Tensor]:
         """Each piece; may be a view of the chunk."""
         store, bound = self.store, self.store.bounds[self.number]
-        first = store.start + bound.start
         with contextlib.ExitStack() as stack:
             if store.unit.is_trained:
                 fields = stack.enter_context(store.open(self.number, changed=False))
             else:
-                fields = {"param": store.param.open(bound)["param"]}
+                fields = store.param.open(bound)
                 stack.callback(store.param.close, False, bound)
             for piece in self.pieces:
+                first = store.start + bound.start
                 here = slice(piece.start - first, piece.stop - first)
                 part = {name: field[here] for name, field in fields.items()}
-                value = part["param"]
-                if store.unit.is_trained:
-                    value = store.codec.read(part, piece.kind)
-                yield value.to(piece.dtype)
+                is_read = store.unit.is_trained
+                value = store.codec.read(part, piece.kind) if is_read else part["param"]
+                yield value.to(self.dtypes[piece.kind])
 
     def copies(self) -> list[Tensor]:
         """Each piece, in host memory of its own."""
         return [torch.empty(v.shape, dtype=v.dtype).copy_(v) for v in self.values()]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.entry.nbytes for piece in self.pieces)
-
 
 def parts_of(optimizer: ZeroOptimizer) -> Iterator[Part]:
     """All that this rank writes."""
     comm = optimizer._layout.comm
-    for number, store in enumerate(optimizer._runtime.stores):
-        unit = store.unit
-        share = unit.numel // comm.size  # also where each rank has all of it
-        mine = range(comm.rank * share, comm.rank * share + share)
-        dtypes = {"param": unit.dtype}
-        if unit.is_trained:
-            known = store.codec.fields | dtypes
+    for unit, store in enumerate(optimizer._runtime.stores):
+        share = store.unit.numel // comm.size  # also where each rank has all of it
+        dtypes = {"param": store.unit.dtype}
+        if store.unit.is_trained:
+            known = dtypes | dict(store.codec.fields)
             dtypes = {kind: dtype_of(known, kind) for kind in manifest.kinds_of(store)}
-        for chunk, bound in enumerate(store.bounds):
-            start = max(mine.start, store.start + bound.start)
-            stop = min(mine.stop, store.start + bound.stop)
+        for number, bound in enumerate(store.bounds):
+            start = max(comm.rank * share, store.start + bound.start)
+            stop = min(comm.rank * share + share, store.start + bound.stop)
             pieces = [
-                Piece(number, kind, at, min(at + PIECE_NUMEL, stop), dtype)
+                Piece(unit, kind, at, min(at + PIECE_NUMEL, stop), f"{kind}/{unit}/{at}")
                 for at in range(start, stop, PIECE_NUMEL)
-                for kind, dtype in dtypes.items()
+                for kind in dtypes
             ]
-            if pieces:
-                yield Part(store, chunk, pieces)
+            yield from [Part(store, number, pieces, dtypes)] if pieces else ()
 
 
 class Save:
     """One checkpoint of the optimizer as it is now. All ranks make one and run it."""
 
     def __init__(
-        self,
-        optimizer: ZeroOptimizer,
-        root: Path,
-        scheduler: Any,
-        extra: Any,
-        keep: int | None,
+        self, optimizer: ZeroOptimizer, root: Path, scheduler: Any, extra: Any, keep: int | None
     ) -> None:
         comm = optimizer._layout.comm
         self.keep, self.rank, self.ranks = keep, comm.rank, comm.size
@@ -205,9 +179,8 @@ class Save:
 
     def run(self, saver: Saver, comm: Comm) -> None:
         """Write it; raises, on all ranks, if that fails on one of them, and leaves nothing of it."""
-        what = f"saving {self.final}"
-        beside, final = self.final, self.final
-        with together(comm, what):
+        what, beside, final = f"saving {self.final}", self.final, self.final
+        with comm.together(what):
             if self.rank == 0:
                 beside, saver.lock = folders.begin(final)
         beside = final.with_name(comm.words(what, beside.name)[0])
@@ -217,27 +190,25 @@ class Save:
                 shutil.rmtree(beside, ignore_errors=True)
 
         with undone(give_up):
-            with together(comm, what):
+            with comm.together(what):
                 self.write(beside)
-            with together(comm, what):
+            with comm.together(what):
                 if self.rank == 0:
-                    folders.publish(beside, final, self.head, self.ranks)
-                    if self.keep is not None:
-                        folders.remove_old(final, self.keep)
+                    folders.publish(beside, final, self.head, self.ranks, self.keep)
 
     def write(self, folder: Path) -> None:
         """Write this rank's tensors, and what it says of them."""
-        pieces = [piece for part in self.parts for piece in part.pieces]
-        entries = [piece.entry for piece in pieces]
+        entries = [entry for part in self.parts for entry in part.entries]
         entries += [Entry(f"buffer/{k}", v.dtype, tuple(v.shape)) for k, v in self.buffers.items()]
         tensors, words = folders.rank_files(self.rank, self.ranks)
         with contextlib.closing(self.values()) as values:
             written = write_file(folder / tensors, entries, values, {"format": "pt"})
+        pieces = [piece for part in self.parts for piece in part.pieces]
         said = {
             "rank": self.rank,
             "file": tensors,
             "written": dataclasses.asdict(written),
-            "pieces": [[p.unit, p.kind, p.start, p.stop, p.entry.key] for p in pieces],
+            "pieces": [[p.unit, p.kind, p.start, p.stop, p.key] for p in pieces],
             "buffers": sorted(self.buffers),
             "random": self.random,
         }

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zk.next.checkpoint.manifest import buffers_of, tiles_of
-from zk.next.checkpoint.save import settle
 from zk.next.options import parse_dtype
 from zk.next.precision import CASTABLE
 
@@ -36,7 +35,7 @@ def consolidated_state_dict(
     Tied parameters share memory. For large models, save a checkpoint and let ``zk export`` write it.
     """
     wanted = parse_dtype(dtype, "dtype") if dtype is not None else None
-    settle(optimizer)
+    optimizer._settle()
     is_kept = not rank0_only or optimizer._layout.comm.rank == 0
     tiles, store_of = tiles_of(optimizer.model), optimizer._runtime.store_of
     full: dict[Tensor, Tensor] = {}
