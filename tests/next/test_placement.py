@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import zk.next as zk
 from tests.world import run_world
 from zk.next import placement
+from zk.next.offload.rules import AdamRule
 from zk.next.placement import Place, Placement, Size
+from zk.next.unit import blocks_of, find_units
 
 KIB, GIB = 1 << 10, 1 << 30
 WIDTH, LAYERS = 64, 40
@@ -115,6 +117,22 @@ def test_a_budget_of_the_host_is_a_cache_of_the_drive() -> None:
     where = planned(**drive, host_budget=200_000)
     assert where.cache(where.places(ROOM)) == 200_000 - 4 * 2000
     assert planned(**drive).cache(where.places(ROOM)) == 0
+
+
+def test_a_model_without_memory_is_planned_by_the_same_numbers() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Embedding(32_000, 4096), nn.ModuleList(nn.Linear(4096, 11_008, bias=False) for _ in range(96)))
+    adam, numel = AdamRule(torch.optim.AdamW(large.parameters())), sum(param.numel() for param in large.parameters())
+    units, sizes = find_units(large, blocks_of(large), lambda name, param: None, ()), []
+    for unit in units:
+        unit.dtype = torch.bfloat16
+        unit.lay_out(8, 8)
+        sizes.append(Size.of(unit, adam.codec(unit.dtype).fields, large))
+    assert len(sizes) == 97 and sum(size.is_block for size in sizes) == 96
+    where = Placement(zk.ZeroConfig(stage=3, dtype="bf16", optimizer_tier="host"), sizes, ranks=8, joined=False)
+    found = where.footprint(where.places(ROOM))
+    assert found["device", "param"] == 2 * numel / 8 and found["host", "moments"] == 8 * numel / 8
+    assert found["device", "gathered"] == 2 * (32_000 * 4096 + 5 * 4096 * 11_008)  # what is outside of blocks, and five of them
 
 
 # ---- the memory that is here ---------------------------------------------------------------------

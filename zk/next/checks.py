@@ -174,10 +174,11 @@ def check_memory_is_own(names: dict[nn.Parameter, str]) -> None:
 def span_of(tensor: Tensor) -> tuple[str, int, int]:
     """A memory, and the bytes in it from a tensor's first element to its last."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    where, start = str(tensor.device), 0 if tensor.is_meta else tensor.data_ptr()
+    where, start = str(tensor.device), int(tensor.storage_offset() * tensor.element_size())
     if tensor.is_meta:
         where = f"meta {tensor.untyped_storage()._cdata}"
-        start = tensor.storage_offset() * tensor.element_size()
+    else:
+        start = tensor.data_ptr()
     return where, start, start + (last + 1) * tensor.element_size()
 
 

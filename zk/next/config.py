@@ -14,43 +14,36 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zk.next import options as read
 from zk.next.addon import OPTIONS, Addon
-from zk.next.options import (
-    NAMES,
-    is_count,
-    is_finite,
-    is_positive,
-    parse_device,
-    parse_dtype,
-    parse_modules,
-    parse_nbytes,
-    parse_paths,
-    parse_tier,
-)
 from zk.next.precision import DynamicLossScale
 
 PARSERS: dict[str, Callable[[Any, str], Any]] = {
-    "param_tier": parse_tier,
-    "optimizer_tier": parse_tier,
+    "param_tier": read.parse_tier,
+    "optimizer_tier": read.parse_tier,
     "loss_scale": lambda value, _: DynamicLossScale() if value == "dynamic" else value,
-    "dtype": parse_dtype,
-    "device": parse_device,
-    "device_budget": parse_nbytes,
-    "host_budget": parse_nbytes,
-    "units": parse_modules,
-    "keep_dtype": parse_modules,
-    "nvme_path": parse_paths,
+    "dtype": read.parse_dtype,
+    "device": read.parse_device,
+    "device_budget": read.parse_nbytes,
+    "host_budget": read.parse_nbytes,
+    "units": read.parse_modules,
+    "keep_dtype": read.parse_modules,
+    "nvme_path": read.parse_paths,
 }
 RULES: dict[str, tuple[type[Exception], Callable[[Any], object], str]] = {
-    "stage": (ValueError, lambda v: is_count(v, 0) and v < 4, "0, 1, 2 or 3"),
-    "clip_grad_norm": (ValueError, lambda v: v is None or is_positive(v), "more than 0, or None"),
+    "stage": (ValueError, lambda v: read.is_count(v, 0) and v < 4, "0, 1, 2 or 3"),
+    "clip_grad_norm": (
+        ValueError,
+        lambda v: v is None or read.is_positive(v),
+        "more than 0, or None",
+    ),
     "loss_scale": (
         ValueError,
-        lambda v: v in (None, "auto") or isinstance(v, DynamicLossScale) or is_finite(v),
+        lambda v: v in (None, "auto") or isinstance(v, DynamicLossScale) or read.is_finite(v),
         "'auto', 'dynamic', a DynamicLossScale, None or a finite number above 0",
     ),
-    "prefetch": (ValueError, lambda v: is_count(v, 0), "a number of units, 0 or more"),
-    "num_threads": (ValueError, lambda v: v is None or is_count(v), "1 or more, or None"),
+    "prefetch": (ValueError, lambda v: read.is_count(v, 0), "a number of units, 0 or more"),
+    "num_threads": (ValueError, lambda v: v is None or read.is_count(v), "1 or more, or None"),
     "process_group": (
         TypeError,
         lambda v: v is None or isinstance(v, ProcessGroup),
@@ -212,7 +205,7 @@ def changes(config: ZeroConfig, before: ZeroConfig) -> dict[str, Any]:
         elif field.name == "nvme_path" and value is not None:
             value = value[0] if len(value) == 1 else list(value)
         value = str(value) if isinstance(value, torch.device) else value
-        found[field.name] = NAMES[value] if isinstance(value, torch.dtype) else value
+        found[field.name] = read.NAMES[value] if isinstance(value, torch.dtype) else value
     return found
 
 

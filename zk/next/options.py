@@ -69,17 +69,19 @@ def parse_device(value: object, name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def parse_nbytes(value: object, name: str) -> int:
+def parse_nbytes(value: Any, name: str) -> int:
     """Bytes above 0: a whole number, or a string such as "24GiB", "500 MB" or "1.5TiB"."""
     rule = f"{name} must be a number of bytes or a string like '24GiB'; got {value!r}"
     if not isinstance(value, (int, str)) or isinstance(value, bool):
         raise TypeError(rule)
-    nbytes, suffix = value, "b"
+    nbytes, suffix = 0, "b"
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match is None or match[2] not in SUFFIXES:
             raise ValueError(rule)
         nbytes, suffix = int(float(match[1]) * SUFFIXES[match[2]]), match[2]
+    else:
+        nbytes = value
     if nbytes <= 0:
         raise ValueError(f"{name} must be more than zero bytes; got {value!r}")
     if nbytes < 1000 and not suffix:
