@@ -176,7 +176,7 @@ HOST = {"stage": 3, "param_tier": "host", "optimizer_tier": "host"}
 DRIVE = {"stage": 3, "param_tier": "nvme", "optimizer_tier": "nvme"}
 
 
-SAID = r"a rank needs ([\d.]+) (bytes|MiB) on the host tier and has ([\d.]+) (bytes|MiB), "
+SAID = r"this rank needs ([\d.]+) (bytes|MiB) on the host tier and has ([\d.]+) (bytes|MiB), "
 
 
 def test_quick_a_refusal_says_what_is_needed_what_is_there_and_what_to_do(tmp_path: Path) -> None:
@@ -205,6 +205,24 @@ def test_after_a_refusal_model_and_optimizer_are_as_they_were() -> None:
     optimizer = zk.ZeroOptimizer(net, adam)  # and may be given away still
     train(net, optimizer)
     optimizer.close()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_an_error_half_way_gives_the_model_back(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, twin = model(), model()
+    place, calls = zk.optimizer.UnitStore.place, itertools.count()
+
+    def failing(store: Any, values: Tensor) -> Tensor:
+        if next(calls) == 3:
+            raise OSError("the drive is full")
+        return place(store, values)
+
+    monkeypatch.setattr(zk.optimizer.UnitStore, "place", failing)
+    adam = torch.optim.AdamW(net.parameters())
+    with pytest.raises(OSError, match="the drive is full"):
+        zk.ZeroOptimizer(net, adam, stage=stage, units=[nn.Linear])
+    assert train(net, adam) == train(twin, torch.optim.AdamW(twin.parameters()))
+    wrap(net).close()
 
 
 def still_needed(net: nn.Module, adam: Any = None) -> float:
@@ -244,10 +262,31 @@ def on_ranks(what: str) -> str:
     return "trained"
 
 
+def full_drive_on_ranks(stage: int) -> str:
+    """An error of the second rank at its third unit; then both train on, with another optimizer."""
+    net, place, calls = model(), zk.optimizer.UnitStore.place, itertools.count()
+
+    def failing(store: Any, values: Tensor) -> Tensor:
+        if next(calls) == 3 and dist.get_rank() == 1:
+            raise OSError("the drive is full")
+        return place(store, values)
+
+    with mock.patch.object(zk.optimizer.UnitStore, "place", failing), pytest.raises(OSError, match="the drive is full"):
+        wrap(net, stage=stage)
+    optimizer = wrap(net, stage=stage)
+    losses = train(net, optimizer)
+    optimizer.close()
+    return str(losses == pytest.approx(train(twin := model(), torch.optim.AdamW(twin.parameters())), rel=1e-4))
+
+
+def test_an_error_half_way_on_one_rank_gives_the_model_back_on_all() -> None:
+    assert run_world(2, full_drive_on_ranks, [2, 3]) == [["True", "True"], ["True", "True"]]
+
+
 def test_ranks_refuse_together() -> None:
     one, both, enough = run_world(2, on_ranks, ["one lacks", "both", "enough"])
-    assert one[0] == one[1] and "not enough memory on rank 1 of 2 for this model" in one[0]
-    assert both[0] == both[1] and "not enough memory on rank 0, 1 of 2" in both[0]
+    assert "failed elsewhere: on rank 1, MemoryError: there is not enough memory for this model" in one[0]
+    assert all(said.startswith("there is not enough memory for this model") for said in (one[1], *both))
     assert enough == ["trained", "trained"]
 
 

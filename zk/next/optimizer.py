@@ -234,9 +234,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for states in (states for inner in self._inners for states in inner.state.values()):
             freed += states.values()
         layout.place(units, self.model, freed)
-        for unit in units:
-            self._runtime.attach(UnitStore(unit, layout))
-            trim()  # of what the parameters were before
+        try:
+            for unit in units:
+                self._runtime.attach(UnitStore(unit, layout))
+                trim()  # of what the parameters were before
+        except BaseException as error:  # such as a full drive, on all ranks: another may be made
+            is_told = isinstance(error, (OSError, MemoryError))
+            self.close(gather=is_told or layout.comm.size == 1)
+            raise
         self._runtime.attach_model(self.config.dtype)
         for module in self.model.modules() if layout.stage == 3 else ():
             if module._parameters:

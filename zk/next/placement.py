@@ -207,11 +207,6 @@ def on_drive(places: Sequence[Place]) -> bool:
     return any("nvme" in place for place in places)
 
 
-def lacking(needed: Nbytes, there: Nbytes) -> list[str]:
-    """The memories of which there is too little."""
-    return [name for name, nbytes in there.items() if nbytes < needed.get(name, 0)]
-
-
 def readable(nbytes: float) -> str:
     """As a person would say it: "1.50 GiB", "20.00 MiB", "10 bytes"."""
     name, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
@@ -265,24 +260,23 @@ def choose(
     joined = device.type == "cpu" and device not in LINKS
     placement, held = Placement(config, sizes, comm.size, joined), held_nbytes(freed, joined)
     local = max(1, min(comm.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    free = free_memory(device, config.nvme_path or ())  # type: ignore[arg-type]
     sharers = {"device": 1, "host": local, "nvme": local}
-    mine = [free.get(name, math.inf) / n + held[name] for name, n in sharers.items()]
-    there = [dict(zip(sharers, row, strict=True)) for row in comm.rows("memory", mine)]
-    least = {name: min(row[name] for row in there) for name in sharers}
-    places = placement.places(rooms(config, least, joined))
-    needed = placement.by_memory(placement.at_rest(places))
-    short = [rank for rank, row in enumerate(there) if lacking(needed, row)]
-    if short:
-        where = f" on rank {', '.join(map(str, short))} of {len(there)}" * (comm.size > 1)
-        options, row = pasted(config, ZeroConfig()) or "the defaults", there[short[0]]
-        few = lacking(needed, row)
-        said = [f"{readable(needed[n])} on the {n} tier and has {readable(row[n])}" for n in few]
-        raise MemoryError(
-            f"there is not enough memory{where} for this model with {options}: a rank needs "
-            f"{', '.join(said)}, with what the model holds now, and activations come on top. Nothing "
-            f"has been changed; use {REMEDIES[few[0]]} (zk plan says what fits)"
-        )
+    with comm.together("ZeroOptimizer()"):
+        free = free_memory(device, config.nvme_path or ())  # type: ignore[arg-type]
+        there = {n: free.get(n, math.inf) / ranks + held[n] for n, ranks in sharers.items()}
+        places = placement.places(rooms(config, there, joined))
+        needed = placement.by_memory(placement.at_rest(places))
+        few = [name for name, nbytes in there.items() if nbytes < needed[name]]
+        if few:
+            said = (
+                f"{readable(needed[n])} on the {n} tier and has {readable(there[n])}" for n in few
+            )
+            raise MemoryError(
+                "there is not enough memory for this model with "
+                f"{pasted(config, ZeroConfig()) or 'the defaults'}: this rank needs {', '.join(said)}, "
+                "with what the model holds now, and activations come on top. Nothing has been changed; "
+                f"use {REMEDIES[few[0]]} (zk plan says what fits)"
+            )
     return places, placement.cache(places)
 
 

@@ -78,10 +78,16 @@ class UnitStore:
         is_cast = values.dtype in CASTABLE  # no backend sends the others
         layout.comm.broadcast(unit.name, values if is_cast else values.view(torch.uint8))
         with layout.comm.together(f"placing {unit.name!r}"):
-            self.place(values)
+            full = self.place(values)
+        nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)
+        self.released = [nan.expand(shape) for shape in unit.shapes]
+        if self.is_partitioned:
+            self.point(self.released)
+        else:
+            self.show(full)
 
-    def place(self, values: Tensor) -> None:
-        """Move the parameters to their tier, and make room for gradients and states."""
+    def place(self, values: Tensor) -> Tensor:
+        """The full parameters, once this rank's are on their tier, with room for what trains them."""
         unit, layout, numel = self.unit, self.layout, self.unit.shard_numel
         full, mine = values, slice(self.start, self.start + numel)
         if values.dtype != unit.dtype:
@@ -102,12 +108,7 @@ class UnitStore:
             param = full[mine][bound].to(chunk.device, copy=True)
             self.codec.start(chunk.open() | {"param": param}, values[mine][bound].float())
             chunk.close(changed=True)
-        nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)
-        self.released = [nan.expand(shape) for shape in unit.shapes]
-        if self.is_partitioned:
-            self.point(self.released)
-        else:
-            self.show(full)
+        return full
 
     # ---- parameters: fetch -> gather -> release --------------------------------------------------
 
