@@ -61,9 +61,9 @@ class UnitStore:
         self.updating: Callable[[], None] | None = None  # waits for an update in the background
         self.is_updated = False  # the shard is newer than the full parameters
         self.version = 0  # of the parameters: their number of updates
-        self.written: list[
-            Any
-        ] = []  # what tells that they are as they were when the shard was alike
+        # of the parameters, when the shard was alike: torch's versions, and where their data is
+        self.versions: list[int] = []
+        self.pointers: list[int] = []
         self.steps = [0] * len(unit.params)
         self.groups = [layout.groups[param] for param in unit.params if unit.is_trained]
         self.start = layout.sharers.rank * unit.shard_numel
@@ -81,8 +81,10 @@ class UnitStore:
             full = self.place(values)
         nan = torch.full((), none_of(unit.dtype), dtype=unit.dtype, device=unit.device)
         self.released = [nan.expand(shape) for shape in unit.shapes]
+        self.released_pointers = [nan.data_ptr()] * len(unit.params)
+        self.note_versions()
         if self.is_partitioned:
-            self.point(self.released)
+            self.point(self.released, self.released_pointers)
         else:
             self.show(full)
 
@@ -152,17 +154,27 @@ class UnitStore:
         """Point the parameters to ``full`` (numel,)."""
         if self.views_of is not full:
             self.views_of, self.views = full, self.unit.views(full)
-        self.point(self.views)
+            self.full_pointers = [view.data_ptr() for view in self.views]
+        self.point(self.views, self.full_pointers)
         self.full = full
 
-    def point(self, values: list[Tensor]) -> None:
+    def point(self, values: list[Tensor], pointers: list[int]) -> None:
         for param, value in zip(self.unit.params, values, strict=True):
             param.data = value
+        self.pointers = pointers
+
+    def take_back(self) -> None:
+        """Point the parameters to where they are, and forget what users have written."""
+        is_full = self.full is not None
+        self.point(
+            self.views if is_full else self.released,
+            self.full_pointers if is_full else self.released_pointers,
+        )
         self.note_versions()
 
     def note_versions(self) -> None:
         """What is written to the parameters from now on is not in the shard."""
-        self.written = self.versions()
+        self.versions = [param._version for param in self.unit.params]
 
     def release(self) -> None:
         """Free the full parameters. They keep their shape, in one element of memory that is NaN.
@@ -176,7 +188,7 @@ class UnitStore:
         if self.full is None:
             return
         changed = self.changed()
-        self.point(self.released)
+        self.point(self.released, self.released_pointers)
         if self.layout.sharers.size > 1 or not self.param.stays:
             self.views_of, self.views = None, []
         self.full = None
@@ -185,27 +197,27 @@ class UnitStore:
     def give_back(self) -> None:
         """Make the parameters plain tensors, each with memory of its own."""
         self.gather()
-        self.point([view.clone() for view in self.views])
+        for param, view in zip(self.unit.params, self.views, strict=True):
+            param.data = view.clone()
 
     def refuse(self, changed: list[int], when: str) -> None:
         """RuntimeError if a parameter was changed at stage 3 where that would be lost."""
         if changed:
-            self.note_versions()
+            self.take_back()
             raise RuntimeError(
                 f"{self.unit.names[changed[0]]!r} was changed {when}, and at stage 3 that is lost: "
                 "change it within 'with zk.gather(params, write=True):'"
             )
 
-    def versions(self) -> list[Any]:
-        """What tells of each parameter that it was written to, or was given other data."""
-        return [(p._version, p.data_ptr(), p.stride()) for p in self.unit.params]
-
     def changed(self) -> list[int]:
         """The parameters that were written to, or given other data, since the shard was alike."""
-        now = self.versions()
-        if now == self.written:
-            return []
-        return [index for index, version in enumerate(now) if version != self.written[index]]
+        params = self.unit.params
+        found = [i for i, param in enumerate(params) if param._version != self.versions[i]]
+        if [param.data_ptr() for param in params] != self.pointers:
+            found += [i for i, p in enumerate(params) if p.data_ptr() != self.pointers[i]]
+        if not self.is_partitioned:  # what is released has other strides
+            found += [i for i, p in enumerate(params) if p.stride() != self.unit.strides[i]]
+        return sorted(set(found))
 
     @torch.no_grad()
     def absorb(self) -> None:
@@ -226,7 +238,7 @@ class UnitStore:
             else:
                 self.write("param", index, value)
         if changed:
-            self.point(self.views)
+            self.take_back()
 
     # ---- the optimizer: fetch -> update -> evict, publish ----------------------------------------
 

@@ -48,7 +48,7 @@ def gather(
                 keep_written(places)
         except BaseException:  # what it has left half-done is not kept
             for store, _ in places.values():
-                store.note_versions()
+                store.take_back()
             raise
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from zk.next.offload.tiers import Chunk
     from zk.next.store import UnitStore
 
+ALL = -1  # parameters of a chunk
+
 
 class Gradient:
     """The values of one unit's gradient, and what is known beside them.
@@ -32,6 +34,7 @@ class Gradient:
     def __init__(self, store: UnitStore, chunks: list[Chunk]) -> None:
         self.store, self.unit, self.layout, self.chunks = store, store.unit, store.layout, chunks
         self.me = weakref.ref(self)
+        self.sums_each = False  # sums of squares are asked for by parameter
         self.forget()
 
     def forget(self) -> None:
@@ -40,7 +43,7 @@ class Gradient:
         self.present = [False] * count  # which parameters have one, on any rank
         self.factors = [1.0] * count  # what each is multiplied with when it is used or read
         self.scale = 1.0  # the loss scale that values have
-        # (chunk, parameter) -> sum of squares of this rank's elements, scaled, without the factor
+        # (chunk, parameter or ALL) -> sum of squares of this rank's elements, without the factor
         self.squares: dict[tuple[int, int], Any] = {}
         self.local: Tensor | None = None
         self.is_taken = False  # this rank's shard is on its tier
@@ -84,7 +87,6 @@ class Gradient:
             for number, here, _ in self.store.parts(index) if self.is_taken else ():
                 self.chunks[number].open()["grad"][here].mul_(factor)
                 self.chunks[number].close(changed=True)
-                self.squares[number, index] *= factor**2
             self.factors[index] = 1.0
 
     def reduce(self, dtype: torch.dtype | None = None, scale: float | None = None) -> None:
@@ -118,15 +120,25 @@ class Gradient:
         self.is_taken = True
 
     def sum_squares(self, number: int, values: Tensor) -> None:
-        """Note the sums of squares of chunk ``number`` by parameter."""
+        """Note the sum of squares of chunk ``number``, or of each parameter in it."""
         threads = self.layout.num_threads
-        for index, here, _ in self.store.within(number):
+        if not self.sums_each:
+            self.squares[number, ALL] = sum_of_squares(values, threads)
+        for index, here, _ in self.store.within(number) if self.sums_each else ():
             self.squares[number, index] = sum_of_squares(values[here], threads)
 
     def sum_of_squares(self, index: int | None = None) -> Any:
         """Of one parameter, or of all; a number, or a scalar tensor on a GPU."""
+        is_alike = index is None and len(set(self.factors)) == 1
+        if not is_alike and not self.sums_each:  # from now on
+            self.sums_each, self.squares = True, {}
+            for number, chunk in enumerate(self.chunks):
+                self.sum_squares(number, chunk.open()["grad"])
+                chunk.close(changed=False)
         chosen = (key for key in self.squares if index is None or key[1] == index)
-        return sum(self.squares[key] * (self.factors[key[1]] / self.scale) ** 2 for key in chosen)
+        return sum(
+            self.squares[key] * (self.factors[max(key[1], 0)] / self.scale) ** 2 for key in chosen
+        )
 
     # ---- param.grad ------------------------------------------------------------------------------
 
