@@ -295,8 +295,8 @@ class UnitStore:
     @contextlib.contextmanager
     def open(self, number: int, changed: bool = True) -> Iterator[Fields]:
         """The fields of chunk ``number``, parameters among them."""
-        if changed:
-            self.tell_of_change(number)
+        for changing in self.layout.seams.changing if changed else ():
+            changing(self, number)
         bound, states = self.bounds[number], self.states[number]
         param = self.param.open(bound)["param"]
         near = param.to(states.device)
@@ -305,10 +305,6 @@ class UnitStore:
             param.copy_(near)
         states.close(changed)
         self.param.close(changed, bound)
-
-    def tell_of_change(self, number: int) -> None:
-        for changing in self.layout.seams.changing:
-            changing(self, number)
 
     def opened(self, changed: bool = True) -> Iterator[tuple[int, slice, Fields]]:
         for number, bound in enumerate(self.bounds if self.states else ()):
@@ -420,7 +416,8 @@ class UnitStore:
         flat = self.unit.flat(index, value)
         for number, here, there in self.parts(index):
             if kind == "param":
-                self.tell_of_change(number)
+                for changing in self.layout.seams.changing:
+                    changing(self, number)
                 self.param.open(self.bounds[number])["param"][here] = flat[there]
                 self.param.close(True, self.bounds[number])
             else:

@@ -61,7 +61,7 @@ def load_checkpoint(
         CheckpointError: a ValueError, naming the file, if something is missing, altered or not of
             this model and optimizer: then nothing has been changed.
     """
-    save.saver_of(optimizer).finish()
+    save.saver_of(optimizer).synchronized()
     if not optimizer._torn:
         optimizer._settle()
     rank, device, state = optimizer._layout.comm.rank, save.device_of(optimizer), None

@@ -14,8 +14,8 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ def save_checkpoint(
     if on_save_error not in ("raise", "warn"):
         raise ValueError(f"on_save_error must be 'raise' or 'warn'; got {on_save_error!r}")
     saver, root = saver_of(optimizer), Path(directory)
-    saver.finish()
+    saver.synchronized()
     optimizer._settle()
     with optimizer._layout.comm.together(f"saving into {root}"):
         save = Save(optimizer, root, scheduler, extra, keep)
@@ -96,7 +96,7 @@ def save_checkpoint(
 
 
 def warn(error: BaseException) -> None:
-    rank_log.warning("a checkpoint was not saved, and training goes on: %s", error)
+    rank_log.warning("a checkpoint was not saved: %s", error)
 
 
 # ---- what is written -------------------------------------------------------------------------------
@@ -240,22 +240,20 @@ class Beside:
         self.unread = {(part.store, part.number): part for part in parts}
         self.versions = {part.store: versions_of(part.store) for part in parts}
         self.copied: dict[Part, list[Tensor]] = {}
-        self.room, self.stalled_s = room, 0.0
-        self.changes = threading.Condition()
+        self.room, self.changes = room, threading.Condition()
         self.reading: Part | None = None
         self.spoiled = ""  # the unit that users have written to
 
     def before_change(self, store: UnitStore, number: int) -> None:
         """Copy a chunk that is about to change, or wait until it has been read."""
-        start, part = time.perf_counter(), self.unread.get((store, number))
         self.check(store)
         with self.changes:
+            part = self.unread.get((store, number))
             if part is not None and part is not self.reading and part.nbytes <= self.room:
                 self.room -= part.nbytes
                 self.copied[part] = part.copies()
                 del self.unread[store, number]
             self.changes.wait_for(lambda: (store, number) not in self.unread)
-        self.stalled_s += time.perf_counter() - start
 
     @contextlib.contextmanager
     def taken(self, part: Part) -> Iterator[list[Tensor] | None]:
@@ -300,25 +298,21 @@ class Saver(Addon):
         self.layout, self.device = optimizer._layout, device_of(optimizer)
         self.lock: folders.Lock | None = None
         self.own: Comm | None = None  # collectives of saves in the background
-        self.thread: threading.Thread | None = None
+        self.future: Future[None] | None = None  # of the save in the background
         self.beside = Beside([], 0)
-        self.error: BaseException | None = None
         self.begun = False  # and not all ranks are known to be done; the same on all of them
         self.quiet = False
-        self.stalled_s = 0.0
 
     def start(self, save: Save, quiet: bool) -> None:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
-        if self.own is None:
-            self.own = own_comm(self.layout.comm)
+        self.own = self.own or own_comm(self.layout.comm)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
         save.buffers = {name: value.clone() for name, value in save.buffers.items()}
         self.beside = save.beside = Beside(save.parts, self.room())
-        self.quiet, self.begun = quiet, True
+        self.quiet, self.begun, self.future = quiet, True, Future()
         # not a daemon: a program that ends waits for it
-        self.thread = threading.Thread(target=self.run, args=(save, self.beside), name="zk-save")
-        self.thread.start()
+        threading.Thread(target=self.run, args=(save, self.future), name="zk-save").start()
 
     def room(self) -> int:
         """Bytes of host memory that copies may take."""
@@ -326,49 +320,36 @@ class Saver(Addon):
         return min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
 
     @torch.no_grad()
-    def run(self, save: Save, beside: Beside) -> None:
-        assert self.own is not None
+    def run(self, save: Save, future: Future[None]) -> None:
         try:
             save.run(self, self.own)
+            future.set_result(None)
         except BaseException as error:
-            self.error = error
-            if not self.quiet or not isinstance(
-                error, OSError
-            ):  # the program may end before a step
-                rank_log.error("a checkpoint was not saved: %s", error)
+            warn(error)  # the program may end before anybody waits
+            future.set_exception(error)
         finally:
-            beside.end()
+            save.beside.end()
 
     def changing(self, store: UnitStore, number: int) -> None:
         self.beside.before_change(store, number)
 
     def around_update(self, run: Update) -> Update:
         """Raise what went wrong, on all ranks at the same step."""
-        comm = self.layout.comm
-        is_done = self.thread is None or not self.thread.is_alive()
+        comm, is_done = self.layout.comm, self.future is None or self.future.done()
         if self.begun and comm.total("saves that are done", [float(is_done)]) == [comm.size]:
             self.begun = False
-            self.finish()
+            self.synchronized()
         return run
 
     def synchronized(self) -> None:
-        self.finish()
+        """Wait for the save in progress. Raises what went wrong in it."""
+        error = self.future and self.future.exception()
+        self.future, self.beside = None, Beside([], 0)
+        if error is not None and not (self.quiet and isinstance(error, OSError)):
+            raise error
 
     def closed(self) -> None:
         self.lock = None
-
-    def finish(self) -> None:
-        """Wait for the save in progress. Raises what went wrong in it."""
-        start = time.perf_counter()
-        if self.thread is not None:
-            self.thread.join()
-        self.thread = None
-        self.stalled_s += self.beside.stalled_s + time.perf_counter() - start
-        self.beside, error, self.error = Beside([], 0), self.error, None
-        if error is not None and self.quiet and isinstance(error, OSError):
-            warn(error)
-        elif error is not None:
-            raise error
 
 
 def device_of(optimizer: ZeroOptimizer) -> torch.device:
