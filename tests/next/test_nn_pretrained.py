@@ -162,7 +162,7 @@ def test_what_does_not_fit_a_model_of_transformers_is_named(tmp_path: Path) -> N
     layer = "model.layers.1.block_sparse_moe.experts."
     for says, changed in (
         (r"experts\.0\.w1\.weight cannot be converted", {k: v for k, v in weights.items() if k != f"{layer}3.w1.weight"}),
-        (r"missing: model\.norm\.weight \(closest: model\.norms\.weight\)", {k.replace("model.norm", "model.norms"): v for k, v in weights.items()}),
+        (r"missing: model\.norm\.weight; unexpected: model\.norms\.weight", {k.replace("model.norm", "model.norms"): v for k, v in weights.items()}),
         (r"missing: model\.layers\.1\.mlp\.experts\.gate_up_proj, ", {k: v for k, v in weights.items() if not k.startswith(layer)}),
     ):
         save_file(changed, tmp_path / "changed.safetensors")

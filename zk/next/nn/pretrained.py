@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import itertools
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from zk.next.nn.deferred import default_device
 from zk.next.parallel.gather import place_of
-from zk.next.promised import promise, promise_of
+from zk.next.promised import device_of, promise
 from zk.next.store import UnitStore
 
 log = logging.getLogger("zk")
@@ -50,39 +49,30 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
             another shape, or tied in the model and different in the files; and for pickles.
         FileNotFoundError: if a file is not there.
     """
-    sources = sources_of(model, Path(path), strict)
-    for store, values in by_store(sources).items():
-        load_held(store, values)
-    for tensor, source in sources.items():
-        if tensor.is_meta:
+    written = dict[UnitStore, None]()
+    for tensor, source in sources_of(model, Path(path), strict).items():
+        place: Any = place_of(tensor)  # type: ignore[arg-type]
+        if place is not None:
+            store, index = place
+            write(store, index, source.make())
+            written[store] = None
+        elif tensor.is_meta:
             # in a storage of its own, as a promise is for all that is in one
             tensor.data = torch.empty_like(tensor.data)
             promise(tensor, dataclasses.replace(source, version=tensor._version))
-        elif not isinstance(tensor, nn.Parameter) or place_of(tensor) is None:
+        else:
             with torch.no_grad():
                 tensor.copy_(source.make())
+    for store in written:
+        store.publish()
 
 
-def by_store(sources: Mapping[Tensor, FromFile]) -> dict[UnitStore, dict[int, FromFile]]:
-    """Sources of parameters that optimizers hold, by unit and number."""
-    found: dict[UnitStore, dict[int, FromFile]] = {}
-    for tensor, source in sources.items():
-        place = place_of(tensor) if isinstance(tensor, nn.Parameter) else None
-        if place is not None:
-            found.setdefault(place[0], {})[place[1]] = source
-    return found
-
-
-def load_held(store: UnitStore, sources: Mapping[int, FromFile]) -> None:
-    """Write values of a unit's parameters, the masters in fp32. A collective."""
-    store.absorb()
-    for index, source in sources.items():
-        value = source.make().to(store.unit.device)
-        if store.unit.is_trained:
-            store.write("master", index, value.float())
-        else:
-            store.write("param", index, value)
-    store.publish()
+def write(store: UnitStore, index: int, value: Tensor) -> None:
+    """Overwrite a parameter that an optimizer holds, its master in fp32."""
+    store.absorb()  # what users wrote to others of its unit
+    kind = "master" if store.unit.is_trained else "param"
+    value = value.to(store.unit.device)
+    store.write(kind, index, value.float() if store.unit.is_trained else value)
 
 
 # ---- files -------------------------------------------------------------------------------------------
@@ -236,9 +226,8 @@ def sources_of(model: nn.Module, path: Path, strict: bool) -> dict[Tensor, FromF
     if left := [name for name, tensor in absent.items() if tensor.requires_grad]:
         those = ", ".join(left)
         log.warning("trained parameters keep the values they have; %s lacks them: %s", path, those)
-    first = next(model.parameters())
-    by = promise_of(first)
-    device = default_device() if first.is_meta and by is None else getattr(by, "device", first.device)
+    found_on = device_of(next(model.parameters()))
+    device = default_device() if found_on.type == "meta" else found_on
     places = {tensor: piece.place for tensor, piece in pieces.items()}
     return {
         tensor: FromFile(offers[those[0]], those[0], device, places.get(tensor))
@@ -259,9 +248,10 @@ def names_of(model: nn.Module) -> tuple[dict[Tensor, list[str]], dict[Tensor, An
             pieces[param] = piece
             names.setdefault(param, []).append(prefix + piece.whole)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if name not in module._non_persistent_buffers_set and tensor is not None:
-                names.setdefault(tensor, []).append(prefix + name)
-    return {tensor: those[:1] if tensor in pieces else those for tensor, those in names.items()}, pieces
+            is_saved = tensor is not None and name not in module._non_persistent_buffers_set
+            if is_saved and tensor not in pieces:
+                names.setdefault(tensor, []).append(prefix + name)  # type: ignore[arg-type]
+    return names, pieces
 
 
 def converted(
@@ -336,21 +326,11 @@ def misfit(path: Path, wrong: list[str], missing: list[str], extra: list[str]) -
     hint = "; build the model from the config.json of these files, and see that none is missing"
     if not wrong:
         hint = " (strict=False ignores these, and warns of trained parameters that are missing)"
-    problems = {"other shapes": some(wrong), "missing": some(with_closest(missing, extra))}
-    problems["unexpected"] = some(with_closest(extra, missing))
+    problems = {"other shapes": some(wrong), "missing": some(missing), "unexpected": some(extra)}
     said = "; ".join(f"{what}: {those}" for what, those in problems.items() if those)
     return f"{path} does not fit the model; {said}{hint}"
 
 
-def with_closest(names: list[str], among: list[str]) -> Iterable[str]:
-    """Each of ``names`` with the closest of others; for the first few."""
-    for number, name in enumerate(names):
-        close = difflib.get_close_matches(name, among, 1, 0.8) if number < 5 else []
-        yield f"{name} (closest: {close[0]})" if close else name
-
-
-def some(names: Iterable[str]) -> str:
-    """A few of ``names``, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - 5} more" if len(every) > 5 else ""
-    return ", ".join(every[:5]) + more
+def some(names: list[str]) -> str:
+    """A few of ``names``."""
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)

@@ -47,6 +47,10 @@ def cuts(features: int, splits: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
+def length(cut: slice) -> int:
+    return int(cut.stop - cut.start)
+
+
 class LinearTile(nn.Module):
     """One tile: ``weight`` (rows of the output, columns of the input)."""
 
@@ -79,7 +83,7 @@ class TiledLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         def made(*place: slice) -> nn.Parameter:
-            size = [cut.stop - cut.start for cut in place]
+            size = [*map(length, place)]
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
         self.build((in_features, out_features), (in_splits, out_splits), made)
@@ -323,12 +327,12 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     """Replace every nn.Linear with a weight larger than ``max_tile_nbytes`` by a TiledLinear.
 
     Call it before the optimizer is made, as parameters are new ones; for a model from deferred_init,
-    inside that context. The output is split first, which keeps the bits of forward. Layers that only
-    derive from nn.Linear are left alone.
+    inside that context. The output is split, which keeps the bits of forward. Layers that only derive
+    from nn.Linear are left alone.
 
     Args:
         model: changed in place.
-        max_tile_nbytes: bytes that a tile's weight may have, in the precision that it has now.
+        max_tile_nbytes: bytes that a tile's weight may have, in its precision now; one row is the least.
 
     Returns:
         The names of the layers that were replaced.
@@ -353,7 +357,9 @@ def tile_linears(model: nn.Module, max_tile_nbytes: int) -> list[str]:
     for linear, path in chosen.items():
         check_tiled(path, linear.weight, users[linear.weight])
     for linear in chosen:
-        tiled = TiledLinear.from_linear(linear, *splits_of(linear, max_tile_nbytes))
+        count, most = linear.out_features, max_tile_nbytes // linear.weight[0].nbytes
+        fitting = (n for n in range(1, count) if max(map(length, cuts(count, n))) <= most)
+        tiled = TiledLinear.from_linear(linear, 1, next(fitting, count))
         vars(tiled).update({name: hooks for name, hooks in vars(linear).items() if "ward_" in name})
         for parent in model.modules():
             children = [name for name, child in parent._modules.items() if child is linear]
@@ -375,17 +381,3 @@ def check_tiled(path: str, weight: Any, users: list[str]) -> None:
     ):
         if breaks:
             raise ValueError(f"tile_linears: {says}")
-
-
-def splits_of(linear: nn.Linear, max_tile_nbytes: int) -> tuple[int, int]:
-    """in_splits and out_splits with tiles of ``max_tile_nbytes``, as far as 64 rows allow."""
-    wide, tall = linear.in_features, linear.out_features
-    most = max_tile_nbytes // linear.weight.element_size()
-
-    def largest(features: int, splits: int) -> int:
-        return max(cut.stop - cut.start for cut in cuts(features, splits))
-
-    rows = max(1, tall // GRAIN)
-    out_splits = next((n for n in range(1, rows) if largest(tall, n) * wide <= most), rows)
-    height = largest(tall, out_splits)
-    return next((n for n in range(1, wide) if largest(wide, n) * height <= most), wide), out_splits
