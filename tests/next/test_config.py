@@ -35,6 +35,7 @@ def test_quick_values_are_read_as_users_write_them(tmp_path: Path) -> None:
         ({"stage": True}, "stage must be"),
         ({"optimizer_tier": "disk"}, "optimizer_tier must be 'device', 'host', 'nvme' or 'auto'; got 'disk'; .* is 'nvme' here"),
         ({"param_tier": 3}, "param_tier must be .*; got 3"),
+        ({"param_tier": None}, "param_tier must be .*; got None"),
         ({"optimizer_tier": "nvme"}, "nvme_path is not set"),
         ({"optimizer_tier": "nvme", "nvme_path": []}, "nvme_path is not set"),
         ({"optimizer_tier": "nvme", "nvme_path": ["/tmp", "/tmp"]}, "each of them once"),
@@ -77,6 +78,7 @@ def test_values_without_a_meaning_are_refused(options: dict[str, Any], message: 
         ({"stages": 3}, "no option 'stages'; the closest one is 'stage'"),
         ({"overlap_stop": True}, "the closest one is 'overlap_step'"),
         ({"qqq": 1}, "there are stage, dtype"),
+        ({"options": {"overlap_stop": 1}}, "no option 'overlap_stop'"),
     ],
     ids=str,
 )

@@ -118,7 +118,7 @@ def check_params(
 def fault_of_param(param: Tensor, held: Container[Tensor]) -> str:
     """Why a parameter is no plain dense tensor that is free; "" where it is."""
     if param in held:
-        return "belongs to another ZeroOptimizer; close() that one first"
+        return "belongs to another ZeroOptimizer; close() that one first, or make the model anew"
     if nn.parameter.is_lazy(param):
         return "has no shape yet (a lazy module); run one forward of the model first"
     if param.dtype is FP4:

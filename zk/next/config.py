@@ -129,13 +129,13 @@ class ZeroConfig:
     """Options of registered add-ons; give them by name, as any other."""
 
     def __init__(self, **given: Any) -> None:
+        given = {**given.pop("options", {}), **given}
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         refuse_unknown(given.keys() - fields.keys() - OPTIONS.keys(), [*fields, *OPTIONS])
-        named = {name: value for name, value in given.items() if name in OPTIONS}
-        fields |= {name: value for name, value in given.items() if name in fields}
-        fields["options"] = {**given.get("options", {}), **named}
-        for name, value in fields.items():
-            if value is not None and name in PARSERS:
+        fields["options"] = {name: value for name, value in given.items() if name in OPTIONS}
+        for name, default in fields.items():
+            value = given.get(name, default)
+            if name in PARSERS and (value is not None or name.endswith("_tier")):
                 value = PARSERS[name](value, name)
             object.__setattr__(self, name, value)
         for name, (error, holds, words) in RULES.items():
