@@ -98,12 +98,11 @@ def drive_of(optimizer: zk.ZeroOptimizer) -> Drive:
 
 def moved(drive: Drive, model: nn.Module, optimizer: zk.ZeroOptimizer, **options: int) -> tuple[float, float]:
     """Bytes read and written in a step, for each parameter."""
-    before = drive.read_nbytes, drive.written_nbytes
+    before = drive.file.read_nbytes, drive.file.written_nbytes
     step(model, optimizer, 7, **options)
-    for file in drive.files:
-        assert all(request.ended.wait(10) for request in file.in_flight)
+    assert all(request.ended.wait(10) for request in drive.file.in_flight)
     count = sum(param.numel() for param in model.parameters())
-    return (drive.read_nbytes - before[0]) / count, (drive.written_nbytes - before[1]) / count
+    return (drive.file.read_nbytes - before[0]) / count, (drive.file.written_nbytes - before[1]) / count
 
 
 # ---- what is read and written ------------------------------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ def test_several_folders_share_the_bytes(small: None, tmp_path: Path) -> None:
         model = Blocks()
         optimizer = held(model, tmp_path, nvme_path=paths)
         losses.append([step(model, optimizer, seed) for seed in range(2)])
-        assert all(len(file.paths) == len(paths) for file in drive_of(optimizer).files)
+        assert len(drive_of(optimizer).file.paths) == len(paths)
         optimizer.close()
     assert losses[0] == losses[1] and [os.listdir(folder) for folder in folders] == [[], []]
 

@@ -25,8 +25,8 @@ SPARE = 4  # buffers of a size: one is in use, two are read ahead, one is writte
 class FileChunk(Chunk):
     """Fields that rest in a file, one after the other, each on a page of its own."""
 
-    def __init__(self, tier: Drive, file: File, offset: int, dtypes: Dtypes, numel: int) -> None:
-        self.tier, self.file, self.offset, self.numel = tier, file, offset, numel
+    def __init__(self, tier: Drive, offset: int, dtypes: Dtypes, numel: int) -> None:
+        self.tier, self.file, self.offset, self.numel = tier, tier.file, offset, numel
         self.dtypes, self.device, self.link = dict(dtypes), CPU, tier.link
         self.buffer: Tensor | None = None  # (capacity,) uint8
         self.reading: Request | None = None
@@ -167,9 +167,8 @@ class Drive:
     chunk_numel = 1 << 21  # so that several fit in the buffers
 
     def __init__(self, folders: Sequence[str], budget: int | None, near: torch.device) -> None:
-        self.folders, self.budget, self.near = list(folders), budget or 0, near
+        self.file, self.budget, self.near = File(folders), budget or 0, near
         self.link: CudaLink | None = None
-        self.files: list[File] = []
         self.all: list[FileChunk] = []
         # chunks with a buffer; the one used longest ago is first
         self.cached: OrderedDict[FileChunk, None] = OrderedDict()
@@ -183,25 +182,16 @@ class Drive:
         """Chunks of a new file, filled with zeros."""
         self.link = link_to(self.near)
         nbytes = [nbytes_of(dtypes, size) for size in sizes]
-        file = File(self.folders, sum(nbytes))
-        places = zip(itertools.accumulate(nbytes, initial=0), sizes, strict=False)
-        made = [FileChunk(self, file, start, dtypes, size) for start, size in places]
+        starts = itertools.accumulate(nbytes, initial=self.file.extend(sum(nbytes)))
+        places = zip(starts, sizes, strict=False)
+        made = [FileChunk(self, start, dtypes, size) for start, size in places]
         kind = tuple(dtypes)
         with self.lock:
-            self.files.append(file)
             self.all += made
             self.largest[kind] = max(self.largest.get(kind, 0), *map(capacity_of, nbytes))
             if self.budget:
                 self.plan()
         return list(made)
-
-    @property
-    def read_nbytes(self) -> int:
-        return sum(file.read_nbytes for file in self.files)
-
-    @property
-    def written_nbytes(self) -> int:
-        return sum(file.written_nbytes for file in self.files)
 
     # ---- buffers (with the lock held) ----------------------------------------------------------------
 
@@ -287,8 +277,7 @@ class Drive:
         self.made[size] -= 1
 
     def close(self) -> None:
-        for file in self.files:
-            file.close()
+        self.file.close()
         for chunk in self.all:
             chunk.wait_for_copies()
             chunk.buffer = None

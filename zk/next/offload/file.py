@@ -35,7 +35,6 @@ from zk.next.memory import aligned, round_up
 ALIGN = 4096  # what O_DIRECT asks of addresses, offsets and sizes on every drive in use
 NO_DIRECT = errno.EINVAL, errno.EOPNOTSUPP  # of file systems without it
 NO_RESERVATION = errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS
-FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 Move = Callable[[memoryview], None]
 
 _checksum: Callable[[memoryview], int] = zlib.crc32
@@ -177,7 +176,7 @@ class File:
 
     Args:
         folders: on different drives; blocks go to them in turn.
-        nbytes: in all; the space is reserved now.
+        nbytes: for which space is reserved now; ``extend`` reserves more.
         checksum: check every block that is read.
         engine: threads to use; None takes those shared by all files.
         timeout_s: how many seconds ``wait`` waits for the drive.
@@ -192,91 +191,88 @@ class File:
     def __init__(
         self,
         folders: Sequence[str | os.PathLike[str]],
-        nbytes: int,
+        nbytes: int = 0,
         *,
         checksum: bool = True,
         engine: Engine | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self.nbytes, self.timeout_s = nbytes, timeout_s
+        self.nbytes, self.timeout_s = 0, timeout_s
         self.engine = engine or engine_of(os.getpid())
         self.block_nbytes = self.engine.block_nbytes
         self.checksums = Checksums(self.block_nbytes) if checksum else None
         self.read_nbytes = self.written_nbytes = 0
-        self.in_flight = set[Request]()
+        self.lock, self.in_flight = threading.Lock(), set[Request]()
         self.paths: list[str] = []
         self.cached: list[int] = []  # descriptors, through the page cache: for what is not aligned
         self.direct: list[int] = []  # past it; -1 where the file system cannot
         self.close_descriptors = weakref.finalize(self, close_all, self.direct, self.cached)
         try:
-            for number, folder in enumerate(folders):
-                self.add_stripe(os.fspath(folder), self.stripe_nbytes(number, len(folders)))
+            for folder in folders:
+                self.add_stripe(os.fspath(folder))
+            self.extend(nbytes)
         except BaseException:
             self.close_descriptors()
             raise
 
-    # ---- opening -----------------------------------------------------------------------------------
-
-    def add_stripe(self, folder: str, nbytes: int) -> None:
-        if not os.path.isdir(folder):
-            raise NotADirectoryError(
-                errno.ENOTDIR, "nvme_path must be an existing folder, on the drive", folder
-            )
+    def add_stripe(self, folder: str) -> None:
         path = os.path.join(folder, f"zk-{os.getpid()}-{secrets.token_hex(8)}")
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
             self.cached.append(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
-            why = f"nvme_path must be a folder that can be written ({error.strerror})"
+            why = f"nvme_path must be an existing folder that can be written ({error.strerror})"
             raise OSError(error.errno, why, folder) from None
         try:
             self.paths.append(path)
             self.direct.append(open_direct(path, flags))
-            reserve(self.cached[-1], path, nbytes)
         finally:
             os.unlink(path)  # its bytes are there as long as it is open, however this process ends
 
-    def stripe_nbytes(self, number: int, count: int) -> int:
-        blocks = -(-self.nbytes // self.block_nbytes)
-        own = len(range(number, blocks, count)) * self.block_nbytes
-        return own if count > 1 else round_up(self.nbytes, ALIGN)
+    def extend(self, nbytes: int) -> int:
+        """Reserve space for ``nbytes`` more, zeros; returns the offset of the first."""
+        offset = round_up(self.nbytes, ALIGN)
+        before, after = (self.stripe_nbytes(stop) for stop in (self.nbytes, offset + nbytes))
+        for number, path in enumerate(self.paths):
+            reserve(self.cached[number], path, after[number], before[number])
+        self.nbytes = offset + nbytes
+        return offset
+
+    def stripe_nbytes(self, nbytes: int) -> list[int]:
+        """Bytes of each stripe, for ``nbytes`` in all."""
+        blocks, count = -(-nbytes // self.block_nbytes), len(self.paths)
+        if count == 1:
+            return [round_up(nbytes, ALIGN)]
+        return [len(range(number, blocks, count)) * self.block_nbytes for number in range(count)]
 
     # ---- transfers -----------------------------------------------------------------------------------
 
     def read_async(self, tensor: Tensor, offset: int = 0) -> Request:
         """Start to fill a contiguous tensor in host memory with the bytes at ``offset``."""
-        return self.start(tensor, offset, write=False)
+        return self.start("read", tensor, offset, None)
 
     def write_async(self, tensor: Tensor, offset: int = 0, after: Awaited | None = None) -> Request:
         """Start to write a contiguous tensor in host memory, once ``after`` has ended."""
-        return self.start(tensor, offset, write=True, after=after)
+        return self.start("write", tensor, offset, after)
 
-    def start(
-        self, tensor: Tensor, offset: int, write: bool, after: Awaited | None = None
-    ) -> Request:
-        verb = "write" if write else "read"
+    def start(self, verb: str, tensor: Tensor, offset: int, after: Awaited | None) -> Request:
+        what = f"{verb} of {tensor.nbytes} bytes at offset {offset} of {', '.join(self.paths)}"
         if self.engine.pid != os.getpid():
-            raise RuntimeError(
-                f"{verb} in a forked process: the threads that move bytes are not here"
-            )
+            raise RuntimeError(f"{what}, in a forked process: the threads of files are not here")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(
-                f"{verb} needs a contiguous tensor in host memory; got {tensor.device}"
-            )
+            raise ValueError(f"{what} needs a contiguous tensor in host memory")
         if offset < 0 or offset + tensor.nbytes > self.nbytes:
-            raise ValueError(
-                f"{verb} of {tensor.nbytes} bytes at offset {offset} is outside of {self.nbytes}"
-            )
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+            raise ValueError(f"{what} is outside of its {self.nbytes}")
+        data, is_write = tensor.detach().reshape(-1).view(torch.uint8).numpy().data, verb == "write"
         blocks = list(self.blocks(offset, len(data)))
-        what = f"the {verb} of {len(data)} bytes at offset {offset} of {', '.join(self.paths)}"
-        request = Request(what, len(blocks), self.timeout_s, after)
-        self.in_flight = {other for other in self.in_flight if not other.done} | {request}
-        self.written_nbytes += write * len(data)
-        self.read_nbytes += (not write) * len(data)
+        request = Request(f"the {what}", len(blocks), self.timeout_s, after)
+        with self.lock:
+            self.in_flight = {other for other in self.in_flight if not other.done} | {request}
+            self.written_nbytes += len(data) * is_write
+            self.read_nbytes += len(data) * (not is_write)
         for start, stop in blocks:
             part = data[start - offset : stop - offset]
-            self.engine.jobs.put((request, functools.partial(self.move, part, start, write)))
+            self.engine.jobs.put((request, functools.partial(self.move, part, start, is_write)))
         return request
 
     def blocks(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -378,21 +374,19 @@ def warn_of_cache(folder: str, why: str) -> None:
     )
 
 
-def reserve(descriptor: int, path: str, nbytes: int) -> None:
-    """Take the space; OSError with needed and free bytes where there is none."""
+def reserve(descriptor: int, path: str, stop: int, start: int = 0) -> None:
+    """Take the space from ``start`` to ``stop``; OSError, with what is free, where there is none."""
+    if start == stop:
+        return
     try:
-        if nbytes:
-            SYSTEM.posix_fallocate(descriptor, 0, nbytes)
+        SYSTEM.posix_fallocate(descriptor, start, stop - start)
     except OSError as error:
         if error.errno in NO_RESERVATION:
-            os.ftruncate(descriptor, nbytes)
-            return
-        why = f"reserving {nbytes} bytes failed ({error.strerror})"
-        if error.errno in FULL:
-            drive = os.statvfs(os.path.dirname(path))
-            free = drive.f_bavail * drive.f_frsize
-            why = (
-                f"{nbytes} bytes ({nbytes / 2**20:,.1f} MiB) are needed and {free} "
-                f"({free / 2**20:,.1f} MiB) are free ({os.strerror(error.errno)})"
-            )
+            return os.ftruncate(descriptor, stop)
+        drive = os.statvfs(os.path.dirname(path))
+        free = drive.f_bavail * drive.f_frsize
+        why = (
+            f"{stop - start} bytes ({(stop - start) / 2**20:,.1f} MiB) are needed and {free} "
+            f"({free / 2**20:,.1f} MiB) are free ({error.strerror})"
+        )
         raise OSError(error.errno, why, path) from None

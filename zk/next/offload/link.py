@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +27,21 @@ BEHIND_NBYTES = 1 << 30  # of device memory that may wait for copies to the host
 Then = Callable[[Tensor], Any]
 
 
-class Event(Protocol):
-    """The end of a copy."""
+class Event:
+    """A point in a stream, such as the end of a copy."""
+
+    def __init__(self, event: Any, link: CudaLink) -> None:
+        self.event, self.link = event, link  # cupy's
+        self.near: Tensor | None = None  # the device end of a copy, until compute follows it
 
     @property
     def done(self) -> bool:
-        """Tell if it has ended, without waiting."""
+        return bool(self.event.done)
 
     def wait(self) -> None:
-        """Return when it has ended: the host may touch either end."""
+        """Return when it is over: the host may touch either end. The core is free meanwhile."""
+        self.event.synchronize()
+        self.link.drop_done()
 
 
 class Arrival:
@@ -55,22 +61,6 @@ class Arrival:
                 if isinstance(part, Tensor) and part.is_cuda:
                     part.record_stream(torch.cuda.current_stream(part.device))
         return self.value
-
-
-class CudaEvent:
-    """A cupy event. Waiting sleeps, so that the core is free for the CPU update."""
-
-    def __init__(self, event: Any, link: CudaLink) -> None:
-        self.event, self.link = event, link
-        self.near: Tensor | None = None  # the device end of a copy, until compute follows it
-
-    @property
-    def done(self) -> bool:
-        return bool(self.event.done)
-
-    def wait(self) -> None:
-        self.event.synchronize()
-        self.link.drop_done()
 
 
 class CudaLink:
@@ -101,7 +91,7 @@ class CudaLink:
         self.lock = threading.Lock()
         # copies with their host ends, by kind; offloads whose device ends compute has not followed
         self.in_flight = {TO_DEVICE: deque[InFlight](), TO_HOST: deque[InFlight]()}
-        self.behind, self.behind_nbytes = deque[tuple[CudaEvent, int]](), 0
+        self.behind, self.behind_nbytes = deque[tuple[Event, int]](), 0
         self.pinned, self.refuses = set[int](), False
 
     def offload(self, host: Tensor, source: Tensor) -> Event:
@@ -132,35 +122,31 @@ class CudaLink:
         """Make compute, the current stream of this thread, wait for ``event``."""
         stream = torch.cuda.current_stream(self.device)
         self.order(stream.cuda_stream, event)
-        if isinstance(event, CudaEvent):
-            near, event.near = event.near, None
-            if near is not None:
-                near.record_stream(stream)  # it may be another stream's
+        near, event.near = event.near, None
+        if near is not None:
+            near.record_stream(stream)  # it may be another stream's
 
     # ---- streams and events ------------------------------------------------------------------------
 
-    def mark(self) -> CudaEvent:
+    def mark(self) -> Event:
         """What compute, the current stream of this thread, has been asked to do."""
         self.drop_done()
         return self.record(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def record(self, stream: int) -> CudaEvent:
+    def record(self, stream: int) -> Event:
         with torch.cuda.device(self.device):
             event = self.new_event(block=True, disable_timing=True)
             self.runtime.eventRecord(event.ptr, stream)
-        return CudaEvent(event, self)
+        return Event(event, self)
 
     def order(self, stream: int, event: Event) -> None:
         """Make a stream wait for ``event``."""
-        if isinstance(event, CudaEvent):
-            with torch.cuda.device(self.device):
-                self.runtime.streamWaitEvent(stream, event.event.ptr)
-        else:
-            event.wait()
+        with torch.cuda.device(self.device):
+            self.runtime.streamWaitEvent(stream, event.event.ptr)
 
     def copy(
         self, stream: int, kind: int, target: Tensor, source: Tensor, after: Iterable[Event]
-    ) -> CudaEvent:
+    ) -> Event:
         assert target.is_contiguous() and source.is_contiguous(), "a copy takes contiguous tensors"
         assert (target.shape, target.dtype) == (source.shape, source.dtype), "ends are not alike"
         with self.lock:
@@ -221,7 +207,7 @@ class CudaLink:
             self.pinned.discard(memory.data_ptr())
 
 
-InFlight = tuple[CudaEvent, Tensor]
+InFlight = tuple[Event, Tensor]
 # one for each device, so that all who use it share its streams; tests put twins here
 LINKS: dict[torch.device, CudaLink] = {}
 _making = threading.Lock()
