@@ -43,6 +43,9 @@ def reduce(rows: Tensor, out: Tensor, stats: Tensor | None = None, scale: float 
 
 def flatten(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int], stats: Tensor | None = None, scale: float = 1.0) -> None:
     """Each tensor into its region of ``flat``, from one of ``bounds`` to the next; all else in regions is zeroed."""
+    if stats is None and scale == 1.0 and list(bounds[1:-1:2]) == list(bounds[2::2]):  # no gaps between regions
+        torch.cat(_padded(tensors, bounds, flat), out=flat[bounds[0] : bounds[-1]])
+        return
     for index, (start, stop) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
         end = start
         if index < len(tensors):
@@ -50,6 +53,19 @@ def flatten(tensors: Sequence[Tensor], flat: Tensor, bounds: Sequence[int], stat
             reduce(tensors[index].reshape(1, -1), flat[start:end], stats, scale)
         if end < stop:
             flat[end:stop].zero_()
+
+
+def _padded(tensors: Sequence[Tensor], bounds: Sequence[int], flat: Tensor) -> list[Tensor]:
+    """Tensors one after the other, each with the zeros that fill its region."""
+    zero, parts = flat.new_zeros(1), list[Tensor]()
+    for index, (start, stop) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
+        room = stop - start
+        if index < len(tensors) and tensors[index].numel():
+            parts.append(tensors[index].reshape(-1))
+            room -= tensors[index].numel()
+        if room:
+            parts.append(zero.expand(room))
+    return parts
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor], bounds: Sequence[int], stats: Tensor | None = None, scale: float = 1.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -63,20 +64,7 @@ class AdamStep:
 
         With a beta1 of at most 0.5, torch interpolates from the gradient's side: m = fma(-beta1, g - m, g).
         """
-        weight = 1 - self.beta1
-        return (
-            np.float32(self.signed_scale),
-            np.float32(0 if self.decoupled else self.weight_decay),
-            np.float32(1 - self.lr * self.weight_decay if self.decoupled else 1),
-            np.float32(weight) if weight < 0.5 else np.float32(weight) - np.float32(1),
-            weight >= 0.5,
-            np.float32(self.beta2),
-            np.float32(1 - self.beta2),
-            np.float32(math.sqrt(self.bias_corrections[1])),
-            np.float32(self.eps),
-            np.float32(self.step_size),
-            np.uint32(self.step * GOLDEN & 0xFFFFFFFF),
-        )
+        return _scalars(self)
 
     def check_coded(self) -> None:
         """Raise ValueError if moments in 8 bits cannot be held for these options."""
@@ -91,6 +79,24 @@ class AdamStep:
                 f"8-bit first moments hold up to 15 times the root of the second one, and betas ({self.beta1}, {self.beta2}) may make it {most:.3g} "
                 "times that; lower the second one, raise the first, or keep moments in fp32 or bf16"
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars(step: AdamStep) -> tuple[Any, ...]:
+    weight = 1 - step.beta1
+    return (
+        np.float32(step.signed_scale),
+        np.float32(0 if step.decoupled else step.weight_decay),
+        np.float32(1 - step.lr * step.weight_decay if step.decoupled else 1),
+        np.float32(weight) if weight < 0.5 else np.float32(weight) - np.float32(1),
+        weight >= 0.5,
+        np.float32(step.beta2),
+        np.float32(1 - step.beta2),
+        np.float32(math.sqrt(step.bias_corrections[1])),
+        np.float32(step.eps),
+        np.float32(step.step_size),
+        np.uint32(step.step * GOLDEN & 0xFFFFFFFF),
+    )
 
 
 def check_adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:

@@ -407,6 +407,8 @@ def adam(param: Tensor, grad: Tensor, master: Tensor | None, exp_avg: Tensor, ex
 
 def sum_of_squares(grad: Tensor, num_threads: int) -> float:
     """The sum of squares of ``grad`` (n,) in float64, the same for any number of threads."""
-    partial = np.zeros(-(-len(grad) // BLOCK))
+    if grad.numel() <= BLOCK:
+        return float(_sum_of_squares_block(_array(grad)))
+    partial = np.zeros(-(-grad.numel() // BLOCK))
     _launch(_sum_of_squares_parallel.py_func, _sum_of_squares_parallel, num_threads, _array(grad), partial)
     return float(partial.sum())
