@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-SMALL = 1 << 16  # bytes: what malloc serves as well
+SMALL = 1 << 12
 HUGE = 2 << 20
 WIPE_ON_FORK = 18  # madvise(2): a forked process has zeros there, and the kernel copies nothing
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

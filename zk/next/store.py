@@ -212,12 +212,17 @@ class UnitStore:
     def changed(self) -> list[int]:
         """The parameters that were written to, or given other data, since the shard was alike."""
         params = self.unit.params
-        found = [i for i, param in enumerate(params) if param._version != self.versions[i]]
-        if [param.data_ptr() for param in params] != self.pointers:
-            found += [i for i, p in enumerate(params) if p.data_ptr() != self.pointers[i]]
-        if not self.is_partitioned:  # what is released has other strides
-            found += [i for i, p in enumerate(params) if p.stride() != self.unit.strides[i]]
-        return sorted(set(found))
+        same = [p._version for p in params] == self.versions
+        same = same and [p.data_ptr() for p in params] == self.pointers
+        # what is released has other strides
+        if same and (self.is_partitioned or [p.stride() for p in params] == self.unit.strides):
+            return []
+        alike = zip(self.versions, self.pointers, self.unit.strides, strict=True)
+        return [
+            index
+            for index, (p, (version, pointer, stride)) in enumerate(zip(params, alike, strict=True))
+            if (p._version, p.data_ptr()) != (version, pointer) or p.stride() != stride
+        ]
 
     @torch.no_grad()
     def absorb(self) -> None:
@@ -231,7 +236,9 @@ class UnitStore:
                     f"{self.unit.names[index]!r} was moved or converted after its ZeroOptimizer was "
                     "made: change the model first, then make the optimizer (dtype= casts it)"
                 )
-            values[index] = param.detach().clone()  # all first: writing one makes all as the shard is
+            values[index] = (
+                param.detach().clone()
+            )  # all first: writing one makes all as the shard is
         for index, value in values.items():
             if self.unit.is_trained:
                 self.write("master", index, value.float())
