@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import zk.next as zk
-from tests.models import GPT, train
+from tests import models
+from tests.models import DEVICE, GPT, train
 from tests.test_materialize import (
     DrawsWithoutAMetaKernel,
     Everything,
@@ -92,6 +93,7 @@ def train_both(_case: object) -> str:
     """Train the model built plainly and deferred: "" if losses are the same."""
     losses = []
     deferred.SMALL = 16
+    models.DEVICE = torch.device("cpu")
     for model in both(GPT):
         optimizer = zk.ZeroOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, dtype="bf16", param_tier="host")
         losses.append(train(model, optimizer, 3))
@@ -100,6 +102,22 @@ def train_both(_case: object) -> str:
 
 def test_quick_on_two_ranks_a_deferred_model_trains_as_the_plain_one() -> None:
     assert run_world(2, train_both, [None]) == [["", ""]]
+
+
+@pytest.mark.parametrize("small", (0, 1 << 16, 1 << 30))
+@pytest.mark.parametrize("stage", (2, 3))
+def test_values_are_drawn_on_the_cpu_and_placed_on_the_device(stage: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "SMALL", small)
+    plain, _ = both(large)
+    torch.manual_seed(3)
+    with zk.deferred_init(DEVICE):
+        model = large()
+    assert all(tensor.is_meta for tensor in tensors(model).values()) == (small == 0)
+    optimizer = zk.ZeroOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with zk.gather(model.parameters()):
+        for name, tensor in tensors(model).items():
+            assert tensor.device.type == DEVICE.type and torch.equal(tensor.cpu(), tensors(plain)[name])
+    optimizer.close()
 
 
 def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

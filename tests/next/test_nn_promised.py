@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zk.next as zk
-from tests.models import GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of
 from zk.next.promised import promise
 
 
@@ -18,7 +19,7 @@ class Ones:
     """Promises ones, and counts what it makes."""
 
     def __init__(self) -> None:
-        self.device, self.made, self.are_written = torch.device("cpu"), 0, False
+        self.device, self.made, self.are_written = DEVICE, 0, False
 
     def make(self, tensor: Tensor) -> Tensor:
         self.made += 1
@@ -29,7 +30,7 @@ class Ones:
 
 
 def promised() -> tuple[nn.Module, Ones]:
-    with torch.device("meta"):
+    with torch.device("meta"), mock.patch("tests.models.DEVICE", torch.device("meta")):
         model = GPT()
     ones = Ones()
     for tensor in (*model.parameters(), *model.buffers()):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zk.next.config import ZeroConfig
 from zk.next.options import NAMES
-from zk.next.promised import check_promised, device_of
+from zk.next.promised import check_promised
 from zk.next.unit import Unit
 
 Optimizers = list[torch.optim.Optimizer]
@@ -105,7 +105,7 @@ def check_params(
     check_memory_is_own(names)
     places: dict[torch.device, str] = {}
     for param, name in names.items():
-        places.setdefault(device_of(param), name)
+        places.setdefault(param.device, name)
     if device is None and len(places) > 1:
         (first, name), (second, other) = itertools.islice(places.items(), 2)
         raise ValueError(

@@ -36,7 +36,7 @@ from zk.next.precision import (
     loss_scale_of,
     warn_of_slow_products,
 )
-from zk.next.promised import device_of, fill_buffers
+from zk.next.promised import device_for, fill_buffers
 from zk.next.states import check_states, load_states, states_of, states_of_inners
 from zk.next.store import Step, UnitStore
 from zk.next.unit import Unit, blocks_of, find_units
@@ -77,7 +77,7 @@ class Layout:
         }
         self.rules = seams.chain("rules", RULES)
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
-        self.device = torch.device(config.device or device_of(next(model.parameters())))
+        self.device = torch.device(config.device or next(model.parameters()).device)
         self.places: dict[Unit, Place] = {}
         self.tiers: dict[str, Tier] = {
             "device": Memory(self.device),
@@ -159,7 +159,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Keep what was given, once it is known to be right."""
         inners = check_arguments(model, optimizer, config, ZeroOptimizer)
-        self.config = config = dataclasses.replace(config or ZeroConfig(), **options)
+        config = dataclasses.replace(config or ZeroConfig(), **options)
+        config = dataclasses.replace(config, device=config.device or device_for(model))
+        self.config = config
         held = ChainMap(*(runtime.store_of for runtime in RUNTIMES))
         dtype_of = dtypes_of(model, config.dtype, config.keep_dtype)
         check_params(model, inners, config.device, dtype_of, held)
@@ -216,12 +218,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         def kind_of(name: str, param: nn.Parameter) -> Any:
             own = [kind(name, param) for kind in self._seams.kind]
-            return dtype_of(param), id(layout.inner_of.get(param)), *own
+            home = config.device or param.device
+            return dtype_of(param), home, id(layout.inner_of.get(param)), *own
 
         units = find_units(self.model, blocks, kind_of, self._runtime.store_of)
         for unit in units:
             unit.dtype = dtype_of(unit.params[0])
-            unit.device = config.device or device_of(unit.params[0])
+            unit.device = config.device or unit.device
             unit.is_trained = unit.is_trained and unit.params[0] in layout.groups
         return units
 

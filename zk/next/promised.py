@@ -32,7 +32,7 @@ class Promise(Protocol):
 
 
 def promise(tensor: Tensor, by: Promise) -> None:
-    """From now on ``by`` makes the values of a tensor without memory."""
+    """From now on ``by`` makes the values of a tensor without memory; others belong to its device."""
     setattr(tensor.untyped_storage(), NAME, by)
 
 
@@ -41,10 +41,12 @@ def promise_of(tensor: Tensor) -> Promise | None:
     return getattr(tensor.untyped_storage(), NAME, None) if tensor.is_meta else None
 
 
-def device_of(tensor: Tensor) -> torch.device:
-    """The device that a tensor is on, or will be."""
-    by = promise_of(tensor)
-    return tensor.device if by is None else by.device
+def device_for(model: nn.Module) -> torch.device | None:
+    """The device of the first promise for a parameter of the model, which all of it goes to."""
+    plain = (param for param in model.parameters() if type(param) is nn.Parameter)
+    dense = (param for param in plain if param.layout is torch.strided)
+    found = (getattr(param.untyped_storage(), NAME, None) for param in dense)
+    return next((by.device for by in found if by is not None), None)
 
 
 def check_promised(name: str, tensor: Tensor) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zk.next.promised import device_of
-
 ALIGN = 16  # elements: every parameter starts on a cache line
 
 
@@ -107,7 +105,7 @@ def find_units(
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         if param not in taken:
-            own = param.dtype, device_of(param), param.requires_grad, kind_of(name, param)
+            own = param.dtype, param.requires_grad, kind_of(name, param)
             kinds.setdefault((homes.get(param, ""), own), []).append((name, param))
     return [
         Unit(home or "model", blocks.get(home, model), *map(list, zip(*found, strict=True)))

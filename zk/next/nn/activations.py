@@ -20,7 +20,6 @@ from zk.next.offload.link import Event, link_to
 from zk.next.options import parse_device, parse_nbytes
 from zk.next.parallel.runtime import RUNTIMES, storage_of
 from zk.next.parallel.saved import Passed, kept, saving_hooks
-from zk.next.promised import device_of
 
 SPARSE = 4  # a view of less than a quarter of its storage does not make it move
 
@@ -46,7 +45,7 @@ def offload_activations(
     smallest = 0 if min_nbytes == 0 else parse_nbytes(min_nbytes, "min_nbytes")
     newest = 0 if keep_last == 0 else parse_nbytes(keep_last, "keep_last")
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    where = device_of(tensors[0]) if tensors else default_device()
+    where = tensors[0].device if tensors else default_device()
     where = where if device is None else parse_device(device, "device")
     return ActivationOffload(where, {storage_of(tensor) for tensor in tensors}, smallest, newest)
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zk.next.options import parse_device
 from zk.next.promised import promise, promise_of
 
 SMALL = 1 << 16  # bytes: smaller tensors that a constructor begins with are made at once
@@ -152,7 +153,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         makes = "device" in arguments and (not tensors or name.startswith("new_"))
         if not metas and not makes:
-            return func(*args, **kwargs)  # with values that are there
+            return self.with_values(func, args, kwargs)
         for tensor in metas:
             if not isinstance(promise_of(tensor), Memory):
                 raise RuntimeError(
@@ -176,8 +177,16 @@ class Recorder(TorchDispatchMode):
                 raise
             return on_values(func, args, kwargs)
         if not metas and sum(tensor.nbytes for tensor in tensors_in(result)) <= SMALL:
-            return func(*args, **kwargs)
+            return self.with_values(func, args, kwargs)
         self.record(func, args, kwargs, result, metas, written)
+        return result
+
+    def with_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call on values that are there; what it makes will go to the device with the others."""
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                promise(tensor, Memory(0, self.device))
         return result
 
     def record(
@@ -299,7 +308,7 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
         raise RuntimeError(
             "deferred_init is entered within deferred_init; one context around all modules is enough"
         )
-    recorder = Recorder(default_device() if device is None else torch.device(device))
+    recorder = Recorder(default_device() if device is None else parse_device(device, "device"))
     try:
         with Answers(), recorder:
             yield

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zk.next.nn.deferred import default_device
 from zk.next.parallel.gather import place_of
-from zk.next.promised import device_of, promise
+from zk.next.promised import device_for, promise
 from zk.next.store import UnitStore
 
 log = logging.getLogger("zk")
@@ -226,8 +226,8 @@ def sources_of(model: nn.Module, path: Path, strict: bool) -> dict[Tensor, FromF
     if left := [name for name, tensor in absent.items() if tensor.requires_grad]:
         those = ", ".join(left)
         log.warning("trained parameters keep the values they have; %s lacks them: %s", path, those)
-    found_on = device_of(next(model.parameters()))
-    device = default_device() if found_on.type == "meta" else found_on
+    device = device_for(model) or next(model.parameters()).device
+    device = default_device() if device.type == "meta" else device
     places = {tensor: piece.place for tensor, piece in pieces.items()}
     return {
         tensor: FromFile(offers[those[0]], those[0], device, places.get(tensor))

@@ -155,8 +155,8 @@ class TiledLinear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
             super().__setattr__(name, value)
-        elif not isinstance(value, Whole):  # of layer.weight *= 2, which has written it
-            raise AttributeError(
+        elif not (isinstance(value, Whole) and value.memory[0].shape == value.shape):
+            raise AttributeError(  # that is layer.weight *= 2, which has written it
                 "the weight of a TiledLinear is its tiles, and cannot be replaced; write to it within "
                 "torch.no_grad(): layer.weight.copy_(values)"
             )
@@ -271,7 +271,10 @@ class Whole(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in REFUSED:
-            raise RuntimeError("this cannot be done to the weight of a TiledLinear; use its tiles'")
+            raise RuntimeError(
+                "data, grad and requires_grad of a TiledLinear's weight are set by tile: "
+                "for tile in layer.tiles: tile.weight..."
+            )
         wholes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Whole)]
         with torch._C.DisableTorchFunctionSubclass():
             # .data would count writes apart
