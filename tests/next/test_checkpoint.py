@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 import zk as first_zk
 import zk.next as zk
-from tests.models import GPT, batch, loss_of
+from tests.models import DEVICE, GPT, batch, loss_of
 from tests.programs import Program, run
 from tests.world import run_world
 from zk.next import store
 from zk.next.checkpoint import CheckpointError, files, save
 from zk.next.checkpoint.export import export
 
-pytestmark = pytest.mark.usefixtures("torch_engine", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "0-host": {"stage": 0, "optimizer_tier": "host"},
@@ -48,7 +48,7 @@ Made = tuple[GPT, Any, Any]
 def make(setting: str, drive: Path, variant: str = "frozen", core: Any = zk, **options: Any) -> Made:
     torch.manual_seed(0)
     model = GPT(variant)
-    model.register_buffer("seen", torch.zeros(3))
+    model.register_buffer("seen", torch.zeros(3, device=DEVICE))
     kind = options.pop("kind", torch.optim.AdamW)
     matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
     inner = kind([{"params": matrices}, {"params": vectors}], **{"lr": 1e-2, **copy.deepcopy(options.pop("inner", {}))})
@@ -80,11 +80,11 @@ def train(model: GPT, optimizer: Any, scheduler: Any, start: int, stop: int, ran
 def snapshot(model: GPT, optimizer: Any) -> dict[str, Any]:
     """All that the next step depends on."""
     optimizer.synchronize()
-    found: dict[str, Any] = {"seen": model.seen.clone(), "groups": copy.deepcopy([{**g, "params": ()} for g in optimizer.param_groups])}
+    found: dict[str, Any] = {"seen": model.seen.clone().cpu(), "groups": copy.deepcopy([{**g, "params": ()} for g in optimizer.param_groups])}
     with zk.gather(model.parameters()):
-        found |= {name: param.detach().clone() for name, param in model.named_parameters()}
+        found |= {name: param.detach().clone().cpu() for name, param in model.named_parameters()}
     for number, state in optimizer.state_dict()["state"].items():
-        found |= {f"{number} {kind}": value for kind, value in state.items()}
+        found |= {f"{number} {kind}": value.cpu() for kind, value in state.items()}
     return found
 
 
@@ -407,13 +407,13 @@ def test_whatever_is_altered_cut_short_or_missing_is_found_and_changes_nothing(
         ({"layers": 3}, r"blocks\.2.*is not there"),
         ({"groups": 1}, "other parameter groups"),
         ({"scheduler": 1}, "was saved with scheduler=None, and scheduler=ExponentialLR was given"),
-        ({"buffer": 4}, r"buffer 'seen' is torch.float32 \(3,\), and torch.float32 \(4,\)"),
+        ({"buffer": 4}, r"buffer 'seen' is \(torch.float32, \(3,\)\), and \(torch.float32, \(4,\)\) in this"),
     ],
     ids=str,
 )
 def test_another_model_or_optimizer_is_refused(options: dict[str, Any], match: str, saved: Path, tmp_path: Path) -> None:
     model = GPT(options.get("variant", "frozen"), layers=options.get("layers", 2))
-    model.register_buffer("seen", torch.zeros(options.get("buffer", 3)))
+    model.register_buffer("seen", torch.zeros(options.get("buffer", 3), device=DEVICE))
     matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors}] if "groups" not in options else [{"params": matrices + vectors}]
     inner = options.get("kind", torch.optim.AdamW)(groups, **{"lr": 1e-2, **options.get("inner", {})})
@@ -448,7 +448,7 @@ def test_what_was_interrupted_is_refused_until_it_is_loaded_whole(error: BaseExc
     train(*run, 0, 2)
     run[1].save_checkpoint(tmp_path / "saved", scheduler=run[2])
     want = train(*run, 2, 4)
-    with mock.patch.object(files.Tensors, "elements", mock.Mock(side_effect=[torch.ones(1), error])), pytest.raises(type(error)):
+    with mock.patch.object(files.Tensors, "elements", mock.Mock(side_effect=[torch.zeros(3), torch.ones(1), error])), pytest.raises(type(error)):
         run[1].load_checkpoint(tmp_path / "saved", scheduler=run[2])
     uses = (lambda: loss_of(run[0], batch(0)), run[1].step, run[1].consolidated_state_dict, lambda: run[1].save_checkpoint(tmp_path))
     for use in uses:
@@ -558,8 +558,9 @@ def write_fixture() -> None:
     torch.save([step_of(model, optimizer) for _ in range(2)], FIXTURE / "losses.pt")
 
 
-def test_a_checkpoint_of_0_1_0_loads_from_its_files(tmp_path: Path) -> None:
-    model, optimizer = tiled(zk, is_tiled=False)
+@pytest.mark.parametrize("is_tiled", (False, True), ids=("whole", "tiled"))
+def test_a_checkpoint_of_0_1_0_loads_from_its_files(is_tiled: bool, tmp_path: Path) -> None:
+    model, optimizer = tiled(zk, is_tiled)
     extra = optimizer.load_checkpoint(FIXTURE)
     assert len(extra["losses"]) == 2 and optimizer.num_steps == 2
     weights = optimizer.consolidated_state_dict("fp32")
@@ -567,6 +568,7 @@ def test_a_checkpoint_of_0_1_0_loads_from_its_files(tmp_path: Path) -> None:
     assert differ(load_file(file), weights) == []
     folder = optimizer.save_checkpoint(tmp_path)
     assert [step_of(model, optimizer) for _ in range(2)] == torch.load(FIXTURE / "losses.pt")
+    model, optimizer = tiled(zk, not is_tiled)
     assert optimizer.load_checkpoint(folder) is None
     assert differ(optimizer.consolidated_state_dict("fp32"), weights) == []
 

@@ -47,7 +47,7 @@ def export(
 
     Args:
         checkpoint: what ``save_checkpoint`` was given (the newest one is taken), or one step's folder.
-        out: must not exist, or be empty (but for hidden files).
+        out: must not exist, or be empty.
         dtype: of parameters (masters are rounded once); None keeps each in the precision it was
             trained in. Integers, codes and buffers stay as they are.
         shard_nbytes: a file is closed before it gets larger than this.
@@ -61,13 +61,14 @@ def export(
     """
     if shard_nbytes < 1:
         raise ValueError(f"a file must be allowed at least 1 byte; got {shard_nbytes}")
-    if out.exists() and (not out.is_dir() or any(out.glob("[!.]*"))):
+    out = out.resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; name a new one")
     manifest = Manifest.read(folders.find(checkpoint))
     manifest.check_files()
     weights = manifest.weights()
     tied = {other: kept for other, kept in manifest.head["tied"].items() if kept in weights}
-    beside = out / ".partial" if out.exists() else out.with_name(f".{out.name}.partial")
+    beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
     beside.mkdir(parents=True)
     with undone(lambda: shutil.rmtree(beside, ignore_errors=True)), Contents(manifest) as contents:
@@ -75,9 +76,8 @@ def export(
             Entry(name, dtype if dtype and w.dtype in CASTABLE else w.dtype, w.whole_shape)
             for name, (w, *_) in weights.items()
         ]
-        entries += [
-            dataclasses.replace(contents.buffer_entry(name), key=name) for name in contents.buffers
-        ]
+        buffers = {name: contents.buffer(name) for name in contents.buffers}
+        entries += [Entry(name, v.dtype, tuple(v.shape)) for name, v in buffers.items()]
         files = shards(entries, shard_nbytes)
         for name, shard in files.items():
             own = {entry.key for entry in shard}
@@ -91,7 +91,9 @@ def export(
             write_durably(path, json.dumps(index, indent=1).encode())
         if manifest.head["model_config"]:
             write_durably(beside / "config.json", manifest.head["model_config"].encode())
-        put_in_place(beside, out)
+        sync_folder(beside)
+        beside.rename(out)
+        sync_folder(out.parent)
     return Exported([out / name for name in files], len(entries), total, tied)
 
 
@@ -105,19 +107,6 @@ def values_of(
             yield rounded(contents.cut(weights[entry.key], "param", everything), entry)
         else:
             yield contents.buffer(entry.key)
-
-
-def put_in_place(beside: Path, out: Path) -> None:
-    """Give what is whole its name, or move it into the folder that is there, the index last."""
-    sync_folder(beside)
-    if beside.parent == out:
-        for path in sorted(beside.iterdir()):
-            path.rename(out / path.name)
-        beside.rmdir()
-        sync_folder(out)
-    else:
-        beside.rename(out)
-    sync_folder(out.parent)
 
 
 def shards(entries: Sequence[Entry], shard_nbytes: int) -> dict[str, list[Entry]]:

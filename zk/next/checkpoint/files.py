@@ -171,7 +171,7 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file that is whole or not there, also after a crash."""
     beside = path.with_name(f".{path.name}.tmp")
-    with undone(lambda: beside.unlink(missing_ok=True)), naming(path), open(beside, "wb") as file:
+    with naming(path), open(beside, "wb") as file:
         file.write(data)
         sync(file)
     beside.replace(path)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zk.next.checkpoint import folders, save
-from zk.next.checkpoint.files import CheckpointError, Entry, Tensors, opened
+from zk.next.checkpoint.files import CheckpointError, Tensors, opened
 from zk.next.checkpoint.manifest import (
     Manifest,
     Place,
@@ -35,6 +35,7 @@ from zk.next.checkpoint.manifest import (
     order_of,
     restore_random,
     revived,
+    rule_of,
     tiles_of,
 )
 
@@ -157,7 +158,7 @@ class Target:
     @functools.cached_property
     def numbers(self) -> dict[str, Any] | None:
         """What the rule keeps once for the parameter; None where it is of another kind."""
-        like = self.store.rule.numbers(self.store.groups[self.index], 1)
+        like = rule_of(self.store).numbers(self.store.groups[self.index], 1)
         saved = self.latest.scalars or {}
         if not saved and "step" in like:
             saved = {"step": float(self.latest.steps)}
@@ -169,7 +170,7 @@ class Target:
         if store.unit.is_trained:
             store.steps[self.index] = steps
             if steps:
-                store.rule.know(store.groups[self.index], steps, self.numbers)
+                rule_of(store).know(store.groups[self.index], steps, self.numbers or {})
 
 
 def check(optimizer: ZeroOptimizer, manifest: Manifest, scheduler: Any) -> list[Target]:
@@ -227,15 +228,20 @@ def check_states(optimizer: ZeroOptimizer, where: Path, target: Target) -> None:
 
 def check_groups(optimizer: ZeroOptimizer, manifest: Manifest, own: Mapping[str, str]) -> None:
     """Groups have the same parameters, in any order. ``own``: name here -> name without tiles."""
-    stores = [store for store in optimizer._runtime.stores if store.unit.is_trained]
-    trained = {own[name] for store in stores for name in store.unit.names}
-    own = {part.name: n for n, parts in manifest.weights().items() for part in parts} | {**own}
-    saved = [group["params"] for group in manifest.head["groups"]]
-    here = [names_of(optimizer, group) for group in optimizer.param_groups]
-    sets = [
-        [trained & {own.get(n, n) for n in group} for group in groups] for groups in (saved, here)
+    parts = (part for parts in manifest.weights().values() for part in parts)
+    saved_as = {part.name: part.whole for part in parts}
+    here = [
+        (n, own[name])
+        for n, g in enumerate(optimizer.param_groups)
+        for name in names_of(optimizer, g)
     ]
-    if sets[0] != sets[1]:
+    saved = [
+        (n, saved_as.get(name))
+        for n, g in enumerate(manifest.head["groups"])
+        for name in g["params"]
+    ]
+    trained = {own[n] for s in optimizer._trained for n in s.unit.names}
+    if {place for place in here if place[1] in trained} != {p for p in saved if p[1] in trained}:
         raise CheckpointError(
             f"{manifest.path} has other parameter groups than this optimizer; build the same groups in "
             "the same order first"
@@ -244,18 +250,13 @@ def check_groups(optimizer: ZeroOptimizer, manifest: Manifest, own: Mapping[str,
 
 def check_buffers(contents: Contents, buffers: Mapping[str, Tensor]) -> None:
     """The model has the buffers that were saved."""
-    where, found = contents.manifest.path, {n: contents.buffer_entry(n) for n in contents.buffers}
-    if found.keys() != buffers.keys():
-        raise CheckpointError(
-            f"{where} has the buffers {sorted(found)}, and this model {sorted(buffers)}"
-        )
+    where, names = contents.manifest.path, sorted(contents.buffers)
+    if names != sorted(buffers):
+        raise CheckpointError(f"{where} has the buffers {names}, and this model {sorted(buffers)}")
     for name, buffer in buffers.items():
-        saved, own = found[name], (tuple(buffer.shape), buffer.is_floating_point())
-        if (saved.shape, saved.dtype.is_floating_point) != own:
-            raise CheckpointError(
-                f"{where}: buffer {name!r} is {saved.dtype} {saved.shape}, and {buffer.dtype} "
-                f"{own[0]} in this model"
-            )
+        saved, own = ((v.dtype, tuple(v.shape)) for v in (contents.buffer(name), buffer))
+        if saved[1] != own[1] or saved[0].is_floating_point != own[0].is_floating_point:
+            raise CheckpointError(f"{where}: buffer {name!r} is {saved}, and {own} in this model")
 
 
 # ---- what is read ----------------------------------------------------------------------------------
@@ -281,11 +282,9 @@ class Contents(contextlib.ExitStack):
         self.last = self.opened[name]
         return self.last
 
-    def buffer_entry(self, name: str) -> Entry:
-        return self.file(self.buffers[name]).entries[f"buffer/{name}"]
-
     def buffer(self, name: str) -> Tensor:
-        return self.file(self.buffers[name]).elements(f"buffer/{name}")
+        file, key = self.file(self.buffers[name]), f"buffer/{name}"
+        return file.elements(key).view(file.entries[key].shape)
 
     def elements(self, part: Saved, kind: str, start: int, stop: int) -> Tensor:
         """Elements of a parameter, in the order in which it was saved: (n,). Zeros of no kind."""
@@ -334,7 +333,7 @@ def fill_all(optimizer: ZeroOptimizer, manifest: Manifest, targets: Sequence[Tar
                 fill(store, list(of_unit), contents)
             buffers = dict(buffers_of(optimizer))
             for name in contents.buffers:
-                buffers[name].copy_(contents.buffer(name).view(buffers[name].shape))
+                buffers[name].copy_(contents.buffer(name))
         for store in optimizer._runtime.stores:
             store.is_updated, store.version = True, store.version + 1
             store.publish()

@@ -49,7 +49,7 @@ def of_optimizer(optimizer: ZeroOptimizer, scheduler: Any, extra: Any) -> dict[s
         "loss_scale": optimizer._scaler.state_dict(),
         "groups": groups,
         "units": [of_unit(store, tiles) for store in optimizer._runtime.stores],
-        "tied": dict(tied_names(optimizer)),
+        "tied": tied_names(optimizer),
         "model_config": str(config()) if callable(config) else None,
         "scheduler": scheduler and plain(scheduler.state_dict(), "scheduler.state_dict()"),
         "scheduler_type": scheduler and type(scheduler).__name__,
@@ -66,8 +66,8 @@ def of_unit(store: UnitStore, tiles: Mapping[str, Any]) -> dict[str, Any]:
         param["dtype"] = str(unit.dtype).removeprefix("torch.")
         param["offset"], param["steps"] = unit.offsets[index], store.steps[index]
         # of Adam they follow from the steps
-        if store.steps[index] and type(store.rule).numbers is not Rule.numbers:
-            numbers = store.rule.numbers(store.groups[index], store.steps[index])
+        if store.steps[index] and type(store.rule).numbers is not Rule.numbers:  # type: ignore[union-attr]
+            numbers = rule_of(store).numbers(store.groups[index], store.steps[index])
             param |= {"scalars": plain(numbers, f"the state of {name!r}")} if numbers else {}
         if order := order_of(store, index):
             param["order"] = order
@@ -82,7 +82,13 @@ def of_unit(store: UnitStore, tiles: Mapping[str, Any]) -> dict[str, Any]:
 
 def kinds_of(store: UnitStore) -> list[str]:
     """The kinds of values that are saved of each element."""
-    return ["master", *store.rule.names] if store.unit.is_trained else ["param"]
+    return ["master", *rule_of(store).names] if store.unit.is_trained else ["param"]
+
+
+def rule_of(store: UnitStore) -> Rule:
+    """The rule of a unit that is trained."""
+    assert store.rule is not None
+    return store.rule
 
 
 def order_of(store: UnitStore, index: int) -> tuple[int, ...]:
@@ -114,12 +120,12 @@ def kind_of(optimizer: ZeroOptimizer) -> str:
     return " and ".join(type(inner).__name__ for inner in inners)
 
 
-def tied_names(optimizer: ZeroOptimizer) -> Iterator[tuple[str, str]]:
+def tied_names(optimizer: ZeroOptimizer) -> dict[str, str]:
     """Other names of tied parameters, each with the name that its unit has."""
     own = {param: name for name, param in optimizer.model.named_parameters()}
-    for name, param in optimizer.model.named_parameters(remove_duplicate=False):
-        if own[param] != name and param in optimizer._runtime.store_of:
-            yield name, own[param]
+    everywhere = optimizer.model.named_parameters(remove_duplicate=False)
+    held = ((n, own[p]) for n, p in everywhere if p in optimizer._runtime.store_of)
+    return {name: kept for name, kept in held if name != kept}
 
 
 def buffers_of(optimizer: ZeroOptimizer, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -165,8 +171,7 @@ def revived(value: Any, here: Any = None) -> Any:
         return (tuple if isinstance(here, tuple) else list)(revived(*pair) for pair in pairs)
     if isinstance(value, dict):
         items = value["__items__"] if set(value) == {"__items__"} else value.items()
-        like = here if isinstance(here, dict) else {}
-        found = {key: revived(item, like.get(key)) for key, item in items}
+        found = {k: revived(v, here.get(k) if isinstance(here, dict) else None) for k, v in items}
         made = here.copy() if isinstance(here, dict) else {}  # of its class: a Counter, say
         made.clear()
         made.update(found)
@@ -183,6 +188,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of this process, and of the GPU that its model computes on."""
     version, state, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
+    assert isinstance(keys, np.ndarray)
     return {
         "python": [version, packed(np.array(state, np.uint32)), gauss],
         "numpy": [kind, packed(keys), *rest],
@@ -302,7 +308,9 @@ class Manifest:
         units = self.head["units"]
         pieces: list[dict[str, list[Piece]]] = [{k: [] for k in unit["kinds"]} for unit in units]
         all_of_them = [
-            Piece(*place, rank["file"]) for rank in self.ranks for place in rank["pieces"]
+            Piece(*place, rank["file"])  # type: ignore[call-arg]
+            for rank in self.ranks
+            for place in rank["pieces"]
         ]
         for piece in sorted(all_of_them, key=lambda piece: piece.start):
             pieces[piece.unit].setdefault(piece.kind, []).append(piece)
@@ -320,9 +328,17 @@ def saved_of(param: Mapping[str, Any], pieces: dict[str, list[Piece]]) -> Saved:
     everything = {"name": name, "shape": shape, "place": [(0, size) for size in shape]}
     whole = param.get("whole", everything)
     return Saved(
-        *(name, shape, getattr(torch, param["dtype"]), tuple(param.get("order", ()))),
-        *(whole["name"], tuple(whole["shape"]), tuple(slice(*cut) for cut in whole["place"])),
-        *(pieces, param["offset"], param["steps"], param.get("scalars")),
+        name,
+        shape,
+        getattr(torch, param["dtype"]),
+        tuple(param.get("order", ())),
+        whole["name"],
+        tuple(whole["shape"]),
+        tuple(slice(*cut) for cut in whole["place"]),
+        pieces,
+        param["offset"],
+        param["steps"],
+        param.get("scalars"),
     )
 
 

@@ -184,12 +184,7 @@ class Save:
             if self.rank == 0:
                 beside, saver.lock = folders.begin(final)
         beside = final.with_name(comm.words(what, beside.name)[0])
-
-        def give_up() -> None:
-            if self.rank == 0:
-                shutil.rmtree(beside, ignore_errors=True)
-
-        with undone(give_up):
+        with undone(lambda: shutil.rmtree(beside, ignore_errors=True)):
             with comm.together(what):
                 self.write(beside)
             with comm.together(what):
@@ -305,14 +300,14 @@ class Saver(Addon):
 
     def start(self, save: Save, quiet: bool) -> None:
         """Write ``save`` from now on. ``quiet``: what the drive refuses is logged, and not raised."""
-        self.own = self.own or own_comm(self.layout.comm)
+        comm = self.own = self.own or own_comm(self.layout.comm)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # the thread follows no stream of training
         save.buffers = {name: value.clone() for name, value in save.buffers.items()}
         self.beside = save.beside = Beside(save.parts, self.room())
         self.quiet, self.begun, self.future = quiet, True, Future()
         # not a daemon: a program that ends waits for it
-        threading.Thread(target=self.run, args=(save, self.future), name="zk-save").start()
+        threading.Thread(target=self.run, args=(save, comm, self.future), name="zk-save").start()
 
     def room(self) -> int:
         """Bytes of host memory that copies may take."""
@@ -320,9 +315,9 @@ class Saver(Addon):
         return min(room, DRIVE_ROOM) if "nvme" in self.layout.tiers else room
 
     @torch.no_grad()
-    def run(self, save: Save, future: Future[None]) -> None:
+    def run(self, save: Save, comm: Comm, future: Future[None]) -> None:
         try:
-            save.run(self, self.own)
+            save.run(self, comm)
             future.set_result(None)
         except BaseException as error:
             warn(error)  # the program may end before anybody waits
@@ -343,7 +338,7 @@ class Saver(Addon):
 
     def synchronized(self) -> None:
         """Wait for the save in progress. Raises what went wrong in it."""
-        error = self.future and self.future.exception()
+        error = self.future.exception() if self.future is not None else None
         self.future, self.beside = None, Beside([], 0)
         if error is not None and not (self.quiet and isinstance(error, OSError)):
             raise error
@@ -353,7 +348,7 @@ class Saver(Addon):
 
 
 def device_of(optimizer: ZeroOptimizer) -> torch.device:
-    return torch.device(optimizer._runtime.stores[0].unit.device)
+    return optimizer._runtime.stores[0].unit.device
 
 
 def own_comm(comm: Comm) -> Comm:

@@ -171,20 +171,12 @@ class Reducer:
     @torch.no_grad()
     def finish(self, in_order: bool = True) -> None:
         """END: reduce what is left; all ranks learn what has a gradient, and the next order."""
-        while in_order and self.position < len(self.order):
+        # one rank has reduced each unit as it was whole
+        while in_order and self.comm.size > 1 and self.position < len(self.order):
             self.reduce_next()
-        self.collect_rest()
-        if self.comm.size > 1:
-            self.reduce_late()
-        else:
-            for store in [store for store in self.waiting if store.grad.local is not None]:
-                self.reduce(store)
-        self.num_local = 0
-        self.begin()
-
-    def reduce_late(self) -> None:
-        """Reduce what any rank has collected, beside what was in order."""
         trained, took_part = list(self.waiting), self.has_begun
+        for store in trained:
+            self.collect_here(store)
         late = [store.grad.scale if store.grad.local is not None else 0.0 for store in trained]
         absent = math.inf if took_part else -1.0  # of a unit that is not whole; no opinion
         places = [float(self.whole_at.get(store, absent)) for store in trained]
@@ -203,3 +195,5 @@ class Reducer:
         if max(places, default=-1.0) >= 0:  # some rank is in a backward pass
             self.order = [(trained[-number], int(place) // MANY) for place, number in whole]
             self.expected = self.events
+        self.num_local = 0
+        self.begin()
