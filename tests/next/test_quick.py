@@ -51,3 +51,15 @@ def test_quick_a_backward_pass_reduces_each_unit_once() -> None:
         seen.names.clear()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_quick_methods_of_a_gradient_that_has_left_are_torchs() -> None:
+    model = GPT()
+    optimizer = zk.next.ZeroOptimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
+    loss_of(model, batch(0)).backward()
+    grad = model.head.weight.grad
+    whole = grad.clone()
+    assert type(whole) is torch.Tensor and whole.any()
+    assert torch.equal(grad.norm(1), whole.norm(1)) and torch.allclose(grad.norm(2), whole.norm(2))
+    assert torch.equal(grad.norm(p=2, dim=0), whole.norm(p=2, dim=0)) and float(grad.abs().max()) == float(whole.abs().max())
+    optimizer.close()

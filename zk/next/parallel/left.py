@@ -70,7 +70,7 @@ class Left(Tensor):
         if isinstance(first, Left) and func.is_view:
             return first.view_by(func, args[1:], kwargs)
         if func is aten.linalg_vector_norm.default and isinstance(first, Left) and is_2norm(args):
-            return first.norm()
+            return first.two_norm()
         args, kwargs = tree_map(values_of, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -129,19 +129,19 @@ class Left(Tensor):
         param.grad = grad.clone()
         return self
 
-    def value(self) -> Tensor:
+    def fetched(self) -> Tensor:
         """The reduced gradient, or the view of it: a copy in the parameter's dtype."""
         value = self.current().read(self.index)
         for view in self.views:
             value = view(value)
         return value
 
-    def norm(self) -> Tensor:
+    def two_norm(self) -> Tensor:
         """Its 2-norm, a scalar."""
         gradient = self.current()
         gradient.meet()
         if gradient.local is not None or self.views:
-            return torch.linalg.vector_norm(self.value())
+            return torch.linalg.vector_norm(self.fetched())
         squares = [float(gradient.sum_of_squares(self.index))]
         norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
         return torch.tensor(norm, device=self.device)
@@ -199,7 +199,7 @@ def unscale(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
     for left in grads:
         if isinstance(left, Left):
             left.times(float(factor))
-            if not left.norm().isfinite():
+            if not left.two_norm().isfinite():
                 found_inf.fill_(1.0)
 
 
@@ -214,7 +214,7 @@ def is_2norm(args: tuple[Any, ...]) -> bool:
 
 
 def values_of(value: Any) -> Any:
-    return value.value() if isinstance(value, Left) else value
+    return value.fetched() if isinstance(value, Left) else value
 
 
 def is_here(grad: Tensor | None) -> bool:
