@@ -272,7 +272,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         ZeRO, arXiv 1910.02054, section 5; ZeRO-Offload, arXiv 2101.06840, section 4.
         """
-        loss = self._evaluate(closure)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._settle()
         self._reduce_rest()
         self.norm = self._norm_of_gradients()
@@ -283,12 +284,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._update(clip_factor(self.norm, self.config.clip_grad_norm))
         self._scaler.update(overflow)
         return loss
-
-    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def synchronize(self) -> None:
         """Wait for all that is in flight, and take in what users have written to parameters.
@@ -366,12 +361,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     other.fetch(following)
                 store.update(number, step)
                 if number == len(store.bounds) - 1:
-                    self._count(store)
-
-    def _count(self, store: UnitStore) -> None:
-        store.updated()
-        for updated in self._seams.updated:
-            updated(store)
+                    store.updated()
+                    for updated in self._seams.updated:
+                        updated(store)
 
     @contextlib.contextmanager
     def _tearing(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -236,9 +237,8 @@ class UnitStore:
                     f"{self.unit.names[index]!r} was moved or converted after its ZeroOptimizer was "
                     "made: change the model first, then make the optimizer (dtype= casts it)"
                 )
-            values[index] = (
-                param.detach().clone()
-            )  # all first: writing one makes all as the shard is
+            # all first: writing one makes all as the shard is
+            values[index] = param.detach().clone()
         for index, value in values.items():
             if self.unit.is_trained:
                 self.write("master", index, value.float())
@@ -329,23 +329,17 @@ class UnitStore:
         Yields:
             elements from the chunk's start on, group, number of updates so far, factor.
         """
-        run: tuple[slice, dict[str, Any], int, float] | None = None
-        last = -1
-        for index, place, _ in self.within(number):
-            if not self.grad.present[index]:
-                continue
-            alike = self.groups[index], self.steps[index], self.grad.factors[index]
-            joins = (
-                run is not None
-                and last == index - 1
-                and run[1] is alike[0]
-                and run[2:] == alike[1:]
-            )
-            if run is not None and not joins:
-                yield run
-            run, last = (slice(run[0].start if joins else place.start, place.stop), *alike), index
-        if run is not None:
-            yield run
+        groups, steps, factors = self.groups, self.steps, self.grad.factors
+        present = [(i, place) for i, place, _ in self.within(number) if self.grad.present[i]]
+
+        def alike(entry: tuple[int, tuple[int, slice]]) -> Any:
+            ordinal, (index, _) = entry
+            return index - ordinal, id(groups[index]), steps[index], factors[index]
+
+        for _, run in itertools.groupby(enumerate(present), alike):
+            found = [place for _, place in run]
+            index, last = found[0][0], found[-1][1]
+            yield slice(found[0][1].start, last.stop), groups[index], steps[index], factors[index]
 
     # ---- access: one parameter's values of a kind, on all ranks ----------------------------------
 
@@ -367,8 +361,8 @@ class UnitStore:
         """What chunks of all ranks hold of a parameter."""
         unit = self.unit
         parts = [self.part(kind, number, here) for number, here, _ in self.parts(index)]
-        mine = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype_of(kind))
-        flat = self.of_all_ranks(index, mine.to(unit.device))
+        mine = torch.cat(parts) if parts else torch.empty(0)
+        flat = self.of_all_ranks(index, mine.to(unit.device, self.dtype_of(kind)))
         return flat.as_strided(unit.shapes[index], unit.strides[index])
 
     def of_all_ranks(self, index: int, mine: Tensor) -> Tensor:
@@ -376,20 +370,15 @@ class UnitStore:
         unit, sharers = self.unit, self.layout.sharers
         if sharers.size == 1:
             return mine
-        first, stop, numel = (
-            unit.offsets[index],
-            unit.offsets[index] + unit.sizes[index],
-            unit.shard_numel,
-        )
-        most = min(unit.sizes[index], numel)  # of it on one rank
-        padded = mine.new_zeros(most)
+        first, size, numel = unit.offsets[index], unit.sizes[index], unit.shard_numel
+        padded = mine.new_zeros(min(size, numel))  # the most of it on one rank
         padded[: mine.numel()] = mine
         rows, work = sharers.all_gather(unit.name, padded)
         work.wait()
-        counts = [min(stop, at + numel) - max(first, at) for at in range(0, unit.numel, numel)]
-        return torch.cat(
-            [row[: max(n, 0)] for row, n in zip(rows.view(-1, most), counts, strict=True)]
-        )
+        starts = range(0, unit.numel, numel)
+        counts = [max(min(first + size, at + numel) - max(first, at), 0) for at in starts]
+        pairs = zip(rows.view(len(counts), -1), counts, strict=True)
+        return torch.cat([row[:count] for row, count in pairs])
 
     def parts(self, index: int) -> Iterator[tuple[int, slice, slice]]:
         """This rank's parts of a parameter: chunk, elements of the chunk, of the parameter."""
@@ -435,9 +424,9 @@ class UnitStore:
             self.is_updated, self.version = True, self.version + 1
 
     def dtype_of(self, kind: str) -> torch.dtype:
-        """The dtype of what ``read`` returns."""
+        """The dtype of what ``whole`` returns, on all ranks."""
         if kind in ("grad", "param"):
-            return self.unit.dtype
+            return torch.float32 if kind == "grad" else self.unit.dtype
         return codec.dtype_of(self.codec.fields | {"param": self.unit.dtype}, kind)
 
 

@@ -185,7 +185,7 @@ class Gradient:
             )
         unit, whole = self.unit, None
         if self.is_taken:
-            whole = self.store.whole("grad", index).float()
+            whole = self.store.whole("grad", index)
         if self.local is not None:
             mine = unit.views(self.local)[index].float()
             whole = mine if whole is None else whole + mine

@@ -104,7 +104,9 @@ class Left(Tensor):
 
     def current(self) -> Gradient:
         """The gradient that it stands for; RuntimeError if that is gone."""
-        gradient, mark = self.gradient, self.gradient.marks[self.index]
+        gradient = self.gradient
+        gradient.store.wait()  # an update in flight uses it
+        mark = gradient.marks[self.index]
         if mark is None or mark.token is not self.token:
             raise RuntimeError(
                 f"the gradient of {self.name!r} is gone, as step() has used it, or it was removed or "
