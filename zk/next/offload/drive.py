@@ -38,7 +38,7 @@ class FileChunk(Chunk):
         self.is_kept, self.is_shown = False, False
 
     @property
-    def stays(self) -> bool:
+    def stays(self) -> bool:  # type: ignore[override]
         return self.is_kept and self.link is None
 
     @property
@@ -94,13 +94,15 @@ class FileChunk(Chunk):
     def close(self, changed: bool, part: slice = ALL) -> None:
         with self.tier.lock:
             self.opened -= 1
-            self.dirty += [part] if changed else []
+            if changed:
+                self.dirty = [ALL] if self.is_kept else [*self.dirty, part]
             if not self.opened and not self.is_kept:
                 self.evict()
 
     def evict(self) -> None:
         """Start to write what has changed."""
         self.writing = [pair for pair in self.writing if not pair[1].done or pair[1].error]
+        assert self.buffer is not None
         for part in [ALL] if ALL in self.dirty else self.dirty:
             for field in self.views().values() if part != ALL else [self.buffer[: self.nbytes]]:
                 place = self.offset + field[part].data_ptr() - self.buffer.data_ptr()
@@ -164,7 +166,7 @@ class Drive:
     in ``open``, ``put`` and ``load``, again and again: the run has lost what it could not write.
     """
 
-    chunk_numel = 1 << 21  # so that several fit in the buffers
+    chunk_numel = 1 << 20  # so that several fit in the buffers
 
     def __init__(self, folders: Sequence[str], budget: int | None, near: torch.device) -> None:
         self.file, self.budget, self.near = File(folders), budget or 0, near
@@ -198,7 +200,8 @@ class Drive:
     @property
     def passing_nbytes(self) -> int:
         """Of the buffers that chunks pass through which do not stay."""
-        return SPARE * sum(self.largest.values())
+        # parameters that were read are given away: one is read ahead less
+        return sum((SPARE - ("param" in kind)) * most for kind, most in self.largest.items())
 
     def plan(self) -> None:
         """Decide what stays: all, or parameters first, which are used most often."""
@@ -227,7 +230,9 @@ class Drive:
         while not self.free[size] and self.used_nbytes + size > room:
             idle = [other for other in self.cached if not other.opened and not other.is_kept]
             idle = [other for other in idle if not other.is_ahead] or idle * must
-            alike = [other for other in idle if other.buffer.numel() == size]
+            alike = [
+                other for other in idle if other.buffer is not None and other.buffer.numel() == size
+            ]
             if alike and self.made[size] >= SPARE:
                 self.reclaim(alike[0])
             elif not self.discard(size):

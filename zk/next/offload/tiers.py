@@ -130,8 +130,9 @@ class MirroredChunk(HostChunk):
 
 
 def overlap(one: slice, other: slice, numel: int) -> bool:
-    starts, stops = zip(*(part.indices(numel)[:2] for part in (one, other)), strict=True)
-    return max(starts) < min(stops)
+    """Tell if two parts of ``numel`` elements have some in common."""
+    (start, stop, _), (first, last, _) = one.indices(numel), other.indices(numel)
+    return max(start, first) < min(stop, last)
 
 
 class Tier(Protocol):
@@ -174,7 +175,7 @@ class Host(Memory):
         link = link_to(self.near)
         if link is None:
             return super().chunks(dtypes, sizes)
-        made = [self.kind(dtypes, size, link) for size in sizes]
+        made: list[Chunk] = [self.kind(dtypes, size, link) for size in sizes]
         self.made += made
         return made
 
