@@ -185,7 +185,8 @@ class Recorder(TorchDispatchMode):
         """A call on values that are there; what it makes will go to the device with the others."""
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            if tensor.layout is torch.strided and not tensor.is_meta:
+            is_new = not any(torch._C._is_alias_of(tensor, given) for given in tensors_in(args))  # type: ignore[attr-defined]
+            if is_new and tensor.layout is torch.strided:
                 promise(tensor, Memory(0, self.device))
         return result
 
