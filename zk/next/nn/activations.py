@@ -115,8 +115,8 @@ class ActivationOffload:
         base = tensor if tensor._base is None else tensor._base
         stays = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
         stays = stays or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-        storage = storage_of(tensor)
-        stays = stays or any(storage in each for each in (self.stays, *held_storages()))
+        gathered = (runtime.by_storage for runtime in RUNTIMES)
+        stays = stays or any(storage_of(tensor) in those for those in (self.stays, *gathered))
         nbytes = tensor.untyped_storage().nbytes()
         return not stays and tensor.device == self.at and nbytes >= max(self.min_nbytes, 1)
 
@@ -184,8 +184,3 @@ class ActivationOffload:
                     self.bring(block)
             elif block is not None and block.number != number:
                 block.device = None  # it is in host memory still
-
-
-def held_storages() -> list[Any]:
-    """Storages of parameters that are gathered."""
-    return [runtime.by_storage for runtime in RUNTIMES]

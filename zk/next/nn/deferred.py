@@ -210,7 +210,8 @@ class Recorder(TorchDispatchMode):
         for tensor in new:
             promise(tensor, Memory(tensor.untyped_storage().nbytes(), self.device))
         reads = {View.of(tensor).memory: None for tensor in metas}
-        others = {View.of(tensor).memory for tensor in metas if not is_in(tensor, written)}
+        targets = {id(tensor) for tensor in written}
+        others = {View.of(tensor).memory for tensor in metas if id(tensor) not in targets}
         for tensor in written if fills else ():
             memory = View.of(tensor).memory
             if tensor.is_contiguous() and tensor.nbytes == memory.nbytes and memory not in others:
@@ -229,10 +230,6 @@ class Recorder(TorchDispatchMode):
         for tensor in self.seen:
             View.of(tensor).memory.versions.add(tensor._version)
         self.seen.clear()
-
-
-def is_in(tensor: Tensor, tensors: list[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
 
 
 def without_memory(tensor: Tensor) -> Tensor:
