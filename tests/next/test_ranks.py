@@ -303,6 +303,27 @@ def test_an_overflow_on_one_rank_is_one_on_all_and_norms_are_of_all_ranks() -> N
     assert all(said == table[0][0] for row in table for said in row), table
 
 
+def dropping(stage: int) -> list[str]:
+    """Gradients that are removed before a pass in which one rank has none: what is not that of the other rank's pass alone."""
+    torch.manual_seed(0)
+    model, removed = Branches(), ("blocks.0.a.weight", "blocks.0.b.bias", "blocks.3.b.weight")
+    plain = copy.deepcopy(model)
+    optimizer = wrap(model, stage=stage)
+    model(batch(dist.get_rank()), frozenset()).backward()
+    for name in removed:
+        model.get_parameter(name).grad = None
+    skipped = frozenset({"0a", "0b", "3a", "3b"} if dist.get_rank() else ())
+    model(batch(2), skipped).backward()
+    optimizer.clip_grad_norm_(1e9)  # ranks meet, and nothing is clipped
+    plain(batch(2), frozenset()).backward()
+    with zk.next.gather([model.get_parameter(name) for name in removed], kind="grad") as got:
+        return [name for name, grad in zip(removed, got, strict=True) if not torch.equal(grad, plain.get_parameter(name).grad / 2)]
+
+
+def test_a_gradient_that_was_removed_is_so_on_ranks_that_have_no_other() -> None:
+    assert run_world(2, dropping, [0, 1, 2], timeout=20) == [[[], []]] * 3
+
+
 def allocating(stage: int) -> tuple[bool, int]:
     """If buffers are made anew in the first steps, and how many later."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(320, 320), nn.Tanh()) for _ in range(3)))

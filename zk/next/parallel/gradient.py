@@ -95,8 +95,10 @@ class Gradient:
         Several ranks agree on a ``dtype``, if not the unit's, and on the loss ``scale``.
         """
         unit, layout = self.unit, self.layout
+        if self.local is None:  # other ranks have some
+            self.drop_removed()
         bucket, self.local = self.local, None
-        if bucket is None:  # other ranks have some
+        if bucket is None:
             bucket = empty(unit.numel, unit.dtype, unit.device).zero_()
         if layout.comm.size > 1:
             bucket = bucket.to(dtype or unit.dtype)
