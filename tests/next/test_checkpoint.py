@@ -31,6 +31,7 @@ from tests.world import run_world
 from zk.next import store
 from zk.next.checkpoint import CheckpointError, files, save
 from zk.next.checkpoint.export import export
+from zk.next.offload.rules import AdamRule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -456,6 +457,26 @@ def test_what_was_interrupted_is_refused_until_it_is_loaded_whole(error: BaseExc
             use()
     run[1].load_checkpoint(tmp_path / "saved", scheduler=run[2])
     assert train(*run, 2, 4) == want
+
+
+@pytest.mark.parametrize("setting", ("3-host", "3-nvme", "2-host"))
+def test_a_step_that_failed_half_way_is_not_saved_and_a_load_mends_it(setting: str, tmp_path: Path) -> None:
+    made = make(setting, tmp_path)
+    train(*made, 0, 2)
+    made[1].save_checkpoint(tmp_path / "saved", scheduler=made[2])
+    want = train(*made, 2, 4)
+    with mock.patch.object(AdamRule, "update", mock.Mock(side_effect=[None, ArithmeticError("broken")])), contextlib.suppress(ArithmeticError):
+        train(*made, 4, 5)  # overlapped, whoever waits for the update hears of it
+        made[1].synchronize()
+    for beside in (False, True):
+        with pytest.raises((RuntimeError, ArithmeticError), match=r"half-way|broken"):
+            made[1].save_checkpoint(tmp_path / "saved", async_save=beside)
+    assert there(tmp_path / "saved") == ["latest", "step-00000002"]
+    made[1].load_checkpoint(tmp_path / "saved", scheduler=made[2])
+    assert train(*made, 2, 4) == want
+    made[1].save_checkpoint(tmp_path / "saved", async_save=True)
+    made[1].close()
+    assert there(tmp_path / "saved") == ["latest", "step-00000002", "step-00000004"]
 
 
 def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
