@@ -267,7 +267,7 @@ def error_of(case: Any) -> str:
     return "nothing"
 
 
-def test_an_error_of_one_rank_is_raised_by_all() -> None:
+def test_quick_an_error_of_one_rank_is_raised_by_all() -> None:
     for case, said in zip(ERRORS, run_world(2, error_of, list(ERRORS), timeout=20), strict=True):
         kind, words = ERRORS[case]
         assert all(text.startswith(kind) and words in text for text in map(str, said)), (case.__name__, said)
@@ -375,7 +375,7 @@ def noting(stage: int) -> list[tuple[str, str, bool]]:
     return heard.words.copy()
 
 
-def test_units_are_reduced_while_backward_goes_on_and_ranks_meet_four_times_a_step() -> None:
+def test_quick_units_are_reduced_while_backward_goes_on_and_ranks_meet_four_times_a_step() -> None:
     for stage, table in zip((2, 3), run_world(2, noting, [2, 3], timeout=20), strict=True):
         for words in table:
             reduced = [about for operation, about, in_backward in words if operation == "reduce_scatter" and in_backward]
