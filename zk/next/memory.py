@@ -1,4 +1,4 @@
-"""Host memory: page-aligned, in huge pages, used again, not copied by a fork; and how much there is."""
+"""Host memory: aligned, used again, not copied by a fork; and how much there is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def round_up(nbytes: int, multiple: int = mmap.PAGESIZE) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-# ---- memory that is new ------------------------------------------------------------------------------
+# ---- memory that is new --------------------------------------------------------------------------
 
 
 def aligned(nbytes: int) -> Tensor:
@@ -85,7 +85,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return aligned(nbytes).view(dtype)
 
 
-# ---- memory that is used again -------------------------------------------------------------------------
+# ---- memory that is used again -------------------------------------------------------------------
 
 
 def empty(
@@ -125,7 +125,7 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# ---- how much there is -----------------------------------------------------------------------------------
+# ---- how much there is ---------------------------------------------------------------------------
 
 
 def peak_nbytes() -> int:

@@ -111,7 +111,7 @@ class FileChunk(Chunk):
         self.dirty = []
 
     def put(self, name: str, values: Tensor) -> None:
-        """Copy ``values`` (numel,) to the field, which takes their dtype (at most the one it had)."""
+        """Copy ``values`` (numel,) to the field, which takes their dtype."""
         with self.tier.lock:
             if self.buffer is not None:
                 self.wait()
@@ -195,7 +195,7 @@ class Drive:
                 self.plan()
         return list(made)
 
-    # ---- buffers (with the lock held) ----------------------------------------------------------------
+    # ---- buffers (with the lock held) ------------------------------------------------------------
 
     @property
     def passing_nbytes(self) -> int:
@@ -268,7 +268,7 @@ class Drive:
         self.free[buffer.numel()].append(buffer)
 
     def give_away(self, chunk: FileChunk) -> None:
-        """Leave a chunk's buffer to whoever has a view of it; its memory is used again after that."""
+        """Leave a chunk's buffer to whoever has a view of it."""
         self.forget(self.take(chunk).numel())
 
     def take(self, chunk: FileChunk) -> Tensor:

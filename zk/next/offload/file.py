@@ -140,7 +140,7 @@ def engine_of(pid: int) -> Engine:
 
 
 class Checksums:
-    """What was written (XXH3, 64 bits), by block; bytes that were written in other parts are forgotten."""
+    """What was written (XXH3, 64 bits), by block; parts that were written over are forgotten."""
 
     def __init__(self, block_nbytes: int) -> None:
         self.block_nbytes = block_nbytes
@@ -185,7 +185,7 @@ class File:
     overlap are not ordered: wait for one before the next.
 
     Raises:
-        OSError: if a folder cannot be used, or has no room: needed and free bytes are in the message.
+        OSError: if a folder cannot be used, or has no room: with needed and free bytes.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class File:
             return [round_up(nbytes, ALIGN)]
         return [len(range(number, blocks, count)) * self.block_nbytes for number in range(count)]
 
-    # ---- transfers -----------------------------------------------------------------------------------
+    # ---- transfers -------------------------------------------------------------------------------
 
     def read_async(self, tensor: Tensor, offset: int = 0) -> Request:
         """Start to fill a contiguous tensor in host memory with the bytes at ``offset``."""
@@ -329,7 +329,7 @@ class File:
         return moved
 
     def close(self) -> None:
-        """Wait for what is in flight, and give the space back. Whoever waits for a request hears of it."""
+        """Wait for what is in flight, and give the space back."""
         is_over = all(request.ended.wait(self.timeout_s) for request in list(self.in_flight))
         if is_over:  # a descriptor is not closed under a call
             self.close_descriptors()

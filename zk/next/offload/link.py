@@ -66,10 +66,8 @@ class Arrival:
 class CudaLink:
     """The link to a CUDA device, through cupy. Any thread may use it.
 
-    ``torch.cuda.device`` makes the device current for each use. cupy's own guard restores the device
-    that was current before, and CUDA 12 makes a context there for every thread.
-
-    Raises ImportError, with the remedy, where cupy is not installed.
+    ``torch.cuda.device`` makes the device current: cupy's guard would make one on device 0
+    for every thread. Raises ImportError, with the remedy, where cupy is not installed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,16 +76,16 @@ class CudaLink:
         except ImportError as error:
             version = (torch.version.cuda or "13").split(".")[0]
             raise ImportError(
-                f"copies between {device} and the host go through cupy, which is not installed; pip install cupy-cuda{version}x"
+                f"copies between {device} and the host go through cupy, which is not installed; "
+                f"pip install cupy-cuda{version}x"
             ) from error
         self.device, self.runtime, self.new_event = device, cupy.cuda.runtime, cupy.cuda.Event
         torch.cuda.current_stream(device)  # torch's context first
         with torch.cuda.device(device):
             self.down = cupy.cuda.Stream(non_blocking=True)
             self.up = cupy.cuda.Stream(non_blocking=True)
-        self.up_torch = torch.cuda.ExternalStream(
-            self.up.ptr, device=device
-        )  # self.up lives longer
+        # which self.up must outlive
+        self.up_torch = torch.cuda.ExternalStream(self.up.ptr, device=device)
         self.lock = threading.Lock()
         # copies with their host ends, by kind; offloads whose device ends compute has not followed
         self.in_flight = {TO_DEVICE: deque[InFlight](), TO_HOST: deque[InFlight]()}
@@ -106,11 +104,11 @@ class CudaLink:
         return event
 
     def upload(self, target: Tensor, host: Tensor, after: Iterable[Event] = ()) -> Event:
-        """Start to copy ``host`` to ``target`` (device), after that, ``after``, and earlier uploads."""
+        """Start to copy ``host`` to ``target`` (device), after that, ``after``, earlier uploads."""
         return self.copy(self.up.ptr, TO_DEVICE, target, host, [self.mark(), *after])
 
     def beside(self, values: Tensor, then: Then) -> Arrival:
-        """Start ``then(values)`` on the device after earlier uploads; compute does not wait for it."""
+        """Start ``then(values)`` on the device after earlier uploads; compute does not wait."""
         self.order(self.up.ptr, self.mark())
         with torch.cuda.stream(self.up_torch):
             value = then(values)
@@ -126,7 +124,7 @@ class CudaLink:
         if near is not None:
             near.record_stream(stream)  # it may be another stream's
 
-    # ---- streams and events ------------------------------------------------------------------------
+    # ---- streams and events ----------------------------------------------------------------------
 
     def mark(self) -> Event:
         """What compute, the current stream of this thread, has been asked to do."""
@@ -174,7 +172,7 @@ class CudaLink:
             finally:
                 self.lock.release()
 
-    # ---- page-locked memory ------------------------------------------------------------------------
+    # ---- page-locked memory ----------------------------------------------------------------------
 
     def pin(self, memory: Tensor) -> None:
         """Lock host memory, so that copies of it run beside the host.

@@ -164,7 +164,7 @@ class Memory:
 
 
 class Host(Memory):
-    """The tier of host memory beside ``near``, a device. ``mirrored``: with a copy on the device."""
+    """The tier of host memory beside a device. ``mirrored``: with a copy on the device."""
 
     def __init__(self, near: torch.device, mirrored: bool = False) -> None:
         super().__init__(CPU)
