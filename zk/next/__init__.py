@@ -10,6 +10,7 @@ from zk.next.parallel.gather import gather
 from zk.next.precision import DynamicLossScale
 
 if TYPE_CHECKING:
+    from zk.next.checkpoint.files import CheckpointError
     from zk.next.nn.activations import offload_activations
     from zk.next.nn.deferred import deferred_init
     from zk.next.nn.pretrained import load_pretrained
@@ -22,6 +23,7 @@ register(announce="zk.next.addons.announced:Announced")
 
 # what is imported when it is first used; each line, and its file, may be deleted
 MODULES = {
+    "CheckpointError": "zk.next.checkpoint.files",
     "TiledLinear": "zk.next.nn.tiled_linear",
     "deferred_init": "zk.next.nn.deferred",
     "load_pretrained": "zk.next.nn.pretrained",
@@ -37,6 +39,7 @@ register_methods(
 
 __all__ = [
     "Addon",
+    "CheckpointError",
     "DynamicLossScale",
     "TiledLinear",
     "ZeroConfig",
