@@ -348,3 +348,20 @@ def test_states_that_do_not_fit_are_refused_before_anything_changes() -> None:
             pytest.raises(ValueError, match="groups of"),
         ):
             small.load_state_dict(good)
+
+
+def test_a_field_of_an_add_on_is_gathered_by_its_name() -> None:
+    class Average(zk.Addon):
+        def codec(self, unit: Any, codec: Any) -> Any:
+            return type(codec)({**codec.fields, "average": torch.float32}) if unit.is_trained else codec
+
+        def updated(self, store: Any) -> None:
+            for _, _, fields in store.opened():
+                fields["average"].lerp_(store.codec.read(fields, "master"), 0.5)
+
+    model, _ = pair()
+    with zk.ZeroOptimizer(model, adamw(model), stage=3, addons=[Average()]) as optimizer:
+        train(model, optimizer, 1)
+        with zk.gather(model.parameters(), kind="average") as averages, zk.gather(model.parameters()):
+            for average, param in zip(averages, model.parameters(), strict=True):
+                torch.testing.assert_close(average, param / 2)

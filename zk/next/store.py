@@ -346,7 +346,9 @@ class UnitStore:
     @property
     def kinds(self) -> list[str]:
         """What ``read`` and ``write`` know of a parameter."""
-        return ["param", "grad", "master", *self.rule.names] if self.unit.is_trained else ["param"]
+        if not self.unit.is_trained:
+            return ["param"]
+        return list(dict.fromkeys(["param", "grad", "master", *self.rule.names, *self.codec.fields]))
 
     def read(self, kind: str, index: int) -> Tensor:
         """One parameter's "param", "grad", "master" or optimizer state, whole: a copy on its device.

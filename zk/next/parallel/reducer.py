@@ -64,7 +64,6 @@ class Reducer:
         self.waiting[store] -= 1
         return self.waiting[store] == 0
 
-    @torch.no_grad()
     def on_whole(self, store: UnitStore) -> None:
         """All gradients of a unit are there: collect it, and reduce what is due."""
         self.collect(store)
