@@ -66,8 +66,8 @@ class Arrival:
 class CudaLink:
     """The link to a CUDA device, through cupy. Any thread may use it.
 
-    ``torch.cuda.device`` makes the device current: cupy's guard would make one on device 0
-    for every thread. Raises ImportError, with the remedy, where cupy is not installed.
+    ``torch.cuda.device`` makes the device current: cupy's own guard makes a context on device 0 for
+    every thread. Raises ImportError, with the remedy, where cupy is not installed.
     """
 
     def __init__(self, device: torch.device) -> None:
