@@ -28,6 +28,7 @@ from zk.next.unit import Unit
 
 if TYPE_CHECKING:
     from zk.next.optimizer import Layout
+    from zk.next.parallel.comm import Comm
 
 CHUNK_NUMEL = 1 << 23  # elements that are fetched, updated and evicted at once
 
@@ -124,19 +125,15 @@ class UnitStore:
         """Start the collective that makes the parameters whole."""
         if self.full is None and self.gathering is None:
             self.publish()
-            self.gathering = self.gathered()
+            unit, sharers, full = self.unit, self.layout.sharers, None
+            if sharers.size > 1:  # made here, as what follows the copy runs beside compute
+                full = empty(unit.numel, unit.dtype, unit.device)
 
-    def gathered(self) -> Any:
-        """Start to bring the shard, and then those of all ranks."""
-        unit, sharers, full = self.unit, self.layout.sharers, None
-        if sharers.size > 1:  # made here, as what follows the copy runs beside compute
-            full = empty(unit.numel, unit.dtype, unit.device)
+            def all_gather(shard: Tensor) -> tuple[Tensor, Any]:
+                sent = self.codec.pre_gather(shard)
+                return sharers.all_gather(unit.name, sent, full if sent is shard else None)
 
-        def all_gather(shard: Tensor) -> tuple[Tensor, Any]:
-            sent = self.codec.pre_gather(shard)
-            return sharers.all_gather(unit.name, sent, full if sent is shard else None)
-
-        return self.param.load("param", unit.device, all_gather)
+            self.gathering = self.param.load("param", unit.device, all_gather)
 
     def gather(self) -> None:
         """Make the parameters whole, and new."""
@@ -348,7 +345,9 @@ class UnitStore:
         """What ``read`` and ``write`` know of a parameter."""
         if not self.unit.is_trained:
             return ["param"]
-        return list(dict.fromkeys(["param", "grad", "master", *self.rule.names, *self.codec.fields]))
+        return list(
+            dict.fromkeys(["param", "grad", "master", *self.rule.names, *self.codec.fields])
+        )
 
     def read(self, kind: str, index: int) -> Tensor:
         """One parameter's "param", "grad", "master" or optimizer state, whole: a copy on its device.
@@ -364,23 +363,10 @@ class UnitStore:
         unit = self.unit
         parts = [self.part(kind, number, here) for number, here, _ in self.parts(index)]
         mine = torch.cat(parts) if parts else torch.empty(0)
-        flat = self.of_all_ranks(index, mine.to(unit.device, self.dtype_of(kind)))
+        flat = of_all_ranks(
+            unit, self.layout.sharers, index, mine.to(unit.device, self.dtype_of(kind))
+        )
         return flat.as_strided(unit.shapes[index], unit.strides[index])
-
-    def of_all_ranks(self, index: int, mine: Tensor) -> Tensor:
-        """(size,): a parameter's values, of which this rank has ``mine``."""
-        unit, sharers = self.unit, self.layout.sharers
-        if sharers.size == 1:
-            return mine
-        first, size, numel = unit.offsets[index], unit.sizes[index], unit.shard_numel
-        padded = mine.new_zeros(min(size, numel))  # the most of it on one rank
-        padded[: mine.numel()] = mine
-        rows, work = sharers.all_gather(unit.name, padded)
-        work.wait()
-        starts = range(0, unit.numel, numel)
-        counts = [max(min(first + size, at + numel) - max(first, at), 0) for at in starts]
-        pairs = zip(rows.view(len(counts), -1), counts, strict=True)
-        return torch.cat([row[:count] for row, count in pairs])
 
     def parts(self, index: int) -> Iterator[tuple[int, slice, slice]]:
         """This rank's parts of a parameter: chunk, elements of the chunk, of the parameter."""
@@ -435,3 +421,18 @@ class UnitStore:
 def none_of(dtype: torch.dtype) -> float:
     """What a released parameter reads as: NaN, or the largest of integers."""
     return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def of_all_ranks(unit: Unit, sharers: Comm, index: int, mine: Tensor) -> Tensor:
+    """(size,): a parameter's values, of which this rank has ``mine``."""
+    if sharers.size == 1:
+        return mine
+    first, size, numel = unit.offsets[index], unit.sizes[index], unit.shard_numel
+    padded = mine.new_zeros(min(size, numel))  # the most of it on one rank
+    padded[: mine.numel()] = mine
+    rows, work = sharers.all_gather(unit.name, padded)
+    work.wait()
+    starts = range(0, unit.numel, numel)
+    counts = [max(min(first + size, at + numel) - max(first, at), 0) for at in starts]
+    pairs = zip(rows.view(len(counts), -1), counts, strict=True)
+    return torch.cat([row[:count] for row, count in pairs])
