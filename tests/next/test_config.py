@@ -73,7 +73,7 @@ def test_values_without_a_meaning_are_refused(options: dict[str, Any], message: 
         ({"units": [3]}, "units must hold"),
         ({"device": 0}, "got 0"),
         ({"nvme_path": 7}, "nvme_path must be a path"),
-        ({"process_group": object()}, r"this rank is a member of .*mesh\.get_group"),
+        ({"process_group": "all"}, r"this rank is a member of .*mesh\.get_group"),
         ({"addons": [zk.Addon]}, "addons must be a list of zk.Addon objects"),
         ({"stages": 3}, "no option 'stages'; the closest one is 'stage'"),
         ({"overlap_stop": True}, "the closest one is 'overlap_step'"),

@@ -36,7 +36,7 @@ def weight_grad(tiled: Any) -> Tensor:
     return grads
 
 
-@pytest.mark.parametrize("splits", itertools.product((1, 2, 3), repeat=2))
+@pytest.mark.parametrize("splits", list(itertools.product((1, 2, 3), repeat=2)))
 def test_outputs_and_all_gradients_are_those_of_the_whole_layer(splits: tuple[int, int]) -> None:
     linear, tiled = pair((23, 29), *splits)
     x = torch.randn(2, 3, 23)
