@@ -108,10 +108,10 @@ def _first_of_its_form(
     launch, seen = getattr(module, name), set[Any]()
 
     @functools.wraps(launch)
-    def either(*args: Any) -> None:
+    def either(*args: Any, **options: Any) -> None:  # how it is launched, which the twin need not know
         form = tuple(_form(value) for index, value in enumerate(args) if index != step)
         if ALWAYS or form not in seen:
-            launch(*args)
+            launch(*args, **options)
             seen.add(form)
             return
         with LOCK, plainly(), torch.no_grad():
