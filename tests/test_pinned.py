@@ -23,6 +23,7 @@ from tests import softgpu
 from tests.models import DEVICE
 from tests.softgpu import memory
 from zk.core.events import COMPLETED
+from zk.next import memory as next_memory
 from zk.offload.nvme import round_up
 from zk.offload.pinned import Arena, Record
 from zk.offload.stash import POOLS
@@ -73,6 +74,7 @@ def in_use(arena: Arena) -> int:
 def nothing_is_locked_at_first() -> None:
     for link, pool in POOLS.items():
         pool.trim(link, 0)  # what activations of other tests were copied to is kept for the next
+    next_memory.trim()
     if locked():
         gc.collect()  # arenas of other tests that went round in a circle
     assert not locked()

@@ -75,7 +75,7 @@ class Layout:
         self.inner_of = {
             p: inner for inner in inners for g in inner.param_groups for p in g["params"]
         }
-        self.rules = seams.chain("rules", RULES)
+        self.inner, self.rules = inners[0], seams.chain("rules", RULES)
         self.made: dict[Any, Rule] = {}  # (optimizer, kind of rule) -> rule
         self.device = torch.device(config.device or next(model.parameters()).device)
         self.places: dict[Unit, Place] = {}
@@ -96,24 +96,27 @@ class Layout:
         self.places |= zip(units, places, strict=True)
         with self.comm.together("the folder nvme_path"):
             if on_drive(places) and "nvme" not in self.tiers:
-                self.tiers["nvme"] = Drive(self.config.nvme_path, cache, self.device)
+                paths: Any = self.config.nvme_path
+                self.tiers["nvme"] = Drive(paths, cache, self.device)
 
-    def rule_of(self, unit: Unit) -> Rule | None:
-        """The rule that updates a unit; None for a frozen one."""
+    def rule_of(self, unit: Unit) -> Rule:
+        """The rule that updates a unit; a frozen one has none, and keeps nothing."""
         if not unit.is_trained:
-            return None
+            return Rule(self.inner)
         inner = self.inner_of[unit.params[0]]
         kind = rule_for(self.rules, unit, inner)
         return self.made.setdefault((inner, kind), self.made.get((inner, kind)) or kind(inner))
 
     def codec_of(self, unit: Unit) -> Codec:
-        rule = self.rule_of(unit)
-        return self.seams.chain("codec", unit, rule.codec(unit.dtype) if rule else Codec({}))
+        own = self.rule_of(unit).codec(unit.dtype) if unit.is_trained else Codec({})
+        codec: Codec = self.seams.chain("codec", unit, own)
+        return codec
 
     def tier_of(self, unit: Unit, what: str) -> Tier:
         """The tier of a unit's "param" (at rest, or beside the update) or "state"."""
         name = getattr(self.places[unit], what)
-        return self.seams.chain("tier", unit, what, self.tiers[name])
+        tier: Tier = self.seams.chain("tier", unit, what, self.tiers[name])
+        return tier
 
     def close(self) -> None:
         for tier in self.tiers.values():
@@ -171,7 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             groups = [group for inner in inners for group in inner.param_groups]
         super().__init__(groups, inners[0].defaults)
         self.param_groups = groups  # the user's own, so that both see changes
-        self.state = Elsewhere()
+        self.state = Elsewhere()  # type: ignore[assignment]
         self._seams = Seams([*config.addons, *addon.make(config.options)])
         for check in self._seams.check:
             check(config)
@@ -198,7 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         begun = states_of_inners(self)
         for inner in self._inners:
             inner.state.clear()
-            inner._opt_called = True  # schedulers of it look there for a step before theirs
+            vars(inner)["_opt_called"] = True  # schedulers of it look there for a step before theirs
             self._refusals += [
                 inner.register_step_pre_hook(refuse_to("step()")),
                 inner.register_state_dict_pre_hook(refuse_to("state_dict()")),
@@ -424,7 +427,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for store in self._trained:
             factor = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
             store.grad.factors = [factor * before for before in store.grad.factors]
-        return torch.tensor(norm, device=self._layout.tiers["device"].device)
+        return torch.tensor(norm, device=self._layout.device)
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's own format, whole, with fp32 "master"s. Call it on all ranks."""
@@ -551,7 +554,7 @@ def chosen_blocks(model: nn.Module, units: Sequence[Any] | None) -> dict[str, nn
     """The modules that travel as one, by name; ValueError for an entry that names none."""
     if units is None:
         return blocks_of(model)
-    modules, found = dict(model.named_modules()), {}
+    modules, found = dict(model.named_modules()), dict[str, nn.Module]()
     for entry in units:
         chosen = {
             name: module

@@ -95,7 +95,7 @@ def load_param(store: UnitStore, index: int, state: dict[str, Any]) -> None:
     counters = {name: value for name, value in numbers_of(state).items() if name != "count"}
     store.rule.know(store.groups[index], store.steps[index], counters)
     for kind in store.rule.names:
-        value = state.get(kind)
-        store.write(kind, index, value if is_field(value) else torch.zeros(()))
+        value = state[kind] if is_field(state.get(kind)) else torch.zeros(())
+        store.write(kind, index, value)
     if "master" in state:
         store.write("master", index, state["master"])

@@ -56,7 +56,7 @@ class UnitStore:
         self.unit, self.layout = unit, layout
         self.rule, self.codec = layout.rule_of(unit), layout.codec_of(unit)
         self.is_partitioned = layout.stage == 3
-        self.full: Tensor | None = None
+        self.full: Any = None
         self.views: list[Tensor] = []  # the parameters within ``views_of``
         self.views_of: Tensor | None = None
         self.gathering: Any = None  # the collective of a gather in flight
@@ -284,7 +284,6 @@ class UnitStore:
 
     def renew(self, shard: Tensor) -> Any:
         """Start to make the full parameters those of all ranks' shards."""
-        assert self.full is not None
         mine = self.full[self.start : self.start + self.unit.shard_numel]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
@@ -415,7 +414,7 @@ class UnitStore:
         """The dtype of what ``whole`` returns, on all ranks."""
         if kind in ("grad", "param"):
             return torch.float32 if kind == "grad" else self.unit.dtype
-        return codec.dtype_of(self.codec.fields | {"param": self.unit.dtype}, kind)
+        return codec.dtype_of({**self.codec.fields, "param": self.unit.dtype}, kind)
 
 
 def none_of(dtype: torch.dtype) -> float:

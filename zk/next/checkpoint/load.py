@@ -35,7 +35,6 @@ from zk.next.checkpoint.manifest import (
     order_of,
     restore_random,
     revived,
-    rule_of,
     tiles_of,
 )
 
@@ -158,7 +157,7 @@ class Target:
     @functools.cached_property
     def numbers(self) -> dict[str, Any] | None:
         """What the rule keeps once for the parameter; None where it is of another kind."""
-        like = rule_of(self.store).numbers(self.store.groups[self.index], 1)
+        like = self.store.rule.numbers(self.store.groups[self.index], 1)
         saved = self.latest.scalars or {}
         if not saved and "step" in like:
             saved = {"step": float(self.latest.steps)}
@@ -170,7 +169,7 @@ class Target:
         if store.unit.is_trained:
             store.steps[self.index] = steps
             if steps:
-                rule_of(store).know(store.groups[self.index], steps, self.numbers or {})
+                store.rule.know(store.groups[self.index], steps, self.numbers or {})
 
 
 def check(optimizer: ZeroOptimizer, manifest: Manifest, scheduler: Any) -> list[Target]:

@@ -66,8 +66,8 @@ def of_unit(store: UnitStore, tiles: Mapping[str, Any]) -> dict[str, Any]:
         param["dtype"] = str(unit.dtype).removeprefix("torch.")
         param["offset"], param["steps"] = unit.offsets[index], store.steps[index]
         # of Adam they follow from the steps
-        if store.steps[index] and type(store.rule).numbers is not Rule.numbers:  # type: ignore[union-attr]
-            numbers = rule_of(store).numbers(store.groups[index], store.steps[index])
+        if store.steps[index] and type(store.rule).numbers is not Rule.numbers:
+            numbers = store.rule.numbers(store.groups[index], store.steps[index])
             param |= {"scalars": plain(numbers, f"the state of {name!r}")} if numbers else {}
         if order := order_of(store, index):
             param["order"] = order
@@ -82,13 +82,7 @@ def of_unit(store: UnitStore, tiles: Mapping[str, Any]) -> dict[str, Any]:
 
 def kinds_of(store: UnitStore) -> list[str]:
     """The kinds of values that are saved of each element."""
-    return ["master", *rule_of(store).names] if store.unit.is_trained else ["param"]
-
-
-def rule_of(store: UnitStore) -> Rule:
-    """The rule of a unit that is trained."""
-    assert store.rule is not None
-    return store.rule
+    return ["master", *store.rule.names] if store.unit.is_trained else ["param"]
 
 
 def order_of(store: UnitStore, index: int) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class Codec:
 class Rule:
     """Updates slices of one optimizer's parameters."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """What is kept for each element, by torch's names."""
     splits_masters = False
     """The arithmetic takes a bf16 parameter and its lower half for the master."""
@@ -156,7 +156,7 @@ class StepRule(Rule):
         worker.param_groups = [{**group, **plain, "params": [param]}]
         worker.state = defaultdict(dict, {param: state} if state else {})
         worker.step()
-        return worker.state[param]
+        return dict(worker.state[param])
 
     def numbers(self, group: Group, step: int) -> dict[str, Tensor]:
         """Counters such as "step". They follow from options and counts: the same on all ranks."""

@@ -185,12 +185,12 @@ class Gradient:
                 f"{self.unit.names[index]!r} has no gradient: no backward() has given it one, or step() "
                 "or zero_grad() came after it"
             )
-        unit, whole = self.unit, None
+        unit, whole = self.unit, torch.zeros(())
         if self.is_taken:
             whole = self.store.whole("grad", index)
         if self.local is not None:
             mine = unit.views(self.local)[index].float()
-            whole = mine if whole is None else whole + mine
+            whole = whole + mine if self.is_taken else mine
         return (whole * (self.factors[index] / self.scale)).to(unit.dtype)
 
     def meet(self) -> None:

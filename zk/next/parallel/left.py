@@ -37,7 +37,7 @@ class Left(Tensor):
     """Stands for the gradient of parameter ``index`` of a unit, or for a view of it."""
 
     made_by: weakref.ref[Gradient]  # weak, as the garbage collector does not look into param.grad
-    index: int
+    index: int  # type: ignore[assignment]
     is_added: bool  # autograd has put another one into its place, to be added
     views: tuple[Callable[[Tensor], Tensor], ...]  # what makes the view
     token: object  # one for all views of one gradient
@@ -60,10 +60,12 @@ class Left(Tensor):
         left.token = object() if base is None else base.token
         return left
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
         if func._schema.is_mutable or func.namespace == "c10d":
             return change(func, args, kwargs)
@@ -133,7 +135,7 @@ class Left(Tensor):
 
     def fetched(self) -> Tensor:
         """The reduced gradient, or the view of it: a copy in the parameter's dtype."""
-        value = self.current().read(self.index)
+        value: Tensor = self.current().read(self.index)
         for view in self.views:
             value = view(value)
         return value
@@ -143,7 +145,8 @@ class Left(Tensor):
         gradient = self.current()
         gradient.meet()
         if gradient.local is not None or self.views:
-            return torch.linalg.vector_norm(self.fetched())
+            two_norm: Tensor = torch.linalg.vector_norm(self.fetched())
+            return two_norm
         squares = [float(gradient.sum_of_squares(self.index))]
         norm = math.sqrt(gradient.layout.sharers.total(gradient.unit.name, squares)[0])
         return torch.tensor(norm, device=self.device)
@@ -152,7 +155,7 @@ class Left(Tensor):
         self.current().meet()
         self.current().factors[self.index] *= number
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Left(shape={tuple(self.shape)}, reads as the reduced gradient)"
 
 

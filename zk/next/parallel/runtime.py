@@ -51,7 +51,7 @@ class Runtime:
         self.partitions = False  # some parameters are released between uses
         self.handles: dict[UnitStore | None, list[Any]] = {}
         self.saving: Any = None  # the context of saved tensors, within forward
-        self.around = keep, kept  # the hooks around it
+        self.around: tuple[Any, Any] = keep, kept  # the hooks around it
         self.broken = ""  # why parameters may not be used
         self.counts = {"gathers": 0, "prefetch_hits": 0}
         RUNTIMES.add(self)
@@ -72,8 +72,9 @@ class Runtime:
         if unit.is_trained:
             self.reducer.waiting[store] = len(unit.params)
             # weak, as the garbage collector does not see what a tensor's hooks refer to
-            runtime, weak = weakref.ref(self), weakref.ref(store)
-            on_grad = torch._dynamo.disable(lambda _: runtime().on_grad(weak()))
+            weak: Callable[[], Any] = weakref.ref(self)
+            its: Callable[[], Any] = weakref.ref(store)
+            on_grad = torch._dynamo.disable(lambda _: weak().on_grad(its()))
             handles += [p.register_post_accumulate_grad_hook(on_grad) for p in unit.params]
 
     def attach_model(self, dtype: Any) -> None:
@@ -222,9 +223,10 @@ class Runtime:
 
     def look_ahead(self, store: UnitStore, backward: bool) -> None:
         for ahead in range(self.prefetch):
-            store = self.following.get((store, backward))
-            if store is None:
+            following = self.following.get((store, backward))
+            if following is None:
                 return
+            store = following
             store.prefetch()
             if ahead == 0:
                 self.begin_gather(store, backward)
@@ -252,7 +254,7 @@ class Runtime:
         offset = tensor.storage_offset() - store.full.storage_offset()
         return store, store.version, tensor.size(), tensor.stride(), offset
 
-    def unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Any:
         if isinstance(saved, Passed):
             return saved.unpack(saved.value)
         store, version, size, stride, offset = saved
@@ -351,7 +353,7 @@ class Hook:
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
 
-    @torch._dynamo.disable  # type: ignore[misc]
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 
@@ -374,4 +376,5 @@ def hooks_around(
 
 
 def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    cdata: int = tensor.untyped_storage()._cdata
+    return cdata
